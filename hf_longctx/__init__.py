@@ -1,0 +1,35 @@
+"""Fine-tune Hugging Face causal language models on long, length-skewed sequences with one plan per training step.
+
+Public names are loaded on first use (PEP 562), so that `import hf_longctx.plan` and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_longctx._version import __version__
+
+if TYPE_CHECKING:
+    from hf_longctx.hf.config import LongContextConfig
+    from hf_longctx.hf.launch import init_distributed
+    from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
+
+_HOMES = {
+    "LongContextConfig": "hf_longctx.hf.config",
+    "LongContextMixin": "hf_longctx.hf.trainer",
+    "LongContextTrainer": "hf_longctx.hf.trainer",
+    "init_distributed": "hf_longctx.hf.launch",
+}
+
+__all__ = ["LongContextConfig", "LongContextMixin", "LongContextTrainer", "__version__", "init_distributed"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

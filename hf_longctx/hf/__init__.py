@@ -1,0 +1,1 @@
+"""Transformers, Accelerate and datasets: the only layer that knows them."""

@@ -1,0 +1,96 @@
+"""The registered attention function: with a plan's context it runs over the sequence group, without one it is the old one.
+
+The name says what it falls back to, so that no state is needed: "longctx" delegates to sdpa, "longctx_eager" to eager. A
+name must not contain "flash", which transformers reads as a kernel to download.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.sequence_parallel import sequence_parallel_attention
+
+NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
+
+# keywords that say nothing about which tokens are attended to, or how
+_INERT = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+
+
+def patch_model(model: PreTrainedModel) -> None:
+    """Switches `model` to the registered attention function that falls back to its present one. Idempotent.
+
+    Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
+    """
+    current = model.config._attn_implementation
+    if current in NAMES.values():
+        return
+    if current not in NAMES:
+        raise ValueError(
+            f"attention implementation {current!r} is not supported yet; load the model with attn_implementation='sdpa'"
+        )
+    for fallback, name in NAMES.items():
+        AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
+    model.set_attn_implementation(NAMES[current])
+    if model.config._attn_implementation != NAMES[current]:
+        raise ValueError(f"{type(model).__name__} does not let its attention implementation be set and cannot be run")
+
+
+def num_attention_layers(model: PreTrainedModel) -> int:
+    """Attention calls of one forward."""
+    return int(model.config.num_hidden_layers)
+
+
+def longctx_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    longctx: GroupContext | None = None,
+    fallback: str = "sdpa",
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of transformers' interface: query [B, H, T, D], key and value [B, G, T, D] in, [B, T, H, D] out.
+
+    `longctx` is the chunk's context; without it the call goes to `fallback` as it came. Raises ValueError for dropout and
+    for any keyword that changes attention and is not implemented: nothing is ignored in silence.
+    """
+    if longctx is None:
+        function = _fallback_function(module, fallback)
+        output: tuple[Tensor, Tensor | None] = function(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return output
+    if dropout:
+        raise ValueError(f"{type(module).__name__}: attention dropout {dropout} is not supported yet; set it to 0.0")
+    for name, setting in kwargs.items():
+        if name not in _INERT and setting is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name}={setting!r} to attention, which is not supported yet and would change "
+                f"the result; use a model without it"
+            )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return sequence_parallel_attention(query, key, value, scale, longctx), None
+
+
+def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The implementation that the model had; eager attention is a function of the model's own source file."""
+    if fallback == "eager":
+        function: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[
+            type(module).__module__
+        ].eager_attention_forward
+        return function
+    registered: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS[fallback]
+    return registered

@@ -1,0 +1,70 @@
+"""Every fact that depends on a version of transformers, and the list of model classes whose equality is tested."""
+
+from __future__ import annotations
+
+import torch
+from packaging.version import Version
+from transformers import PretrainedConfig, PreTrainedModel, __version__
+
+# a class gets in with its row in tests/runtime/test_equality.py, never without
+TESTED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+_MINIMUM = "5.17"
+
+
+def version_problems() -> list[str]:
+    """What is wrong with the installed transformers."""
+    if Version(__version__) < Version(_MINIMUM):
+        return [f"transformers {__version__} is installed, {_MINIMUM} or newer is needed; pip install -U transformers"]
+    return []
+
+
+def model_problems(model: PreTrainedModel) -> list[str]:
+    """Why this model cannot run correctly, by name; empty for a tested class with a tested attention pattern."""
+    name, config = type(model).__name__, model.config
+    if hasattr(model, "peft_config") or name.startswith("Peft"):
+        return [
+            f"{name}: LoRA and other adapters are not supported yet; train the full model, or merge the adapter first"
+        ]
+    if name not in TESTED_MODELS or not type(model).__module__.startswith("transformers."):
+        return [
+            f"model class {name} is not in the tested list ({', '.join(TESTED_MODELS)}): its attention may have a pattern "
+            f"that would be silently wrong; use one of these classes"
+        ]
+    problems = []
+    if (window := _window(config)) is not None:
+        problems.append(
+            f"{name} has a sliding attention window of {window} tokens, which is not supported yet; load it with "
+            f"sliding_window=None (and use_sliding_window=False where it exists) if the checkpoint allows full attention"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        problems.append(f"attention_dropout is {config.attention_dropout}; set it to 0.0, dropout is not supported yet")
+    if (rope_type := (config.rope_parameters or {}).get("rope_type", "default")) not in TESTED_ROPE_TYPES:
+        problems.append(
+            f"rope type {rope_type!r} depends on the longest position of each forward and is not supported yet; use one of "
+            f"{', '.join(TESTED_ROPE_TYPES)}"
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        problems.append(
+            "activation (gradient) checkpointing is enabled on the model and not supported yet; call "
+            "model.activation_checkpointing_disable(), and lower tokens_per_rank if memory is short"
+        )
+    if model.dtype in (torch.bfloat16, torch.float16):
+        problems.append(
+            f"the model's weights are {model.dtype}, training in half precision is not supported yet; load it with "
+            f"dtype=torch.float32"
+        )
+    if getattr(model, "is_quantized", False):
+        problems.append("quantized models are not supported yet; load the model in float32")
+    return problems
+
+
+def _window(config: PretrainedConfig) -> int | None:
+    """The sliding window that some layer of the model applies, or None."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return getattr(config, "sliding_window", None) if any(t != "full_attention" for t in layer_types) else None
+    if not getattr(config, "use_sliding_window", True):
+        return None
+    return getattr(config, "sliding_window", None)

@@ -1,0 +1,126 @@
+"""`LongContextConfig`: every setting of a user, and the only place besides `cli` that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hf_longctx.plan.specs import SOLVERS
+
+LONG_SEQUENCES = ("error", "truncate", "split")
+
+
+@dataclass
+class LongContextConfig:
+    """How sequences are cut, spread and reported. Ready for `HfArgumentParser`; the common fields come first.
+
+    Example:
+
+        config = LongContextConfig(max_length=32768, long_sequences="split", tokens_per_rank=8192)
+        trainer = LongContextTrainer(model=model, args=args, train_dataset=dataset, longctx_config=config)
+        trainer.train()
+    """
+
+    max_length: int | None = field(
+        default=None, metadata={"help": "Longest sequence in tokens. Default: the model's max_position_embeddings."}
+    )
+    long_sequences: Literal["error", "truncate", "split"] = field(
+        default="error",
+        metadata={
+            "help": "What to do with a sequence above max_length or above what memory holds: stop before training with its "
+            "number and length ('error'), drop its tail ('truncate'), or cut it into independent documents ('split')."
+        },
+    )
+    tokens_per_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens one rank holds at once; a group of d ranks takes d times as many. Default: what fits into "
+            "the device's memory by a formula."
+        },
+    )
+    tokens_per_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of an optimizer step on average, by at most one sequence more or less. Default: count sequences "
+            "instead, per_device_train_batch_size times the number of ranks."
+        },
+    )
+    degrees: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Allowed sizes of sequence groups: powers of two or all ranks, none above the number of attention heads. "
+            "Default: all of these."
+        },
+    )
+    solver: Literal["auto", "greedy", "static"] = field(
+        default="auto",
+        metadata={
+            "help": "'auto': exact for few sequences, else greedy. 'greedy': the fast planner. 'static': one degree for all "
+            "groups, as a baseline."
+        },
+    )
+    static_degree: int = field(
+        default=0, metadata={"help": "The degree of solver 'static'; 0 picks the best one for every step."}
+    )
+    micro_batch_trials: int = field(
+        default=5, metadata={"help": "How many numbers of micro-batches the planner tries, from the fewest that fit."}
+    )
+    calibration_steps: int = field(
+        default=4,
+        metadata={
+            "help": "Warm-up steps whose measured chunks give the cost coefficients; they run one-degree plans in turn, and "
+            "the log shows '-' for predicted seconds. 0 keeps the built-in guesses."
+        },
+    )
+    collective_timeout_s: float = field(
+        default=60.0,
+        metadata={"help": "Seconds after which ranks that wait for a dead or hanging rank give up with an error."},
+    )
+    report_steps: bool = field(default=True, metadata={"help": "Print one line per step on rank 0."})
+    timeline_steps: int = field(
+        default=3,
+        metadata={
+            "help": "Steps in the pictures timeline.svg and timeline.json (Chrome trace) written to output_dir at the end; 0 "
+            "writes none."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "tokens_per_rank", "tokens_per_step"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give a positive number of tokens or leave it out")
+        if self.long_sequences not in LONG_SEQUENCES:
+            raise ValueError(f"long_sequences is {self.long_sequences!r}; choose one of {', '.join(LONG_SEQUENCES)}")
+        if self.solver not in SOLVERS:
+            raise ValueError(
+                f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)} ('lp' and 'milp' are not available yet)"
+            )
+        if self.static_degree and self.solver != "static":
+            raise ValueError(
+                f"static_degree is {self.static_degree} but solver is {self.solver!r}; it has an effect with solver 'static' only"
+            )
+        if self.degrees is not None and (not self.degrees or min(self.degrees) < 1):
+            raise ValueError(f"degrees is {self.degrees}; give positive group sizes, for example [1, 2, 4]")
+        for name in ("static_degree", "calibration_steps", "timeline_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        if self.micro_batch_trials < 1:
+            raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least 1 is needed")
+        if self.collective_timeout_s <= 0:
+            raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; give a positive number of seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEnvironment:
+    """What the launcher told this process."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    @classmethod
+    def read(cls) -> LaunchEnvironment:
+        """From the variables that torchrun and accelerate set; one rank where they are missing."""
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(num_ranks=num_ranks, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks))))

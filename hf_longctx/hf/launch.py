@@ -1,0 +1,65 @@
+"""Start of a distributed run: the default process group with a time-out, and agreement between ranks before work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def init_distributed(timeout_s: float = 60.0, use_cpu: bool = False) -> None:
+    """Creates the default process group with a time-out; call it before `TrainingArguments`. One process: does nothing.
+
+    `ddp_timeout` of `TrainingArguments` does not reach gloo groups, whose default is 30 minutes.
+    """
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        return
+    backend = "gloo" if use_cpu or not torch.cuda.is_available() else "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def control_group(timeout_s: float) -> dist.ProcessGroup | None:
+    """A CPU group of all ranks for messages about the run, separate from every group that moves tensors of the model."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_together(problems: list[str], group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError with all ranks' problems on every rank if any rank has one, so that no rank waits for another."""
+    lines: dict[str, list[int]] = {}
+    for rank, found in enumerate(gather_objects(problems, group)):
+        for problem in found:
+            lines.setdefault(problem, []).append(rank)
+    if not lines:
+        return
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    text = [
+        f"- {problem}" + ("" if len(ranks) == num_ranks else f" (on rank {', '.join(map(str, ranks))})")
+        for problem, ranks in lines.items()
+    ]
+    raise ValueError("this run cannot start:\n" + "\n".join(text))
+
+
+def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:
+    """One problem per setting whose value is not the same on all ranks; every rank gets the same list."""
+    everyone = gather_objects({name: repr(value) for name, value in settings.items()}, group)
+    problems = []
+    for name in sorted(set().union(*everyone)):
+        values = [rank_settings.get(name, "missing") for rank_settings in everyone]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            problems.append(f"{name} differs between ranks ({shown}); start every rank with the same settings and data")
+    return problems

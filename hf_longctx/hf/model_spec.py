@@ -1,0 +1,35 @@
+"""A loaded model or its config to the planner's `ModelSpec`, and the machine to a `ClusterSpec`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, ClusterSpec, ModelSpec
+
+# what the formula of saved bytes leaves for workspace, fragmentation and the process itself
+_USABLE_SHARE = 0.8
+
+
+def model_spec(model: PreTrainedModel) -> ModelSpec:
+    """The shapes of `model` as the planner sees them."""
+    return ModelSpec.from_config(model.config.to_dict(), bytes_per_element=model.dtype.itemsize)
+
+
+def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:
+    """The ranks of this run with a generic device of this rank's kind and real memory."""
+    if device.type == "cuda":
+        hardware = replace(GENERIC_GPU, device_bytes=torch.cuda.get_device_properties(device).total_memory)
+    else:
+        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        hardware = replace(GENERIC_CPU, device_bytes=machine_bytes // ranks_per_node)
+    return ClusterSpec(num_ranks=num_ranks, ranks_per_node=ranks_per_node, hardware=hardware)
+
+
+def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec) -> int:
+    """Tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
+    states = spec.num_parameters * (2 * spec.bytes_per_element + 8)
+    return int(cluster.hardware.device_bytes * _USABLE_SHARE - states) // spec.saved_bytes_per_token

@@ -1,0 +1,126 @@
+"""Where plans come from: rank 0 solves one step ahead in a thread, broadcasts JSON, and all ranks compare digests.
+
+One author, one plan: the planner is deterministic for equal inputs, but its cost model is refitted from measurements that
+differ between ranks, so no other rank ever solves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from hf_longctx.hf.collator import PlannedStep
+from hf_longctx.hf.launch import gather_objects
+from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.specs import PlannerConfig
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.runtime.mesh import GroupPool
+
+
+class PlanSource:
+    """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new one.
+
+    While nothing is measured, `explore` steps run one-degree plans in turn, so that every degree's cost gets a sample.
+    """
+
+    def __init__(self, pool: GroupPool, costs: CostModel, config: PlannerConfig) -> None:
+        self.pool, self.costs, self.config = pool, costs, config
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-planner")
+
+    def plans(self, steps: Iterable[tuple[int, list[int]]], explore: bool) -> Iterator[StepPlan]:
+        """One plan per (step number, lengths), in order. Collective over all ranks: every rank must draw equally often.
+
+        An error of the planner is raised on every rank.
+        """
+        waiting = iter(steps)
+        pending = self._submit(next(waiting, None), explore)
+        while pending is not None:
+            current, pending = pending, self._submit(next(waiting, None), explore)
+            yield self._share(current)
+
+    def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
+        """The plan of one step, on this rank alone."""
+        config = self.config
+        if explore and not self.costs.coefficients.is_measured:
+            config = self._exploring(step, lengths)
+        return plan_step(step, lengths, self.costs, config)
+
+    def _exploring(self, step: int, lengths: list[int]) -> PlannerConfig:
+        usable = [d for d in self.config.degrees if max(lengths) <= d * self.config.tokens_per_rank]
+        return replace(self.config, solver="static", static_degree=usable[step % len(usable)])
+
+    def _submit(self, step: tuple[int, list[int]] | None, explore: bool) -> Future[StepPlan] | int | None:
+        """The future of a plan on rank 0, a stand-in on other ranks, None after the last step."""
+        if step is None:
+            return None
+        return self._thread.submit(self.solve, *step, explore) if self.pool.rank == 0 else step[0]
+
+    def _share(self, pending: Future[StepPlan] | int) -> StepPlan:
+        if isinstance(pending, int):
+            return self._receive()
+        if self.pool.control is None:
+            return pending.result()
+        try:
+            message = plan_to_json(pending.result())
+        except Exception as error:
+            self._broadcast(f"!{error}")
+            raise
+        self._broadcast(message)
+        plan = pending.result()
+        self._compare(plan)
+        return plan
+
+    def _receive(self) -> StepPlan:
+        message = self._broadcast("")
+        if message.startswith("!"):
+            raise ValueError(f"rank 0 could not plan: {message[1:]}")
+        plan = plan_from_json(message)
+        self._compare(plan)
+        return plan
+
+    def _broadcast(self, message: str) -> str:
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self.pool.control, device=torch.device("cpu"))
+        return box[0]
+
+    def _compare(self, plan: StepPlan) -> None:
+        digests = gather_objects(plan.digest, self.pool.control)
+        if len(set(digests)) > 1:
+            shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
+            raise RuntimeError(
+                f"ranks hold different plans for step {plan.step} ({shown}); install the same version everywhere"
+            )
+
+
+class PlannedBatchSampler:
+    """A batch sampler whose batches are planned steps; goes where `DataLoader` wants a `batch_sampler`.
+
+    Plans are drawn in the main process of every rank, ahead of the loader's workers, which then fetch this rank's
+    sequences only.
+    """
+
+    def __init__(self, sampler: LengthAwareSampler, lengths: IntArray, source: PlanSource, explore: bool) -> None:
+        self.sampler, self.lengths, self.source, self.explore = sampler, lengths, source, explore
+        # the trainer skips steps on resume through a copy of the loader that looks these two up
+        self.batch_size, self.drop_last = None, False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the shuffle of `epoch`."""
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[PlannedStep]]:
+        batches = list(self.sampler)
+        first = self.sampler.epoch * len(batches)
+        steps = ((first + i, [int(self.lengths[s]) for s in batch]) for i, batch in enumerate(batches))
+        for batch, plan in zip(batches, self.source.plans(steps, self.explore), strict=True):
+            yield [PlannedStep(plan, tuple(batch), self.source.pool.rank)]

@@ -1,0 +1,95 @@
+"""What this version cannot do, found before any work starts: each problem names the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel, TrainingArguments
+
+from hf_longctx.hf.compat import model_problems, version_problems
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.plan.specs import check_degrees
+
+# argument -> the values that are fine, and what to do about others
+_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bf16": ((False,), "train in float32, half precision is not supported yet"),
+    "fp16": ((False,), "train in float32, half precision is not supported yet"),
+    "bf16_full_eval": ((False,), "evaluate in float32"),
+    "fp16_full_eval": ((False,), "evaluate in float32"),
+    "gradient_checkpointing": ((False, None), "leave it out and lower tokens_per_rank if memory is short"),
+    "activation_checkpointing": ((False, None), "leave it out and lower tokens_per_rank if memory is short"),
+    "deepspeed": ((None, ""), "start without a DeepSpeed config; parameters are replicated (DDP)"),
+    "torch_compile": ((False,), "leave it out, compiled models are not supported yet"),
+    "gradient_accumulation_steps": (
+        (1,),
+        "set it to 1 and raise per_device_train_batch_size or tokens_per_step instead: every plan makes its own micro-batches",
+    ),
+    "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
+    "label_smoothing_factor": ((0, 0.0), "set it to 0"),
+    "neftune_noise_alpha": ((None,), "leave it out"),
+    "use_liger_kernel": ((False,), "leave it out, patched models are not in the tested list"),
+    "parallelism_config": ((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
+    "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
+}
+
+_TRAINER_ARGUMENTS = {
+    "data_collator": "plans decide what is packed together; pass a dataset with input_ids and labels",
+    "compute_metrics": "evaluation returns the loss only; compute other metrics on the saved checkpoint",
+    "compute_loss_func": "the loss is the token mean of the cross-entropy over the step",
+    "model_init": "pass a model",
+    "preprocess_logits_for_metrics": "evaluation returns the loss only",
+}
+
+
+def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]) -> list[str]:
+    """Trainer settings that do not work yet or would lose their meaning."""
+    problems = version_problems()
+    for name, (allowed, remedy) in _ARGUMENTS.items():
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            problems.append(f"{name}={value!r} is not supported yet; {remedy}")
+    if args.fsdp:
+        problems.append(f"fsdp={args.fsdp!r} is not supported yet; leave it out, parameters are replicated (DDP)")
+    if args.n_gpu > 1:
+        problems.append(
+            f"one process sees {args.n_gpu} GPUs and would use DataParallel; start one process per GPU with "
+            f"`accelerate launch --multi_gpu --num_processes {args.n_gpu}`"
+        )
+    if str(getattr(args, "train_sampling_strategy", "random")).rsplit(".", 1)[-1] not in ("random", "sequential"):
+        problems.append(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect here; leave it out, plans balance lengths"
+        )
+    for name, remedy in _TRAINER_ARGUMENTS.items():
+        if trainer_arguments.get(name) is not None:
+            problems.append(f"the trainer argument {name} is not supported; {remedy}")
+    return problems
+
+
+def setup_problems(
+    model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
+) -> list[str]:
+    """What is wrong between model, tokenizer, config and world size."""
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
+    problems = model_problems(model)
+    if problems and problems[0].startswith(("model class", "Peft")):
+        return problems
+    positions = model.config.max_position_embeddings
+    if config.max_length is not None and config.max_length > positions:
+        problems.append(
+            f"max_length {config.max_length} is above the model's max_position_embeddings {positions}; lower max_length, or "
+            f"load the model with rope scaling for longer positions"
+        )
+    vocabulary = len(processing_class) if hasattr(processing_class, "__len__") else 0
+    if vocabulary > model.config.vocab_size:
+        problems.append(
+            f"the tokenizer has {vocabulary} tokens, the model's vocabulary {model.config.vocab_size}; use the model's own "
+            f"tokenizer or call model.resize_token_embeddings({vocabulary})"
+        )
+    try:
+        check_degrees(degrees, num_ranks, model.config.num_attention_heads)
+    except ValueError as error:
+        problems.append(str(error))
+    if config.solver == "static" and config.static_degree and config.static_degree not in degrees:
+        problems.append(f"static_degree {config.static_degree} is not among the degrees {list(degrees)}")
+    return problems

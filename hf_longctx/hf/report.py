@@ -1,0 +1,219 @@
+"""What a run says about itself: one line per step, metrics for the log, samples for the cost model, the timeline files."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.launch import gather_objects
+from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.plan.calibration import ChunkSample, fit_coefficients
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.sharding import num_dummy_tokens
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.runtime.executor import StepResult
+from hf_longctx.runtime.profiler import Interval
+from hf_longctx.timeline import TimelineEvent, chrome_trace, svg_timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One finished step as rank `rank` saw it."""
+
+    plan: StepPlan
+    rank: int
+    loss: float
+    intervals: tuple[Interval, ...]
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds from the step's first action to the end of its gradient reduction."""
+        return max(interval.stop_s for interval in self.intervals)
+
+    @property
+    def reduce_s(self) -> float:
+        """Seconds of the gradient reduction, waiting for other ranks included."""
+        return sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind == "reduce")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step over all ranks, dummy tokens not counted."""
+        return sum(self.plan.lengths)
+
+    @property
+    def padding_share(self) -> float:
+        """Dummy tokens among all tokens that run."""
+        dummies = sum(
+            num_dummy_tokens(chunk.num_tokens, group.degree)
+            for micro_batch in self.plan.micro_batches
+            for group in micro_batch.groups
+            for chunk in group.chunks
+        )
+        return dummies / (dummies + self.num_tokens)
+
+    def line(self, step: int) -> str:
+        """The step in one line; '-' where nothing was measured to predict from."""
+        estimate, count = self.plan.estimate, len(self.plan.micro_batches)
+        predicted = "   -" if estimate.cost_source == "default" else f"{estimate.step_s:.2f}"
+        return (
+            f"step {step:4d} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:.2f} s | "
+            f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
+            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}"
+        )
+
+    def samples(self) -> list[ChunkSample]:
+        """This rank's measured chunks."""
+        seconds = {(i.round, i.name): i.stop_s - i.start_s for i in self.intervals}
+        return [
+            ChunkSample(
+                num_tokens=chunk.num_tokens,
+                num_pairs=chunk.num_pairs,
+                degree=group.degree,
+                forward_s=seconds[index, f"{stage.stage}F{chunk.index}"],
+                backward_s=seconds[index, f"{stage.stage}B{chunk.index}"],
+            )
+            for index, (group, stage) in enumerate(self.plan.for_rank(self.rank).rounds)
+            for chunk in group.chunks
+        ]
+
+    def events(self) -> list[TimelineEvent]:
+        """This rank's timeline, from the start of the step."""
+        rounds = self.plan.for_rank(self.rank).rounds
+        return [
+            TimelineEvent(
+                rank=self.rank,
+                kind=interval.kind,
+                name=interval.name,
+                start_s=interval.start_s,
+                stop_s=interval.stop_s,
+                detail="" if interval.round < 0 else _group_detail(*rounds[interval.round]),
+            )
+            for interval in self.intervals
+        ]
+
+
+class RunReport(TrainerCallback):
+    """Listens to finished steps: prints them, fits the cost model after the warm-up, writes the timeline at the end.
+
+    `on_step_end` and `on_train_end` hold collectives on the pool's control group: every rank has one of these callbacks.
+    """
+
+    def __init__(self, config: LongContextConfig, source: PlanSource) -> None:
+        self.config, self.source = config, source
+        self._pending: tuple[StepPlan, StepResult] | None = None
+        self._warm_up: list[StepRecord] = []
+        self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
+        self._since_log: list[StepRecord] = []
+        self._num_steps = 0
+
+    def step_done(self, plan: StepPlan, result: StepResult) -> None:
+        """Called by the trainer after backward; read at the end of the step, when reading no longer delays it."""
+        self._pending = (plan, result)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._pending is None:
+            return
+        plan, result = self._pending
+        self._pending = None
+        record = StepRecord(plan, self.source.pool.rank, float(result.loss), tuple(result.intervals()))
+        self._num_steps += 1
+        self._last.append(record)
+        self._since_log.append(record)
+        if self.config.report_steps and state.is_world_process_zero:
+            tqdm.write(record.line(state.global_step))
+        self._calibrate(record)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.config.timeline_steps or not self._last:
+            return
+        measured = gather_objects([record.events() for record in self._last], self.source.pool.control)
+        if state.is_world_process_zero and args.output_dir is not None:
+            self._write_timeline(Path(args.output_dir), measured, state.global_step)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means over the steps since the last call, for the trainer's log; empty where no step ran."""
+        records, self._since_log = self._since_log, []
+        if not records:
+            return {}
+        measured_s = mean(record.measured_s for record in records)
+        metrics = {
+            "tokens_per_s": sum(record.num_tokens for record in records) / sum(record.measured_s for record in records),
+            "measured_step_s": measured_s,
+            "padding_share": mean(record.padding_share for record in records),
+            "micro_batches": mean(len(record.plan.micro_batches) for record in records),
+            "planning_s": mean(record.plan.estimate.solve_s for record in records),
+        }
+        predicted = [r.plan.estimate.step_s for r in records if r.plan.estimate.cost_source != "default"]
+        if len(predicted) == len(records):
+            metrics["predicted_step_s"] = mean(predicted)
+        return metrics
+
+    def _calibrate(self, record: StepRecord) -> None:
+        """Collects the warm-up steps and fits once after them; the first step is left out, it pays for start-up."""
+        steps = self.config.calibration_steps
+        if not 0 < self._num_steps <= steps + 1:
+            return
+        if self._num_steps > 1:
+            self._warm_up.append(record)
+        if self._num_steps < steps + 1 or not self._warm_up:
+            return
+        everyone = gather_objects([(r.samples(), r.reduce_s) for r in self._warm_up], self.source.pool.control)
+        self._warm_up = []
+        samples = [sample for rank in everyone for chunk_samples, _ in rank for sample in chunk_samples]
+        # the rank that came last did not wait: its reduction is the transfer alone
+        step_s = median(min(rank[step][1] for rank in everyone) for step in range(len(everyone[0])))
+        coefficients = fit_coefficients(samples, step_s, source="measured")
+        self.source.costs = replace(self.source.costs, coefficients=coefficients)
+
+    def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:
+        """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""
+        plans = [record.plan for record in self._last]
+        steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
+        panels = {"measured": _in_a_row(steps)}
+        if self.source.costs.coefficients.is_measured:
+            panels = {"predicted": _in_a_row([_predicted(plan, self.source.costs) for plan in plans]), **panels}
+        first = last_step - len(plans) + 1
+        layouts = "   ".join(folded_layout(plan) for plan in plans)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}:  {layouts}"))
+        (folder / "timeline.json").write_text(chrome_trace(panels["measured"]))
+        tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
+
+
+def folded_layout(plan: StepPlan) -> str:
+    """The plan's layout with equal neighbours folded, for example "<2>,<1,1>x3"."""
+    runs = [(layout, len(list(same))) for layout, same in groupby(mb.layout for mb in plan.micro_batches)]
+    return ",".join(layout + (f"x{count}" if count > 1 else "") for layout, count in runs)
+
+
+def _group_detail(group: Any, stage: Any) -> str:
+    num_sequences = sum(len(chunk.spans) for chunk in group.chunks)
+    return f"<{group.degree}> {group.num_tokens} tokens in {num_sequences} sequence(s)"
+
+
+def _predicted(plan: StepPlan, costs: CostModel) -> list[TimelineEvent]:
+    run = evaluate_plan(plan, costs)
+    start_s = run.step_s - costs.coefficients.step_s
+    reduce = [TimelineEvent(rank, "reduce", "gradients", start_s, run.step_s) for rank in range(plan.num_ranks)]
+    return [*run.events, *reduce]
+
+
+def _in_a_row(steps: list[list[TimelineEvent]]) -> list[TimelineEvent]:
+    """Timelines of several steps one after the other, each starting where the slowest rank of the last one ended."""
+    row: list[TimelineEvent] = []
+    offset_s = 0.0
+    for events in steps:
+        row += [replace(e, start_s=e.start_s + offset_s, stop_s=e.stop_s + offset_s) for e in events]
+        offset_s = max((event.stop_s for event in row), default=offset_s)
+    return row

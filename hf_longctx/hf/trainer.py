@@ -1,0 +1,312 @@
+"""`LongContextTrainer`: a `transformers.Trainer` that runs one plan per step. Read after `runtime/executor.py`.
+
+The mixin builds and hands over: at start it checks everything on every rank and makes the group pool, the loaders yield
+planned steps, `training_step` gives them to `StepExecutor`, `RunReport` logs. DDP comes from accelerate as usual; the
+executor keeps its reducer out and reduces once. Every override is of a public method of `Trainer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, seed_worker
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
+from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.data import dataset_problems, too_long
+from hf_longctx.hf.launch import control_group, differing_settings, gather_objects, raise_together
+from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
+from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
+from hf_longctx.hf.refusals import argument_problems, setup_problems
+from hf_longctx.hf.report import RunReport
+from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.specs import PlannerConfig, default_degrees
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+
+
+class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
+    """A `DataLoader` over planned steps that passes the epoch on to its sampler, as the trainer expects."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the shuffle of `epoch`."""
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+class LongContextMixin:
+    """Turns a `Trainer` subclass into one that runs plans; put it in front: `class Mine(LongContextMixin, Trainer)`."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        longctx_config: LongContextConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As `Trainer`; `longctx_config` says how sequences are cut and spread.
+
+        Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
+        """
+        args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        self.longctx_config = longctx_config if longctx_config is not None else LongContextConfig()
+        self._control = control_group(self.longctx_config.collective_timeout_s)
+        refused = {"data_collator": data_collator, **kwargs}
+        degrees = self._check_setup(model, args, processing_class, refused)
+        costs = self._prepare_planning(model, args, degrees)
+        self._row_lengths: dict[int, IntArray] = {}
+        self._check_data(model, args, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
+        patch_model(model)
+        super().__init__(
+            model=model,  # type: ignore[call-arg]
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        self._pool = GroupPool(degrees, self.longctx_config.collective_timeout_s, self._control)
+        self._source = PlanSource(self._pool, costs, self._planner_config)
+        self._report = RunReport(self.longctx_config, self._source)
+        self.add_callback(self._report)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset")
+        index = self._index("train_dataset", self.train_dataset)
+        sampler = LengthAwareSampler(
+            index.lengths,
+            sequences_per_step=self.args.per_device_train_batch_size * self.args.world_size,
+            tokens_per_step=self.longctx_config.tokens_per_step,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            shuffle=not str(self.args.train_sampling_strategy).endswith("sequential"),
+            drop_last=self.args.dataloader_drop_last,
+        )
+        return self._loader(self.train_dataset, index, sampler, explore=self.longctx_config.calibration_steps > 0)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Planned steps of an evaluation set, in its order; the set given here is checked as those given at start."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset")
+        index = self._index("eval_dataset", dataset)
+        per_step = self.args.per_device_eval_batch_size * self.args.world_size
+        sampler = LengthAwareSampler(index.lengths, per_step, self.longctx_config.tokens_per_step, shuffle=False)
+        return self._loader(dataset, index, sampler, explore=False)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Sequences of one optimizer step over all ranks; with a token budget, on average."""
+        if self.longctx_config.tokens_per_step is None:
+            return args.per_device_train_batch_size * args.world_size
+        lengths = self._index("train_dataset", self.train_dataset).lengths
+        return max(1, round(self.longctx_config.tokens_per_step / float(lengths.mean())))
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], int]:
+        """One planned step and the number of its label tokens over all ranks."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        return batches, self._sum_over_ranks(sum(batch["num_label_tokens"] for batch in batches))
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Runs one planned step; returns the step's mean loss over all ranks' label tokens, the same on every rank."""
+        assert isinstance(num_items_in_batch, int)
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            # schedule-free optimizers hold two sets of weights
+            self.optimizer.train()
+        plan = inputs["step"].plan
+        result = self._executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
+        self._report.step_done(plan, result)
+        return result.loss
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential, under plans."""
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model.eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        executor = self._executor(model)
+        loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
+        for batch in dataloader:
+            step = batch["step"]
+            loss_sum += float(executor.evaluate(step.plan.for_rank(self._pool.rank), batch["chunks"]))
+            num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])
+            num_samples += len(step.sequences)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        loss = loss_sum / max(num_label_tokens, 1)
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: plans return losses, not logits."""
+        raise ValueError("predict() is not supported yet; use evaluate(), or load the saved model with transformers")
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer`, with the means of the steps since the last log: seconds, tokens per second, padding."""
+        if "loss" in logs:
+            logs = {**logs, **self._report.take_metrics()}
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    def _check_setup(
+        self, model: Any, args: TrainingArguments, processing_class: Any, trainer_arguments: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """The allowed degrees; raises on every rank if settings, model or ranks do not fit together."""
+        config = self.longctx_config
+        heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
+        degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads))))
+        problems = argument_problems(args, trainer_arguments)
+        problems += setup_problems(model, processing_class, config, args.world_size, degrees)
+        # settings before problems: a rank with other settings may be the only one with a problem
+        problems += differing_settings({**asdict(config), **_shared_arguments(args)}, self._control)
+        raise_together(problems, self._control)
+        return degrees
+
+    def _prepare_planning(self, model: Any, args: TrainingArguments, degrees: tuple[int, ...]) -> CostModel:
+        """Sets the limits of sequences and ranks; returns the cost model to start with."""
+        config, launch = self.longctx_config, LaunchEnvironment.read()
+        cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
+        spec = model_spec(model)
+        fitting = min(gather_objects(tokens_that_fit(spec, cluster), self._control))
+        if config.tokens_per_rank is None and fitting < 1:
+            gib = cluster.hardware.device_bytes / 2**30
+            raise ValueError(
+                f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters leave no room for a "
+                f"token in {gib:.1f} GiB; use a smaller model or a larger device (sharded parameters are not available yet)"
+            )
+        self._planner_config = PlannerConfig(
+            tokens_per_rank=config.tokens_per_rank or fitting,
+            degrees=degrees,
+            solver=config.solver,
+            static_degree=config.static_degree,
+            micro_batch_trials=config.micro_batch_trials,
+        )
+        self._max_length = config.max_length or spec.max_positions
+        return CostModel(spec, cluster, default_coefficients(spec, cluster))
+
+    def _check_data(self, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
+        """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
+        problems: list[str] = []
+        settings = {"model config": model.config.to_json_string(), "world size": args.world_size}
+        for name, dataset in datasets.items():
+            if dataset is not None:
+                problems += self._read_lengths(name, dataset, model.config.vocab_size)
+                lengths = self._row_lengths.get(id(dataset), np.zeros(0, dtype=np.int64))
+                settings[f"{name} lengths"] = hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
+        problems += differing_settings(settings, self._control)
+        raise_together(problems, self._control)
+
+    def _read_lengths(self, name: str, dataset: Any, vocab_size: int) -> list[str]:
+        config, planner = self.longctx_config, self._planner_config
+        lengths, problems = dataset_problems(dataset, name, vocab_size)
+        if not problems and config.long_sequences == "error":
+            room = planner.tokens_per_rank * planner.degrees[-1]
+            problems = too_long(lengths, self._max_length, room, planner.tokens_per_rank, name)
+        if not problems:
+            self._row_lengths[id(dataset)] = lengths
+        return problems
+
+    def _index(self, name: str, dataset: Any) -> SequenceIndex:
+        """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
+        if id(dataset) not in self._row_lengths:
+            raise_together(self._read_lengths(name, dataset, self.model.config.vocab_size), self._control)
+        planner = self._planner_config
+        limit = min(self._max_length, planner.tokens_per_rank * planner.degrees[-1])
+        return SequenceIndex.build(self._row_lengths[id(dataset)], limit, self.longctx_config.long_sequences)
+
+    def _loader(
+        self, dataset: Any, index: SequenceIndex, sampler: LengthAwareSampler, explore: bool
+    ) -> DataLoader[Any]:
+        args, num_workers = self.args, self.args.dataloader_num_workers
+        return LongContextDataLoader(
+            PlannedDataset(dataset, index),
+            batch_sampler=PlannedBatchSampler(sampler, index.lengths, self._source, explore),
+            collate_fn=LongContextCollator(),
+            num_workers=num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index)
+            if num_workers
+            else None,
+        )
+
+    def _executor(self, model: nn.Module) -> StepExecutor:
+        return StepExecutor(model, self._pool, num_attention_layers(self.model), self.args.device)
+
+    def _sum_over_ranks(self, count: int) -> int:
+        """The sum of a host-side integer over all ranks, on the control group: no device is involved."""
+        if self._control is None:
+            return count
+        total = torch.tensor(count, dtype=torch.int64)
+        dist.all_reduce(total, group=self._control)
+        return int(total)
+
+
+class LongContextTrainer(LongContextMixin, Trainer):
+    """`transformers.Trainer` under one plan per optimizer step.
+
+    Example:
+
+        trainer = LongContextTrainer(
+            model=model,
+            args=TrainingArguments(output_dir="out", per_device_train_batch_size=16),
+            train_dataset=dataset,  # rows with input_ids, and labels if they differ
+            longctx_config=LongContextConfig(max_length=32768, long_sequences="split"),
+        )
+        trainer.train()
+    """
+
+
+# paths and logging may differ between ranks; what shapes the run may not
+_SHARED_ARGUMENTS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "num_train_epochs",
+    "max_steps",
+    "seed",
+    "data_seed",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "warmup_steps",
+    "lr_scheduler_type",
+    "optim",
+    "dataloader_drop_last",
+    "eval_strategy",
+    "eval_steps",
+    "save_strategy",
+    "save_steps",
+)
+
+
+def _shared_arguments(args: TrainingArguments) -> dict[str, Any]:
+    return {name: str(getattr(args, name, None)) for name in _SHARED_ARGUMENTS}

@@ -1,0 +1,299 @@
+"""The fast planner: sort, cut into micro-batches, group each one, then improve the step by moves and swaps.
+
+For every number of micro-batches from the fewest that fit, the sequences in descending order are cut into consecutive
+runs, once balanced by tokens and once by time (FlexSP's blaster, arXiv 2412.01523, section 4.2, with a second measure).
+A micro-batch is grouped two ways: bisection on the makespan with an exact dynamic program over runs of the sorted
+sequences, and longest-first packing into every rank layout where these are few. The better one is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, rank_layouts
+
+_MAX_PACKINGS = 2000
+_MAX_MOVES = 200
+_BISECTION_TOLERANCE = 2e-3
+
+
+def plan_greedy(problem: GroupingProblem, trials: int) -> Layout:
+    """A good layout of the step, never slower than `plan_static`'s best."""
+    layouts = [plan_static(problem, trials)]
+    for cuts in _candidate_cuts(problem, trials):
+        groups = [_group_micro_batch(problem, run) for run in cuts]
+        layouts.append([micro_batch for micro_batch in groups if micro_batch is not None])
+        if len(layouts[-1]) < len(cuts):
+            layouts.pop()
+    # the search pays only for the most promising starts
+    layouts.sort(key=problem.step_seconds)
+    improved = [_improve(problem, layout) for layout in layouts[:2]]
+    return min(improved, key=problem.step_seconds)
+
+
+def plan_static(problem: GroupingProblem, trials: int, degree: int = 0) -> Layout:
+    """The best layout whose groups all have one degree, the given one or (0) any; what a fixed SP degree would do.
+
+    Raises ValueError when the longest sequence does not fit in a group of `degree` ranks.
+    """
+    longest = max(problem.lengths)
+    degrees = [d for d in ([degree] if degree else problem.degrees) if longest <= d * problem.capacity]
+    if not degrees:
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit {degree} ranks of {problem.capacity} tokens each; raise "
+            f"static_degree or tokens_per_rank"
+        )
+    candidates = []
+    for allowed in degrees:
+        layout = (allowed,) * (problem.num_ranks // allowed)
+        for cuts in _candidate_cuts(problem, trials, len(layout) * allowed):
+            groups = [_pack(problem, run, layout) for run in cuts]
+            if all(micro_batch is not None for micro_batch in groups):
+                candidates.append([micro_batch for micro_batch in groups if micro_batch is not None])
+    return min(candidates, key=problem.step_seconds)
+
+
+def _candidate_cuts(problem: GroupingProblem, trials: int, num_ranks: int = 0) -> list[list[list[int]]]:
+    """Consecutive runs of the sequences in descending order, for several numbers of micro-batches and both measures."""
+    order = sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i))
+    room = problem.capacity * (num_ranks or problem.num_ranks)
+    tokens = np.array([problem.lengths[i] for i in order], dtype=np.float64)
+    seconds = problem.seconds.min(axis=0)[order]
+    fewest = max(1, math.ceil(tokens.sum() / room))
+    found: list[list[list[int]]] = []
+    # as many micro-batches as sequences always fit, so the loop ends; `trials` counts the numbers that gave a cut
+    for number in range(fewest, len(order) + 1):
+        ends = {tuple(_balanced_ends(measure, number, tokens, room)) for measure in (tokens, seconds)}
+        for cut in sorted(ends - {()}):
+            starts = (0, *cut[:-1])
+            found.append([order[start:end] for start, end in zip(starts, cut, strict=True)])
+        if found and number >= fewest + trials - 1:
+            break
+    # packing may fail where tokens alone fit: one sequence per micro-batch is always feasible
+    return [*found, [[i] for i in order]]
+
+
+def _balanced_ends(measure: FloatArray, number: int, tokens: FloatArray, room: float) -> list[int]:
+    """Ends of at most `number` consecutive runs with the least maximum of `measure`, none above `room` tokens."""
+    sums, token_sums = np.cumsum(measure), np.cumsum(tokens)
+
+    def cut(limit: float) -> list[int]:
+        ends: list[int] = []
+        while not ends or ends[-1] < len(measure):
+            start = ends[-1] if ends else 0
+            base, token_base = (sums[start - 1], token_sums[start - 1]) if start else (0.0, 0.0)
+            by_measure = int(np.searchsorted(sums, base + limit * (1 + 1e-12), side="right"))
+            by_tokens = int(np.searchsorted(token_sums, token_base + room + 1e-6, side="right"))
+            ends.append(max(start + 1, min(by_measure, by_tokens)))
+        return ends
+
+    low, high = float(measure.max()), float(sums[-1])
+    if len(cut(high)) > number:
+        return []
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(cut(middle)) <= number else (middle, high)
+    return cut(high)
+
+
+def _group_micro_batch(problem: GroupingProblem, run: Sequence[int]) -> list[Group] | None:
+    """The best grouping found for the sequences of one micro-batch (longest first); None if none fits."""
+    candidates = [groups for groups in (_group_by_runs(problem, run),) if groups is not None]
+    layouts = rank_layouts(problem.num_ranks, problem.degrees) if problem.num_ranks <= 16 else []
+    if len(layouts) * len(run) > _MAX_PACKINGS:
+        layouts = []
+    layouts += [tuple(sorted((degree for degree, _ in groups), reverse=True)) for groups in candidates]
+    candidates += [groups for layout in layouts if (groups := _pack(problem, run, layout)) is not None]
+    return min(candidates, key=problem.micro_batch_seconds, default=None)
+
+
+def _pack(problem: GroupingProblem, run: Sequence[int], layout: tuple[int, ...]) -> list[Group] | None:
+    """Longest first, each sequence into the group that then ends earliest; None where one fits no group."""
+    indices = [problem.degrees.index(degree) for degree in layout]
+    loads = [problem.group_s[k] for k in indices]
+    rooms = [degree * problem.capacity for degree in layout]
+    members: list[list[int]] = [[] for _ in layout]
+    for i in run:
+        ends = [(loads[g] + problem.seconds[k][i], g) for g, k in enumerate(indices) if problem.lengths[i] <= rooms[g]]
+        if not ends:
+            return None
+        end, g = min(ends)
+        loads[g] = float(end)
+        rooms[g] -= problem.lengths[i]
+        members[g].append(i)
+    return [(degree, tuple(part)) for degree, part in zip(layout, members, strict=True)]
+
+
+def _group_by_runs(problem: GroupingProblem, run: Sequence[int]) -> list[Group] | None:
+    """Consecutive runs of the sorted sequences as groups with the least makespan that fits all ranks, by bisection."""
+    chosen = list(run)
+    tokens = np.concatenate([[0.0], np.cumsum([problem.lengths[i] for i in chosen])])
+    sums = [np.concatenate([[0.0], np.cumsum(row[chosen])]) for row in problem.seconds]
+    high = float(sum(problem.seconds[:, chosen].max(axis=0))) + max(problem.group_s)
+    best = _fewest_ranks(problem, tokens, sums, high)
+    if best is None:
+        return None
+    low = 0.0
+    while high - low > _BISECTION_TOLERANCE * high:
+        middle = (low + high) / 2
+        groups = _fewest_ranks(problem, tokens, sums, middle)
+        if groups is None:
+            low = middle
+        else:
+            high, best = middle, groups
+    return [(problem.degrees[k], tuple(chosen[start:end])) for k, start, end in best]
+
+
+def _fewest_ranks(
+    problem: GroupingProblem, tokens: FloatArray, sums: list[FloatArray], limit_s: float
+) -> list[tuple[int, int, int]] | None:
+    """(degree index, start, end) of runs that end within `limit_s` and use the fewest ranks; None if more than all."""
+    count = len(tokens) - 1
+    reach = []
+    for k, degree in enumerate(problem.degrees):
+        by_time = (
+            np.searchsorted(sums[k], sums[k][:-1] + (limit_s - problem.group_s[k]) * (1 + 1e-12), side="right") - 1
+        )
+        by_room = np.searchsorted(tokens, tokens[:-1] + degree * problem.capacity, side="right") - 1
+        reach.append(np.minimum(by_time, by_room).tolist())
+    ranks, choice = [0] * (count + 1), [(-1, -1)] * (count + 1)
+    for start in range(count - 1, -1, -1):
+        options = [(problem.degrees[k] + ranks[ends[start]], k) for k, ends in enumerate(reach) if ends[start] > start]
+        if not options:
+            return None
+        ranks[start], k = min(options)
+        choice[start] = (k, reach[k][start])
+    if ranks[0] > problem.num_ranks:
+        return None
+    runs, start = [], 0
+    while start < count:
+        k, end = choice[start]
+        runs.append((k, start, end))
+        start = end
+    return runs
+
+
+def _improve(problem: GroupingProblem, layout: Layout) -> Layout:
+    """Moves and swaps of sequences out of the slowest groups while the step gets faster, across micro-batches."""
+    state = _State(problem, layout)
+    for _ in range(_MAX_MOVES):
+        if not state.improve_once():
+            break
+    return state.layout()
+
+
+class _State:
+    """A layout under local search, as arrays over groups: degree index, micro-batch, load, tokens, room."""
+
+    def __init__(self, problem: GroupingProblem, layout: Layout) -> None:
+        self.problem = problem
+        self.lengths = np.array(problem.lengths)
+        kinds, homes, self.members = [], [], []
+        for home, groups in enumerate(layout):
+            spare = problem.num_ranks - sum(degree for degree, _ in groups)
+            # idle ranks become empty groups of one, so that a move may use them
+            for degree, members in [*groups, *([(1, ())] * spare if 1 in problem.degrees else [])]:
+                kinds.append(problem.degrees.index(degree))
+                homes.append(home)
+                self.members.append(list(members))
+        self.kinds, self.homes = np.array(kinds), np.array(homes)
+        self.owner = np.zeros(len(problem.lengths), dtype=np.int64)
+        for group, members in enumerate(self.members):
+            self.owner[members] = group
+        own_seconds = problem.seconds[self.kinds[self.owner], np.arange(len(self.lengths))]
+        self.loads = np.array(problem.group_s)[self.kinds] + np.bincount(self.owner, own_seconds, len(kinds))
+        self.tokens = np.bincount(self.owner, self.lengths, len(kinds))
+        self.rooms = np.array(problem.degrees)[self.kinds] * problem.capacity
+
+    def layout(self) -> Layout:
+        """The layout as it stands; micro-batches that lost all sequences are gone."""
+        result: Layout = [[] for _ in range(int(self.homes.max()) + 1)]
+        for kind, part, home in zip(self.kinds, self.members, self.homes, strict=True):
+            result[home].append((self.problem.degrees[kind], tuple(part)))
+        return [groups for groups in result if any(part for _, part in groups)]
+
+    def improve_once(self) -> bool:
+        """Takes the best move (else the best swap) out of the slowest group of some micro-batch; False if none helps."""
+        least_gain = 1e-9 * float(self.loads.max())
+        for find in (self._best_move, self._best_swap):
+            found = [find(home) for home in range(int(self.homes.max()) + 1)]
+            gain, i, target, j = max(found)
+            if gain > least_gain:
+                source = int(self.owner[i])
+                self._shift(i, target)
+                if j >= 0:
+                    self._shift(j, source)
+                return True
+        return False
+
+    def _best_move(self, home: int) -> tuple[float, int, int, int]:
+        """(gain in seconds, sequence, target group, -1) of the best move out of the slowest group of `home`."""
+        source = self._slowest(home)
+        chosen = np.array(self.members[source], dtype=np.int64)
+        if not len(chosen):
+            return 0.0, -1, -1, -1
+        seconds = self.problem.seconds[:, chosen]
+        rest = self.loads[source] - seconds[self.kinds[source]]
+        loads = self.loads + seconds[self.kinds].T
+        fits = self.tokens + self.lengths[chosen][:, None] <= self.rooms
+        fits[:, source] = False
+        alone = len(chosen) == 1 and all(not self.members[g] for g in np.flatnonzero(self.homes == home) if g != source)
+        targets = np.broadcast_to(np.arange(len(self.loads)), loads.shape)
+        gains = np.where(fits, self._gains(home, source, rest[:, None], targets, loads, vanishes=alone), -np.inf)
+        row, target = np.unravel_index(int(np.argmax(gains)), gains.shape)
+        return float(gains[row, target]), int(chosen[row]), int(target), -1
+
+    def _best_swap(self, home: int) -> tuple[float, int, int, int]:
+        """(gain in seconds, sequence, target group, the sequence that comes back) of the best swap, as `_best_move`."""
+        source, problem = self._slowest(home), self.problem
+        chosen = np.array(self.members[source], dtype=np.int64)
+        others = np.flatnonzero(self.owner != source)
+        if not len(chosen) or not len(others):
+            return 0.0, -1, -1, -1
+        targets = self.owner[others]
+        kinds, kind = self.kinds[targets], self.kinds[source]
+        grows = self.lengths[chosen][:, None] - self.lengths[others]
+        fits = (self.tokens[targets] + grows <= self.rooms[targets]) & (
+            self.tokens[source] - grows <= self.rooms[source]
+        )
+        rest = self.loads[source] - problem.seconds[kind, chosen][:, None] + problem.seconds[kind, others]
+        loads = self.loads[targets] - problem.seconds[kinds, others] + problem.seconds[:, chosen][kinds].T
+        spread = np.broadcast_to(targets, loads.shape)
+        gains = np.where(fits, self._gains(home, source, rest, spread, loads, vanishes=False), -np.inf)
+        row, column = np.unravel_index(int(np.argmax(gains)), gains.shape)
+        return float(gains[row, column]), int(chosen[row]), int(targets[column]), int(others[column])
+
+    def _slowest(self, home: int) -> int:
+        inside = np.flatnonzero(self.homes == home)
+        return int(inside[np.argmax(self.loads[inside])])
+
+    def _gains(
+        self, home: int, source: int, rest: FloatArray, targets: NDArray[np.int64], loads: FloatArray, vanishes: bool
+    ) -> FloatArray:
+        """Seconds that the step saves when `source` (slowest of `home`) falls to `rest` and a target rises to `loads`."""
+        maxima = np.full(int(self.homes.max()) + 1, -np.inf)
+        np.maximum.at(maxima, self.homes, self.loads)
+        inside = np.flatnonzero((self.homes == home) & (np.arange(len(self.loads)) != source))
+        ranked = inside[np.argsort(-self.loads[inside], kind="stable")]
+        second = self.loads[ranked[0]] if len(ranked) else 0.0
+        third = self.loads[ranked[1]] if len(ranked) > 1 else 0.0
+        runner_up = ranked[0] if len(ranked) else -1
+        left = 0.0 if vanishes else np.maximum(rest, second)
+        elsewhere = maxima[home] - left + np.minimum(0.0, maxima[self.homes[targets]] - loads)
+        within = maxima[home] - np.maximum(np.maximum(rest, loads), np.where(targets == runner_up, third, second))
+        return np.where(self.homes[targets] == home, within, elsewhere)
+
+    def _shift(self, i: int, target: int) -> None:
+        source = int(self.owner[i])
+        self.members[source].remove(i)
+        self.members[target].append(i)
+        self.owner[i] = target
+        self.loads[source] -= self.problem.seconds[self.kinds[source], i]
+        self.loads[target] += self.problem.seconds[self.kinds[target], i]
+        self.tokens[source] -= self.lengths[i]
+        self.tokens[target] += self.lengths[i]

@@ -1,0 +1,200 @@
+"""Sequences to heterogeneous sequence groups: the problem of one step, its cost, its bounds and its exact solution.
+
+The cost of a layout is FlexSP's (arXiv 2412.01523, section 4): micro-batches run one after the other, each takes as long
+as its slowest group. Replicated parameters can only be faster, since a rank then waits for its partners alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_longctx.plan.cost import CostModel, FloatArray
+from hf_longctx.plan.specs import PlannerConfig
+
+# one group: its degree and the sequences it packs; a layout is a list of micro-batches of groups
+Group = tuple[int, tuple[int, ...]]
+Layout = list[list[Group]]
+
+_MAX_EXACT_OPERATIONS = 150_000
+
+
+@dataclass(frozen=True)
+class GroupingProblem:
+    """Whole sequences to spread over `num_ranks` ranks.
+
+    seconds[k][i]: what sequence i adds to a group of degrees[k] ranks. group_s[k]: what such a group costs whatever it
+    holds. capacity: tokens a rank may hold, so that a group of d ranks holds at most d * capacity.
+    """
+
+    lengths: tuple[int, ...]
+    num_ranks: int
+    capacity: int
+    degrees: tuple[int, ...]
+    seconds: FloatArray
+    group_s: tuple[float, ...]
+
+    @classmethod
+    def build(cls, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> GroupingProblem:
+        """The problem of one step; raises ValueError naming the first sequence that fits no allowed group."""
+        num_ranks = costs.cluster.num_ranks
+        limit = config.tokens_per_rank * config.degrees[-1]
+        for index, length in enumerate(lengths):
+            if length < 1:
+                raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
+            if length > limit:
+                raise ValueError(
+                    f"sequence {index} has {length} tokens, but the largest group of {config.degrees[-1]} ranks holds "
+                    f"{limit} ({config.tokens_per_rank} tokens per rank); allow a larger degree, raise tokens_per_rank, or "
+                    f"truncate or split the sequence"
+                )
+        return cls(
+            lengths=tuple(lengths),
+            num_ranks=num_ranks,
+            capacity=config.tokens_per_rank,
+            degrees=config.degrees,
+            seconds=np.stack([costs.sequences_s(list(lengths), degree) for degree in config.degrees]),
+            group_s=tuple(costs.group_s(degree) for degree in config.degrees),
+        )
+
+    def group_seconds(self, group: Group) -> float:
+        """Seconds of one group."""
+        k = self.degrees.index(group[0])
+        return self.group_s[k] + float(sum(self.seconds[k][i] for i in group[1]))
+
+    def micro_batch_seconds(self, groups: Sequence[Group]) -> float:
+        """Seconds of one micro-batch: those of its slowest group."""
+        return max(self.group_seconds(group) for group in groups)
+
+    def step_seconds(self, layout: Layout) -> float:
+        """Seconds of all micro-batches in a row."""
+        return sum(self.micro_batch_seconds(groups) for groups in layout)
+
+    def fits(self, group: Group) -> bool:
+        """Whether every rank of the group holds at most `capacity` tokens."""
+        return sum(self.lengths[i] for i in group[1]) <= group[0] * self.capacity
+
+    def lower_bound_s(self) -> float:
+        """No layout is faster: neither than all rank-seconds spread evenly, nor than the longest sequence alone.
+
+        The first term counts the fewest micro-batches that memory allows, each with the cheapest fixed cost.
+        """
+        fitting = np.array([[length <= d * self.capacity for length in self.lengths] for d in self.degrees])
+        alone = np.where(fitting, self.seconds, np.inf)
+        work = np.where(fitting, self.seconds * np.array(self.degrees)[:, None], np.inf)
+        num_micro_batches = max(1, math.ceil(sum(self.lengths) / (self.capacity * self.num_ranks)))
+        fixed_s = min(self.group_s)
+        spread_s = float(work.min(axis=0).sum()) / self.num_ranks + num_micro_batches * fixed_s
+        return max(spread_s, float(alone.min(axis=0).max()) + fixed_s)
+
+
+def rank_layouts(num_ranks: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every way to cut `num_ranks` ranks into groups of the allowed degrees, largest first; ranks may stay over."""
+    layouts: list[tuple[int, ...]] = []
+
+    def extend(chosen: tuple[int, ...], left: int) -> None:
+        usable = [d for d in degrees if d <= left and (not chosen or d <= chosen[-1])]
+        if not usable:
+            layouts.append(chosen)
+        for degree in reversed(usable):
+            extend((*chosen, degree), left - degree)
+
+    extend((), num_ranks)
+    return layouts
+
+
+def can_solve_exactly(problem: GroupingProblem) -> bool:
+    """Whether `solve_exactly` ends within about a tenth of a second."""
+    if len(problem.lengths) > 10 or problem.num_ranks > 16:
+        return False
+    prefixes = {layout[:end] for layout in _layouts(problem) for end in range(1, len(layout) + 1)}
+    return len(prefixes) * 3 ** len(problem.lengths) <= _MAX_EXACT_OPERATIONS
+
+
+def solve_exactly(problem: GroupingProblem) -> Layout:
+    """A layout of least cost, by dynamic programming over subsets of the sequences (3^n per table).
+
+    Tables hold, for the leading groups of a rank layout, the least makespan of every subset; a step is a partition of all
+    sequences into such subsets. Meant for few sequences: ask `can_solve_exactly` first.
+    """
+    full = (1 << len(problem.lengths)) - 1
+    single = {degree: _subset_seconds(problem, degree) for degree in problem.degrees}
+    tables: dict[tuple[int, ...], tuple[list[float], list[int]]] = {}
+    best, best_layout = [math.inf] * (full + 1), [()] * (full + 1)
+    for layout in _layouts(problem):
+        for end in range(1, len(layout) + 1):
+            prefix = layout[:end]
+            if prefix not in tables:
+                tables[prefix] = _add_group(tables.get(prefix[:-1]), single[prefix[-1]], full)
+        for subset, seconds in enumerate(tables[layout][0]):
+            if seconds < best[subset]:
+                best[subset], best_layout[subset] = seconds, layout
+    parts = _cheapest_partition(best, full)
+    return [_groups_of(subset, best_layout[subset], tables) for subset in parts]
+
+
+def _layouts(problem: GroupingProblem) -> list[tuple[int, ...]]:
+    return rank_layouts(problem.num_ranks, problem.degrees)
+
+
+def _subset_seconds(problem: GroupingProblem, degree: int) -> list[float]:
+    """Seconds of every subset as one group of `degree` ranks; infinite where it does not fit."""
+    k = problem.degrees.index(degree)
+    seconds, tokens = [problem.group_s[k]], [0]
+    for i, length in enumerate(problem.lengths):
+        seconds += [value + float(problem.seconds[k][i]) for value in seconds]
+        tokens += [value + length for value in tokens]
+    room = degree * problem.capacity
+    return [value if count <= room else math.inf for value, count in zip(seconds, tokens, strict=True)]
+
+
+def _add_group(
+    table: tuple[list[float], list[int]] | None, single: list[float], full: int
+) -> tuple[list[float], list[int]]:
+    """Least makespan of every subset with one more group, and the part that this group takes."""
+    if table is None:
+        return single, list(range(full + 1))
+    before, makespan, taken = table[0], [math.inf] * (full + 1), [0] * (full + 1)
+    for subset in range(full + 1):
+        part = subset
+        while True:
+            value = max(before[subset ^ part], single[part])
+            if value < makespan[subset]:
+                makespan[subset], taken[subset] = value, part
+            if part == 0:
+                break
+            part = (part - 1) & subset
+    return makespan, taken
+
+
+def _cheapest_partition(best: list[float], full: int) -> list[int]:
+    """Subsets (micro-batches) of least total seconds that partition all sequences."""
+    total, last = [math.inf] * (full + 1), [0] * (full + 1)
+    total[0] = 0.0
+    for subset in range(1, full + 1):
+        lowest = subset & -subset
+        part = subset
+        while part:
+            # the micro-batch with the lowest sequence, so that every partition is met once
+            if part & lowest and best[part] + total[subset ^ part] < total[subset]:
+                total[subset], last[subset] = best[part] + total[subset ^ part], part
+            part = (part - 1) & subset
+    parts = []
+    while full:
+        parts.append(last[full])
+        full ^= last[full]
+    return parts
+
+
+def _groups_of(
+    subset: int, layout: tuple[int, ...], tables: dict[tuple[int, ...], tuple[list[float], list[int]]]
+) -> list[Group]:
+    groups = []
+    for end in range(len(layout), 0, -1):
+        part = tables[layout[:end]][1][subset]
+        groups.append((layout[end - 1], tuple(i for i in range(part.bit_length()) if part >> i & 1)))
+        subset ^= part
+    return groups[::-1]

@@ -1,0 +1,166 @@
+"""Plans to JSON and back, with a schema version and a digest. Readers refuse unknown fields and versions.
+
+Two spellings keep hand-written plans short: actions are one blank-separated string ("0F0 0F1 0B1 0B0"), and spans are
+[sequence, start, stop] triples. Everything else is an object with the field names of `plan.types`; fields that hold their
+default may be left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from hf_longctx.plan.types import (
+    ACTION_KINDS,
+    METHODS,
+    PARAMETERS,
+    TENSOR_CLASSES,
+    Action,
+    ActivationPolicy,
+    Chunk,
+    Estimate,
+    LayerPolicy,
+    LayerRange,
+    MicroBatch,
+    RankPlan,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+    TensorShare,
+)
+
+SCHEMA_VERSION = 1
+
+# field -> type of its tuple's items; a field that is not named holds plain numbers or strings
+_CHILDREN: dict[type, dict[str, type]] = {
+    StepPlan: {"micro_batches": MicroBatch},
+    MicroBatch: {"groups": SequenceGroup},
+    SequenceGroup: {"chunks": Chunk, "stages": StagePlan},
+    StagePlan: {"parts": LayerRange, "activations": ActivationPolicy},
+    ActivationPolicy: {"layers": LayerPolicy},
+    LayerPolicy: {"shares": TensorShare},
+}
+
+_CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
+    (StepPlan, "parameters"): PARAMETERS,
+    (SequenceGroup, "method"): METHODS,
+    (TensorShare, "tensor_class"): TENSOR_CLASSES,
+    (Action, "kind"): ACTION_KINDS,
+}
+
+
+def plan_to_json(plan: StepPlan, indent: int | None = None) -> str:
+    """The plan as JSON text; equal plans give equal text."""
+    return json.dumps({"schema": SCHEMA_VERSION, **_encode(plan)}, indent=indent, sort_keys=True)
+
+
+def plan_from_json(text: str) -> StepPlan:
+    """The plan written as `text`.
+
+    Raises ValueError for another schema version, an unknown or missing field, or a value of the wrong kind. The result is
+    well-formed but not validated: call `validate_plan`.
+    """
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"plan schema {found!r} cannot be read; this version reads schema {SCHEMA_VERSION}")
+    del data["schema"]
+    plan = _decode(StepPlan, data, "plan")
+    assert isinstance(plan, StepPlan)
+    return plan
+
+
+def plan_digest(plan: StepPlan) -> str:
+    """16 hexadecimal digits over everything but the estimate."""
+    identity = dataclasses.replace(plan, estimate=Estimate())
+    return hashlib.sha256(plan_to_json(identity).encode()).hexdigest()[:16]
+
+
+def rank_plan_digest(plan: RankPlan) -> str:
+    """16 hexadecimal digits over one rank's path."""
+    return hashlib.sha256(json.dumps(_encode(plan), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Span):
+        return [value.sequence, value.start, value.stop]
+    if isinstance(value, tuple) and value and all(isinstance(item, Action) for item in value):
+        return " ".join(map(str, value))
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _encode(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        }
+    return value
+
+
+def _decode(kind: type, data: Any, path: str) -> Any:
+    if kind is Span:
+        return _decode_span(data, path)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected an object with the fields of {kind.__name__}, found {data!r}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(data) - set(fields)):
+        raise ValueError(f"{path}: unknown field {unknown[0]!r} of {kind.__name__}; known are {', '.join(fields)}")
+    values = {name: _decode_field(kind, name, data[name], f"{path}.{name}") for name in data}
+    missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{path}: field {missing[0]!r} of {kind.__name__} is missing")
+    return kind(**values)
+
+
+def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
+    if kind is StagePlan and name == "actions":
+        if not isinstance(value, str) and value != []:
+            raise ValueError(f"{path}: expected actions in one string, for example '0F0 0B0', found {value!r}")
+        return tuple(Action.parse(word) for word in value.split()) if value else ()
+    if kind is Chunk and name == "spans":
+        return tuple(_decode_span(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+    if kind is StepPlan and name == "estimate":
+        return _decode(Estimate, value, path)
+    if (child := _CHILDREN.get(kind, {}).get(name)) is not None:
+        return tuple(_decode(child, item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+    if (choices := _CHOICES.get((kind, name))) is not None and value not in choices:
+        raise ValueError(f"{path}: {value!r} is not one of {', '.join(choices)}")
+    return _decode_plain(kind, name, value, path)
+
+
+def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
+    """A number, a string or a tuple of integers, checked against the field's annotation."""
+    annotation = str(kind.__annotations__[name])
+    if annotation == "int":
+        return _integer(value, path)
+    if annotation == "float":
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{path}: expected a number, found {value!r}")
+        return float(value)
+    if annotation.startswith("tuple[int"):
+        return tuple(_integer(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+    if not isinstance(value, str):
+        raise ValueError(f"{path}: expected a string, found {value!r}")
+    return value
+
+
+def _decode_span(data: Any, path: str) -> Span:
+    items = _items(data, path)
+    if len(items) != 3:
+        raise ValueError(f"{path}: expected [sequence, start, stop], found {data!r}")
+    return Span(*(_integer(item, path) for item in items))
+
+
+def _items(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{path}: expected a list, found {value!r}")
+    return value
+
+
+def _integer(value: Any, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{path}: expected an integer, found {value!r}")
+    return value

@@ -1,0 +1,171 @@
+"""What the planner must know of a model, of the machines and of its own task. Plain data, in tokens, bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Solver = Literal["auto", "greedy", "static"]
+SOLVERS: tuple[str, ...] = ("auto", "greedy", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Shapes of a decoder-only model; `bytes_per_element` is that of weights and activations."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    tied_embeddings: bool = False
+    bytes_per_element: int = 4
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
+        """The spec of a `config.json` read as a mapping (transformers is not needed).
+
+        Raises ValueError naming the first field that is missing.
+        """
+
+        def get(*names: str) -> int:
+            for name in names:
+                if config.get(name) is not None:
+                    return int(config[name])
+            raise ValueError(
+                f"the model config has no {names[0]}; a decoder-only config with {', '.join(names)} is needed"
+            )
+
+        num_heads = get("num_attention_heads", "n_head")
+        hidden_size = get("hidden_size", "n_embd")
+        return cls(
+            num_layers=get("num_hidden_layers", "n_layer"),
+            hidden_size=hidden_size,
+            intermediate_size=get("intermediate_size", "n_inner"),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            vocab_size=get("vocab_size"),
+            max_positions=get("max_position_embeddings", "n_positions"),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            bytes_per_element=bytes_per_element,
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrix parameters of one decoder layer: q, k, v, o and a gated MLP."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Matrix parameters of the whole model."""
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
+        return self.num_layers * self.layer_parameters + embeddings
+
+    @property
+    def saved_bytes_per_token(self) -> int:
+        """Bytes kept for backward per token without recomputation, logits and their loss included.
+
+        HF eager modules around fused attention keep 16d + 4a + 4k + 8f + 4h bytes per layer at two bytes an element (d
+        hidden, a all query heads, k all KV heads, f intermediate, h heads); the loss keeps logits, their fp32 copy and
+        its log-probabilities.
+        """
+        a, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 16 * self.hidden_size + 4 * a + 4 * k + 8 * self.intermediate_size + 4 * self.num_heads
+        logits = self.vocab_size * (self.bytes_per_element + 3 * max(4, self.bytes_per_element))
+        return self.num_layers * layer * self.bytes_per_element // 2 + logits
+
+    @property
+    def exchange_bytes_per_token(self) -> int:
+        """Bytes that the four all-to-alls of one forward move per token of the whole model: q, k, v and the output."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self.num_layers * heads * self.head_dim * self.bytes_per_element
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareSpec:
+    """One rank's device and its links. Rates are sustained, not peak."""
+
+    name: str
+    matmul_flops_per_s: float
+    attention_flops_per_s: float
+    device_bytes: int
+    link_bytes_per_s: float
+
+
+# a guess that only has to rank plans until the run has measured its own coefficients
+GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9)
+GENERIC_GPU = HardwareSpec("generic gpu", 2e14, 1.5e14, 40 * 2**30, 1e11)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """All ranks of the job, `ranks_per_node` of them on each node."""
+
+    num_ranks: int
+    ranks_per_node: int
+    hardware: HardwareSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """What a plan may use.
+
+    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many.
+    degrees: allowed sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best).
+    micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit.
+    """
+
+    tokens_per_rank: int
+    degrees: tuple[int, ...]
+    solver: Solver = "auto"
+    static_degree: int = 0
+    micro_batch_trials: int = 5
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_rank < 1:
+            raise ValueError(f"tokens_per_rank is {self.tokens_per_rank}; a rank must hold at least one token")
+        if not self.degrees or list(self.degrees) != sorted(set(self.degrees)) or self.degrees[0] < 1:
+            raise ValueError(
+                f"degrees {self.degrees} must be positive, ascending and without repeats, for example (1, 2, 4)"
+            )
+        if self.solver not in SOLVERS:
+            raise ValueError(f"solver {self.solver!r} is not one of {', '.join(SOLVERS)}")
+        if self.static_degree and self.static_degree not in self.degrees:
+            raise ValueError(f"static_degree {self.static_degree} is not among the degrees {self.degrees}")
+        if self.micro_batch_trials < 1:
+            raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least one is needed")
+
+
+def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int) -> None:
+    """Raises ValueError unless every degree can be an aligned Ulysses group of `num_ranks` ranks.
+
+    Groups start at a multiple of their degree, so that a fixed pool of process groups serves every plan; that needs
+    powers of two, or all ranks at once.
+    """
+    for degree in degrees:
+        if degree > num_ranks:
+            raise ValueError(
+                f"degree {degree} needs {degree} ranks, the run has {num_ranks}; lower `degrees` or start more"
+            )
+        if degree & (degree - 1) and degree != num_ranks:
+            raise ValueError(
+                f"degree {degree} is neither a power of two nor all {num_ranks} ranks; other degrees come with ring "
+                f"attention, which is not available yet"
+            )
+        if degree > num_heads:
+            raise ValueError(
+                f"degree {degree} exceeds the model's {num_heads} attention heads, and Ulysses gives every rank at least one; "
+                f"lower `degrees` to {num_heads} or less"
+            )
+
+
+def default_degrees(num_ranks: int, num_heads: int) -> tuple[int, ...]:
+    """Every degree that `check_degrees` allows."""
+    powers = {1 << bit for bit in range(num_ranks.bit_length())} | {num_ranks}
+    return tuple(sorted(degree for degree in powers if degree <= min(num_ranks, num_heads)))

@@ -1,0 +1,39 @@
+"""What an attention layer must know of the chunk it runs in. It travels as a keyword argument, never as a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+
+@dataclass(slots=True)
+class AttentionCalls:
+    """How often attention received the context in one forward; the executor compares it with the number of layers."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext:
+    """One rank's view of one chunk on its sequence group.
+
+    process_group: the group's handle, None for a single rank. index: this rank's place in the group. shard_tokens: tokens
+    of every rank of the group, in order. cu_seqlens: document boundaries in the whole chunk, starting at 0.
+    """
+
+    process_group: dist.ProcessGroup | None
+    index: int
+    shard_tokens: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
+    calls: AttentionCalls = field(default_factory=AttentionCalls)
+
+    def __post_init__(self) -> None:
+        if sum(self.shard_tokens) != self.cu_seqlens[-1]:
+            raise ValueError(
+                f"shards of {self.shard_tokens} tokens do not add up to the chunk's {self.cu_seqlens[-1]} tokens"
+            )
+
+    @property
+    def degree(self) -> int:
+        return len(self.shard_tokens)

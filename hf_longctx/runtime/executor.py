@@ -1,0 +1,185 @@
+"""`StepExecutor.run`: the interpreter of a rank's plan, one method per action kind. Read after `plan/planner.py`.
+
+It owns nothing but the model and the group pool: contexts are made per chunk, results leave through `StepResult`.
+Gradients are the sum over all ranks of the loss divided by the step's label tokens, whatever the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_longctx.plan.sharding import document_bounds, shard_tokens
+from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
+from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.profiler import Interval, StepClock
+from hf_longctx.runtime.reduction import reduce_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    """This rank's shard of one chunk, each of shape [1, T] and type int64: token ids, positions, next-token labels."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    shift_labels: Tensor
+
+    def to(self, device: torch.device) -> ChunkInputs:
+        """The same shard on `device`; from pinned memory the copies do not block the host."""
+        return ChunkInputs(
+            *(t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.shift_labels))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step leaves behind. `loss` is the step's mean loss over all ranks' label tokens, on every rank."""
+
+    loss: Tensor
+    clock: StepClock
+
+    def intervals(self) -> list[Interval]:
+        """What this rank did; call it after the step, since on CUDA it waits for the device."""
+        return self.clock.intervals()
+
+
+class StepExecutor:
+    """Runs rank plans of one model on the groups of one pool.
+
+    `model` is the plain or DDP-wrapped model; its attention must be the registered `longctx` function, called
+    `num_attention_layers` times per forward.
+    """
+
+    def __init__(self, model: nn.Module, pool: GroupPool, num_attention_layers: int, device: torch.device) -> None:
+        self.model, self.pool, self.device = model, pool, device
+        self.num_attention_layers = num_attention_layers
+        # a mask of four dimensions is passed on by transformers as it is, so no mask is built over the packed row
+        self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+    def run(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], num_label_tokens: int) -> StepResult:
+        """Forward and backward of every round, then one gradient reduction over all ranks.
+
+        `inputs[r][c]` is this rank's shard of chunk c in round r. `num_label_tokens` counts the label tokens of the step
+        over all ranks. Every rank of the pool must call it with its own path of the same plan. Raises ValueError by name
+        for what this version does not execute.
+        """
+        refuse_unsupported(plan)
+        clock = StepClock(self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._without_ddp_reduction():
+            for index, (group, stage) in enumerate(plan.rounds):
+                with_grad = _Round(self, group, inputs[index], num_label_tokens, clock, index)
+                total += with_grad.run(stage)
+        with clock.measure(-1, "reduce", "gradients"):
+            reduce_gradients((p for p in self.model.parameters() if p.requires_grad), self.pool.everyone)
+            self._sum_over_ranks(total)
+        return StepResult(total, clock)
+
+    @torch.no_grad()
+    def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
+        """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only, as `run` otherwise."""
+        refuse_unsupported(plan)
+        clock = StepClock(self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, (group, stage) in enumerate(plan.rounds):
+            forwards = [action for action in stage.actions if action.kind == "F"]
+            total += _Round(self, group, inputs[index], 1, clock, index).run_actions(forwards)
+        self._sum_over_ranks(total)
+        return total
+
+    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext) -> Tensor:
+        """Logits [1, T, V] of this rank's shard; raises RuntimeError if some layer's attention did not get the plan."""
+        output = self.model(
+            input_ids=chunk.input_ids,
+            position_ids=chunk.position_ids,
+            attention_mask=self._no_mask,
+            use_cache=False,
+            longctx=context,
+        )
+        if context.calls.count != self.num_attention_layers:
+            raise RuntimeError(
+                f"{context.calls.count} of {self.num_attention_layers} attention layers received the plan; the model drops "
+                f"extra keyword arguments between its forward and its attention, so it cannot be run"
+            )
+        logits: Tensor = output.logits
+        return logits
+
+    def _without_ddp_reduction(self) -> AbstractContextManager[None]:
+        """DDP's reducer expects one forward per backward, which a plan does not promise, so it stays out."""
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    def _sum_over_ranks(self, total: Tensor) -> None:
+        if self.pool.everyone is not None:
+            dist.all_reduce(total, group=self.pool.everyone)
+
+
+class _Round:
+    """One micro-batch of one rank: its chunks' losses between their F and their B."""
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        group: SequenceGroup,
+        inputs: Sequence[ChunkInputs],
+        num_label_tokens: int,
+        clock: StepClock,
+        index: int,
+    ) -> None:
+        self.executor, self.group, self.inputs = executor, group, inputs
+        self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
+        self.losses: dict[int, Tensor] = {}
+        self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
+        self.handlers = {"F": self._forward, "B": self._backward}
+
+    def run(self, stage: StagePlan) -> Tensor:
+        """All actions of the stage; this rank's share of the step's loss, without a graph."""
+        return self.run_actions(stage.actions)
+
+    def run_actions(self, actions: Sequence[Action]) -> Tensor:
+        for action in actions:
+            with self.clock.measure(self.index, action.kind, str(action)):
+                self.handlers[action.kind](action)
+        return self.total
+
+    def _forward(self, action: Action) -> None:
+        chunk = self.group.chunks[action.chunk]
+        context = self.executor.pool.context(
+            self.group, shard_tokens(chunk.num_tokens, self.group.degree), document_bounds(chunk, self.group.degree)
+        )
+        inputs = self.inputs[action.chunk].to(self.executor.device)
+        logits = self.executor.forward_chunk(inputs, context)
+        loss = step_loss(summed_cross_entropy(logits, inputs.shift_labels), self.num_label_tokens)
+        self.total += loss.detach()
+        self.losses[action.chunk] = loss
+
+    def _backward(self, action: Action) -> None:
+        self.losses.pop(action.chunk).backward()
+
+
+def refuse_unsupported(plan: RankPlan) -> None:
+    """Raises ValueError naming the first part of the plan that this version does not execute."""
+    if plan.parameters != "replicated":
+        raise ValueError(f"parameters {plan.parameters!r} are not executed yet; only 'replicated' (DDP) are")
+    for group, stage in plan.rounds:
+        if len(group.stages) > 1:
+            raise ValueError(f"a plan of {len(group.stages)} pipeline stages is not executed yet; only one stage is")
+        if group.method not in ("local", "ulysses"):
+            raise ValueError(f"method {group.method!r} is not executed yet; only 'local' and 'ulysses' are")
+        if len(stage.parts) > 1:
+            raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
+        if any(policy.layers or policy.tile_tokens for policy in stage.activations):
+            raise ValueError("activation policies (recompute, offload, tiles) are not executed yet; everything is kept")
+        for chunk in group.chunks:
+            if chunk.prefix_tokens:
+                raise ValueError(f"chunk {chunk.index} is a slice of a sequence; slices are not executed yet")
+        for action in stage.actions:
+            if action.helpers or action.kind not in ("F", "B"):
+                raise ValueError(f"action {action} is not executed yet; only F and B without helpers are")

@@ -1,0 +1,62 @@
+"""Process groups, all created once at start: aligned sequence groups, one group of all ranks, one CPU group for plans.
+
+`dist.new_group` is collective: every rank creates every group in the same order, also those it is not in. Groups with
+`use_local_synchronization` hash the number of earlier groups into their name and hang where ranks differ, so none is used.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hf_longctx.plan.types import SequenceGroup
+from hf_longctx.runtime.context import GroupContext
+
+
+class GroupPool:
+    """Owns the process groups of a run and hands out contexts. Never creates a group after construction.
+
+    A collective that waits longer than `timeout_s` fails on the waiting ranks; for gloo this bound holds only for groups
+    created with it, which is why nothing in a step uses the default group.
+    """
+
+    def __init__(self, degrees: tuple[int, ...], timeout_s: float, control: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.num_ranks = 0, 1
+        self.everyone: dist.ProcessGroup | None = None
+        self.control = control
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        timeout = timedelta(seconds=timeout_s)
+        self.everyone = dist.new_group(timeout=timeout)
+        self._groups[tuple(range(self.num_ranks))] = self.everyone
+        for positions in aligned_groups(self.num_ranks, degrees):
+            if positions not in self._groups:
+                self._groups[positions] = dist.new_group(list(positions), timeout=timeout)
+
+    def group(self, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The handle of the ranks at `positions`; None for one rank. Raises ValueError for a group outside the pool."""
+        if len(positions) == 1:
+            return None
+        if positions not in self._groups:
+            raise ValueError(
+                f"positions {positions} are not an aligned group of this run (known: {sorted(self._groups)}); a plan may use "
+                f"only the degrees that the pool was created with, each starting at a multiple of its degree"
+            )
+        return self._groups[positions]
+
+    def context(self, group: SequenceGroup, shard_tokens: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> GroupContext:
+        """This rank's context for a chunk of `group`."""
+        return GroupContext(self.group(group.positions), group.positions.index(self.rank), shard_tokens, cu_seqlens)
+
+
+def aligned_groups(num_ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Positions of every group of two or more ranks that starts at a multiple of its degree, in creation order."""
+    return [
+        tuple(range(start, start + degree))
+        for degree in sorted(degrees)
+        if degree > 1
+        for start in range(0, num_ranks - degree + 1, degree)
+    ]

@@ -1,0 +1,63 @@
+"""Times what a rank does in a step, without synchronising inside it: wall clock on CPU, events on CUDA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One timed action: `round` is its micro-batch (-1 outside any), seconds count from the start of the step."""
+
+    round: int
+    kind: str
+    name: str
+    start_s: float
+    stop_s: float
+
+
+class StepClock:
+    """Collects intervals of one step. Read `intervals()` after the step: on CUDA it waits for the last event."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[tuple[int, str, str, int, int]] = []
+        self._ticks: list[float | torch.cuda.Event] = []
+        self._tick()
+
+    @contextmanager
+    def measure(self, round_index: int, kind: str, name: str) -> Iterator[None]:
+        """Times the body as one interval."""
+        start = self._tick()
+        yield
+        self._marks.append((round_index, kind, name, start, self._tick()))
+
+    def intervals(self) -> list[Interval]:
+        """All intervals so far, in the order in which they ended."""
+        return [
+            Interval(index, kind, name, self._seconds(start), self._seconds(stop))
+            for index, kind, name, start, stop in self._marks
+        ]
+
+    def _tick(self) -> int:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._ticks.append(event)
+        else:
+            self._ticks.append(time.perf_counter())
+        return len(self._ticks) - 1
+
+    def _seconds(self, tick: int) -> float:
+        start, stop = self._ticks[0], self._ticks[tick]
+        if isinstance(start, float):
+            assert isinstance(stop, float)
+            return stop - start
+        assert isinstance(stop, torch.cuda.Event)
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1000

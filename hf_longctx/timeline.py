@@ -1,0 +1,132 @@
+"""Timelines: one event type for predicted and measured runs, and writers for SVG pictures, Chrome traces and text."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_COLOURS = {"F": "#4c78a8", "B": "#f58518", "reduce": "#9d9da1", "step": "#b7d3b0"}
+_OTHER_COLOUR = "#72b7b2"
+_NAMES = {"F": "forward", "B": "backward", "reduce": "gradient reduction", "step": "clipping and optimizer"}
+_WIDTH, _LABEL_WIDTH, _ROW, _MARGIN = 1120, 70, 26, 16
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """What one rank did from `start_s` to `stop_s`, in seconds from the start of the timeline.
+
+    kind: an action kind or another word that groups events; name: short text; detail: what a reader sees on hovering.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start_s: float
+    stop_s: float
+    detail: str = ""
+
+
+def chrome_trace(events: Sequence[TimelineEvent]) -> str:
+    """The events as JSON for chrome://tracing and Perfetto, one thread per rank."""
+    records = [
+        {
+            "name": event.name,
+            "cat": event.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": event.rank,
+            "ts": event.start_s * 1e6,
+            "dur": (event.stop_s - event.start_s) * 1e6,
+            "args": {"detail": event.detail},
+        }
+        for event in events
+    ]
+    return json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
+
+
+def text_timeline(events: Sequence[TimelineEvent], num_columns: int = 100) -> str:
+    """One line per rank; every column is an equal share of the time and shows the first letter of what ran there."""
+    stop_s = max((event.stop_s for event in events), default=0.0)
+    lines = []
+    for rank in sorted({event.rank for event in events}):
+        cells = ["."] * num_columns
+        for event in (event for event in events if event.rank == rank):
+            first = int(event.start_s / stop_s * num_columns) if stop_s else 0
+            last = max(first + 1, int(event.stop_s / stop_s * num_columns)) if stop_s else 1
+            for column in range(first, min(last, num_columns)):
+                cells[column] = event.kind[0]
+        lines.append(f"rank {rank:3d} " + "".join(cells))
+    return "\n".join(lines)
+
+
+def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> str:
+    """A picture with one panel per name (for example "predicted" and "measured") on one time axis, a row per rank."""
+    stop_s = max((event.stop_s for events in panels.values() for event in events), default=0.0) or 1.0
+    # the last few pixels keep the rightmost axis label inside the picture
+    scale = (_WIDTH - _LABEL_WIDTH - 2 * _MARGIN - 20) / stop_s
+    body: list[str] = [_text(_MARGIN, 24, title, 15, weight="bold")]
+    top = 40 + _legend(body, panels)
+    for name, events in panels.items():
+        ranks = sorted({event.rank for event in events})
+        body.append(_text(_MARGIN, top + 14, f"{name}: {max((e.stop_s for e in events), default=0.0):.2f} s", 13))
+        top += 24
+        for row, rank in enumerate(ranks):
+            y = top + row * _ROW
+            body.append(_text(_MARGIN, y + 16, f"rank {rank}", 12))
+            body.append(
+                f'<rect x="{_LABEL_WIDTH + _MARGIN}" y="{y}" width="{stop_s * scale:.1f}" height="{_ROW - 4}" fill="#f2f2f2"/>'
+            )
+            body += [_box(event, y, scale) for event in events if event.rank == rank]
+        top += len(ranks) * _ROW + 14
+    _axis(body, top, stop_s, scale)
+    height = top + 34
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
+        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>' + "".join(body) + "</svg>\n"
+    )
+
+
+def _legend(body: list[str], panels: Mapping[str, Sequence[TimelineEvent]]) -> int:
+    kinds = {event.kind for events in panels.values() for event in events}
+    x = _MARGIN
+    for kind in [kind for kind in _COLOURS if kind in kinds] + sorted(kinds - set(_COLOURS)):
+        label = _NAMES.get(kind, kind)
+        body.append(f'<rect x="{x}" y="36" width="12" height="12" fill="{_COLOURS.get(kind, _OTHER_COLOUR)}"/>')
+        body.append(_text(x + 17, 47, label, 12))
+        x += 17 + 8 * len(label) + 22
+    body.append(_text(x, 47, "grey rows: waiting; <n>: sequence group of n ranks", 12, colour="#666666"))
+    return 20
+
+
+def _box(event: TimelineEvent, y: int, scale: float) -> str:
+    x = _LABEL_WIDTH + _MARGIN + event.start_s * scale
+    width = max((event.stop_s - event.start_s) * scale, 0.5)
+    colour = _COLOURS.get(event.kind, _OTHER_COLOUR)
+    seconds = event.stop_s - event.start_s
+    hover = html.escape(f"{event.name}: {seconds:.3f} s. {event.detail}")
+    box = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" fill="{colour}" stroke="white">'
+    label = event.detail.split(" ", 1)[0] if event.detail.startswith("<") else event.name
+    # about 7 pixels a character: a label that does not fit is left to the hover text
+    text = _text(x + 4, y + 15, label, 11, colour="white") if width > 7 * len(label) + 6 else ""
+    return f"{box}<title>{hover}</title></rect>{text}"
+
+
+def _axis(body: list[str], y: int, stop_s: float, scale: float) -> None:
+    step_s = next(s for e in range(-4, 7) for m in (1, 2, 5) if stop_s / (s := m * 10.0**e) <= 10)
+    left, ticks = _LABEL_WIDTH + _MARGIN, int(stop_s / step_s + 1e-9)
+    body.append(f'<line x1="{left}" y1="{y}" x2="{left + stop_s * scale:.1f}" y2="{y}" stroke="#333333"/>')
+    for tick in range(ticks + 1):
+        x = left + tick * step_s * scale
+        body.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" stroke="#333333"/>')
+        body.append(_text(x, y + 19, f"{tick * step_s:g} s", 11, anchor="middle"))
+
+
+def _text(
+    x: float, y: float, text: str, size: int, colour: str = "#222222", weight: str = "normal", anchor: str = "start"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" font-weight="{weight}" '
+        f'text-anchor="{anchor}">{html.escape(text)}</text>'
+    )

@@ -1,0 +1,1 @@
+"""Triton operations and their plain-torch references. Imports torch and triton only."""

@@ -1,0 +1,1 @@
+"""Training scripts, launch files and configurations."""
