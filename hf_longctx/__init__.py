@@ -12,17 +12,15 @@ from hf_longctx._version import __version__
 
 if TYPE_CHECKING:
     from hf_longctx.hf.config import LongContextConfig
-    from hf_longctx.hf.launch import init_distributed
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
 
 _HOMES = {
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
-    "init_distributed": "hf_longctx.hf.launch",
 }
 
-__all__ = ["LongContextConfig", "LongContextMixin", "LongContextTrainer", "__version__", "init_distributed"]
+__all__ = ["LongContextConfig", "LongContextMixin", "LongContextTrainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -88,9 +88,7 @@ def longctx_attention(
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The implementation that the model had; eager attention is a function of the model's own source file."""
     if fallback == "eager":
-        function: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[
-            type(module).__module__
-        ].eager_attention_forward
+        function: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[type(module).__module__].eager_attention_forward
         return function
     registered: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS[fallback]
     return registered

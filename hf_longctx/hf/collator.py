@@ -45,10 +45,7 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
 
     def __getitem__(self, step: PlannedStep) -> tuple[PlannedStep, dict[int, TokenSequence]]:
         wanted = {
-            span.sequence
-            for group, _ in step.plan.for_rank(step.rank).rounds
-            for chunk in group.chunks
-            for span in chunk.spans
+            span.sequence for group, _ in step.plan.for_rank(step.rank).rounds for chunk in group.chunks for span in chunk.spans
         }
         return step, {i: self._sequence(step.sequences[i]) for i in sorted(wanted)}
 
@@ -76,10 +73,7 @@ class LongContextCollator:
         ((step, sequences),) = items
         rank_plan = step.plan.for_rank(step.rank)
         # one stage: a rank's position is its rank
-        chunks = [
-            [chunk_inputs(chunk, group, step.rank, sequences) for chunk in group.chunks]
-            for group, _ in rank_plan.rounds
-        ]
+        chunks = [[chunk_inputs(chunk, group, step.rank, sequences) for chunk in group.chunks] for group, _ in rank_plan.rounds]
         flat = [inputs for round_chunks in chunks for inputs in round_chunks]
         return {
             "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
@@ -89,9 +83,7 @@ class LongContextCollator:
         }
 
 
-def chunk_inputs(
-    chunk: Chunk, group: SequenceGroup, position: int, sequences: Mapping[int, TokenSequence]
-) -> ChunkInputs:
+def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: Mapping[int, TokenSequence]) -> ChunkInputs:
     """The shard of `chunk` that the rank at `position` holds; positions restart at 0 in every document.
 
     Dummy tokens have id 0, position 0 and no label, and lie behind the real tokens.

@@ -24,9 +24,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     """Why this model cannot run correctly, by name; empty for a tested class with a tested attention pattern."""
     name, config = type(model).__name__, model.config
     if hasattr(model, "peft_config") or name.startswith("Peft"):
-        return [
-            f"{name}: LoRA and other adapters are not supported yet; train the full model, or merge the adapter first"
-        ]
+        return [f"{name}: LoRA and other adapters are not supported yet; train the full model, or merge the adapter first"]
     if name not in TESTED_MODELS or not type(model).__module__.startswith("transformers."):
         return [
             f"model class {name} is not in the tested list ({', '.join(TESTED_MODELS)}): its attention may have a pattern "

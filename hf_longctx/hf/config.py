@@ -69,7 +69,7 @@ class LongContextConfig:
     calibration_steps: int = field(
         default=4,
         metadata={
-            "help": "Warm-up steps whose measured chunks give the cost coefficients; they run one-degree plans in turn, and "
+            "help": "Warm-up steps whose measured chunks give the cost coefficients; they favour one degree after the other, and "
             "the log shows '-' for predicted seconds. 0 keeps the built-in guesses."
         },
     )

@@ -25,9 +25,7 @@ def dataset_problems(dataset: Any, name: str, vocab_size: int) -> tuple[IntArray
     """
     empty = np.zeros(0, dtype=np.int64)
     if isinstance(dataset, (datasets.IterableDataset, torch.utils.data.IterableDataset)):
-        return empty, [
-            f"{name} is an iterable dataset, which is not supported yet; pass a map-style dataset with a length"
-        ]
+        return empty, [f"{name} is an iterable dataset, which is not supported yet; pass a map-style dataset with a length"]
     if isinstance(dataset, dict):
         return empty, [f"{name} is a dict of datasets; pass one dataset"]
     if len(dataset) == 0:
@@ -94,9 +92,7 @@ def _table_problems(name: str, first_row: int, table: pa.Table, vocab_size: int)
         ]
     lengths = pc.fill_null(pc.list_value_length(input_ids), 0).to_numpy().astype(np.int64)
     for row in np.flatnonzero(lengths == 0):
-        problems.append(
-            f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter"
-        )
+        problems.append(f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter")
     ids = pc.list_flatten(input_ids)
     bounds = pc.min_max(ids).as_py() if len(ids) else {"min": 0, "max": 0}
     if bounds["min"] < 0 or bounds["max"] >= vocab_size:

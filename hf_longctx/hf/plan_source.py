@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.collator import PlannedStep
-from hf_longctx.hf.launch import gather_objects
+from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost import CostModel, PassCoefficients
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import PlannerConfig
@@ -27,7 +27,7 @@ from hf_longctx.runtime.mesh import GroupPool
 class PlanSource:
     """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new one.
 
-    While nothing is measured, `explore` steps run one-degree plans in turn, so that every degree's cost gets a sample.
+    While nothing is measured, `explore` steps favour one degree after the other, so that every degree's cost gets samples.
     """
 
     def __init__(self, pool: GroupPool, costs: CostModel, config: PlannerConfig) -> None:
@@ -47,14 +47,13 @@ class PlanSource:
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """The plan of one step, on this rank alone."""
-        config = self.config
-        if explore and not self.costs.coefficients.is_measured:
-            config = self._exploring(step, lengths)
-        return plan_step(step, lengths, self.costs, config)
-
-    def _exploring(self, step: int, lengths: list[int]) -> PlannerConfig:
-        usable = [d for d in self.config.degrees if max(lengths) <= d * self.config.tokens_per_rank]
-        return replace(self.config, solver="static", static_degree=usable[step % len(usable)])
+        costs, config = self.costs, self.config
+        if explore and not costs.coefficients.is_measured:
+            degree = config.degrees[step % len(config.degrees)]
+            costs, config = _favour(degree, costs), replace(config, degrees=tuple(d for d in config.degrees if d >= degree))
+        plan = plan_step(step, lengths, costs, config)
+        # what was made dear on purpose says nothing about the step
+        return plan if costs is self.costs else replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
     def _submit(self, step: tuple[int, list[int]] | None, explore: bool) -> Future[StepPlan] | int | None:
         """The future of a plan on rank 0, a stand-in on other ranks, None after the last step."""
@@ -94,9 +93,18 @@ class PlanSource:
         digests = gather_objects(plan.digest, self.pool.control)
         if len(set(digests)) > 1:
             shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
-            raise RuntimeError(
-                f"ranks hold different plans for step {plan.step} ({shown}); install the same version everywhere"
-            )
+            raise RuntimeError(f"ranks hold different plans for step {plan.step} ({shown}); install the same version everywhere")
+
+
+def _favour(degree: int, costs: CostModel) -> CostModel:
+    """The cost model with exchanges in groups larger than `degree` so dear that only sequences that need them get them."""
+
+    def dear(coefficients: PassCoefficients) -> PassCoefficients:
+        cheap_s = coefficients.exchange_token_s(degree)
+        return replace(coefficients, exchange=((1, cheap_s), (degree + 1, 1e3 * (cheap_s + coefficients.token_s))))
+
+    forward, backward = dear(costs.coefficients.forward), dear(costs.coefficients.backward)
+    return replace(costs, coefficients=replace(costs.coefficients, forward=forward, backward=backward))
 
 
 class PlannedBatchSampler:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.launch import gather_objects
+from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.calibration import ChunkSample, fit_coefficients
 from hf_longctx.plan.cost import CostModel
@@ -63,9 +63,9 @@ class StepRecord:
     def line(self, step: int) -> str:
         """The step in one line; '-' where nothing was measured to predict from."""
         estimate, count = self.plan.estimate, len(self.plan.micro_batches)
-        predicted = "   -" if estimate.cost_source == "default" else f"{estimate.step_s:.2f}"
+        predicted = "    -" if estimate.cost_source == "default" else f"{estimate.step_s:5.3g}"
         return (
-            f"step {step:4d} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:.2f} s | "
+            f"step {step:4d} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
             f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}"
         )
@@ -132,9 +132,7 @@ class RunReport(TrainerCallback):
             tqdm.write(record.line(state.global_step))
         self._calibrate(record)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.config.timeline_steps or not self._last:
             return
         measured = gather_objects([record.events() for record in self._last], self.source.pool.control)

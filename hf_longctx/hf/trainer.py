@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.data import dataset_problems, too_long
-from hf_longctx.hf.launch import control_group, differing_settings, gather_objects, raise_together
+from hf_longctx.hf.agreement import control_group, differing_settings, gather_objects, raise_together
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.refusals import argument_problems, setup_problems
@@ -38,6 +38,13 @@ from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 
 
+# the mixin stands in front of any Trainer subclass; to a type checker it is one
+if TYPE_CHECKING:
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+
 class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
     """A `DataLoader` over planned steps that passes the epoch on to its sampler, as the trainer expects."""
 
@@ -46,7 +53,7 @@ class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-class LongContextMixin:
+class LongContextMixin(_TrainerBase):
     """Turns a `Trainer` subclass into one that runs plans; put it in front: `class Mine(LongContextMixin, Trainer)`."""
 
     def __init__(
@@ -74,8 +81,9 @@ class LongContextMixin:
         self._row_lengths: dict[int, IntArray] = {}
         self._check_data(model, args, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
         patch_model(model)
+        self._num_attention_layers = num_attention_layers(model)
         super().__init__(
-            model=model,  # type: ignore[call-arg]
+            model=model,
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,
@@ -120,22 +128,16 @@ class LongContextMixin:
         lengths = self._index("train_dataset", self.train_dataset).lengths
         return max(1, round(self.longctx_config.tokens_per_step / float(lengths.mean())))
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], int]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
         """One planned step and the number of its label tokens over all ranks."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         return batches, self._sum_over_ranks(sum(batch["num_label_tokens"] for batch in batches))
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Runs one planned step; returns the step's mean loss over all ranks' label tokens, the same on every rank."""
         assert isinstance(num_items_in_batch, int)
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            # schedule-free optimizers hold two sets of weights
-            self.optimizer.train()
+        self._switch_optimizer("train")
         plan = inputs["step"].plan
         result = self._executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
         self._report.step_done(plan, result)
@@ -152,8 +154,7 @@ class LongContextMixin:
         """The mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential, under plans."""
         model = self.accelerator.unwrap_model(self.model_wrapped)
         model.eval()
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
+        self._switch_optimizer("eval")
         self.callback_handler.eval_dataloader = dataloader
         executor = self._executor(model)
         loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
@@ -165,7 +166,8 @@ class LongContextMixin:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss = loss_sum / max(num_label_tokens, 1)
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
+        no_predictions: Any = None
+        return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: plans return losses, not logits."""
@@ -175,7 +177,7 @@ class LongContextMixin:
         """As `Trainer`, with the means of the steps since the last log: seconds, tokens per second, padding."""
         if "loss" in logs:
             logs = {**logs, **self._report.take_metrics()}
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, start_time)
 
     def _check_setup(
         self, model: Any, args: TrainingArguments, processing_class: Any, trainer_arguments: dict[str, Any]
@@ -210,7 +212,7 @@ class LongContextMixin:
             static_degree=config.static_degree,
             micro_batch_trials=config.micro_batch_trials,
         )
-        self._max_length = config.max_length or spec.max_positions
+        self._max_length, self._vocab_size = config.max_length or spec.max_positions, spec.vocab_size
         return CostModel(spec, cluster, default_coefficients(spec, cluster))
 
     def _check_data(self, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
@@ -219,15 +221,15 @@ class LongContextMixin:
         settings = {"model config": model.config.to_json_string(), "world size": args.world_size}
         for name, dataset in datasets.items():
             if dataset is not None:
-                problems += self._read_lengths(name, dataset, model.config.vocab_size)
+                problems += self._read_lengths(name, dataset)
                 lengths = self._row_lengths.get(id(dataset), np.zeros(0, dtype=np.int64))
                 settings[f"{name} lengths"] = hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
         problems += differing_settings(settings, self._control)
         raise_together(problems, self._control)
 
-    def _read_lengths(self, name: str, dataset: Any, vocab_size: int) -> list[str]:
+    def _read_lengths(self, name: str, dataset: Any) -> list[str]:
         config, planner = self.longctx_config, self._planner_config
-        lengths, problems = dataset_problems(dataset, name, vocab_size)
+        lengths, problems = dataset_problems(dataset, name, self._vocab_size)
         if not problems and config.long_sequences == "error":
             room = planner.tokens_per_rank * planner.degrees[-1]
             problems = too_long(lengths, self._max_length, room, planner.tokens_per_rank, name)
@@ -238,14 +240,12 @@ class LongContextMixin:
     def _index(self, name: str, dataset: Any) -> SequenceIndex:
         """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
         if id(dataset) not in self._row_lengths:
-            raise_together(self._read_lengths(name, dataset, self.model.config.vocab_size), self._control)
+            raise_together(self._read_lengths(name, dataset), self._control)
         planner = self._planner_config
         limit = min(self._max_length, planner.tokens_per_rank * planner.degrees[-1])
         return SequenceIndex.build(self._row_lengths[id(dataset)], limit, self.longctx_config.long_sequences)
 
-    def _loader(
-        self, dataset: Any, index: SequenceIndex, sampler: LengthAwareSampler, explore: bool
-    ) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, index: SequenceIndex, sampler: LengthAwareSampler, explore: bool) -> DataLoader[Any]:
         args, num_workers = self.args, self.args.dataloader_num_workers
         return LongContextDataLoader(
             PlannedDataset(dataset, index),
@@ -254,13 +254,17 @@ class LongContextMixin:
             num_workers=num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index)
-            if num_workers
-            else None,
+            worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
         )
 
     def _executor(self, model: nn.Module) -> StepExecutor:
-        return StepExecutor(model, self._pool, num_attention_layers(self.model), self.args.device)
+        return StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
+
+    def _switch_optimizer(self, mode: str) -> None:
+        """Schedule-free optimizers hold two sets of weights and have the methods `train` and `eval`."""
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
 
     def _sum_over_ranks(self, count: int) -> int:
         """The sum of a host-side integer over all ranks, on the control group: no device is involved."""

@@ -45,9 +45,7 @@ def mean_relative_error(samples: Sequence[ChunkSample], coefficients: CostCoeffi
         (coefficients.forward, np.array([sample.forward_s for sample in samples])),
         (coefficients.backward, np.array([sample.backward_s for sample in samples])),
     ):
-        weights = np.array(
-            [costs.pair_s, costs.token_s, costs.chunk_s, costs.exchange_token_s(2), costs.exchange_chunk_s]
-        )
+        weights = np.array([costs.pair_s, costs.token_s, costs.chunk_s, costs.exchange_token_s(2), costs.exchange_chunk_s])
         errors.append(np.abs(features @ weights / seconds - 1))
     return float(np.mean(errors))
 

@@ -156,9 +156,7 @@ def _fewest_ranks(
     count = len(tokens) - 1
     reach = []
     for k, degree in enumerate(problem.degrees):
-        by_time = (
-            np.searchsorted(sums[k], sums[k][:-1] + (limit_s - problem.group_s[k]) * (1 + 1e-12), side="right") - 1
-        )
+        by_time = np.searchsorted(sums[k], sums[k][:-1] + (limit_s - problem.group_s[k]) * (1 + 1e-12), side="right") - 1
         by_room = np.searchsorted(tokens, tokens[:-1] + degree * problem.capacity, side="right") - 1
         reach.append(np.minimum(by_time, by_room).tolist())
     ranks, choice = [0] * (count + 1), [(-1, -1)] * (count + 1)
@@ -203,8 +201,8 @@ class _State:
                 self.members.append(list(members))
         self.kinds, self.homes = np.array(kinds), np.array(homes)
         self.owner = np.zeros(len(problem.lengths), dtype=np.int64)
-        for group, members in enumerate(self.members):
-            self.owner[members] = group
+        for group, part in enumerate(self.members):
+            self.owner[part] = group
         own_seconds = problem.seconds[self.kinds[self.owner], np.arange(len(self.lengths))]
         self.loads = np.array(problem.group_s)[self.kinds] + np.bincount(self.owner, own_seconds, len(kinds))
         self.tokens = np.bincount(self.owner, self.lengths, len(kinds))
@@ -258,9 +256,7 @@ class _State:
         targets = self.owner[others]
         kinds, kind = self.kinds[targets], self.kinds[source]
         grows = self.lengths[chosen][:, None] - self.lengths[others]
-        fits = (self.tokens[targets] + grows <= self.rooms[targets]) & (
-            self.tokens[source] - grows <= self.rooms[source]
-        )
+        fits = (self.tokens[targets] + grows <= self.rooms[targets]) & (self.tokens[source] - grows <= self.rooms[source])
         rest = self.loads[source] - problem.seconds[kind, chosen][:, None] + problem.seconds[kind, others]
         loads = self.loads[targets] - problem.seconds[kinds, others] + problem.seconds[:, chosen][kinds].T
         spread = np.broadcast_to(targets, loads.shape)
@@ -286,7 +282,8 @@ class _State:
         left = 0.0 if vanishes else np.maximum(rest, second)
         elsewhere = maxima[home] - left + np.minimum(0.0, maxima[self.homes[targets]] - loads)
         within = maxima[home] - np.maximum(np.maximum(rest, loads), np.where(targets == runner_up, third, second))
-        return np.where(self.homes[targets] == home, within, elsewhere)
+        gains: FloatArray = np.where(self.homes[targets] == home, within, elsewhere)
+        return gains
 
     def _shift(self, i: int, target: int) -> None:
         source = int(self.owner[i])

@@ -111,7 +111,7 @@ def can_solve_exactly(problem: GroupingProblem) -> bool:
     if len(problem.lengths) > 10 or problem.num_ranks > 16:
         return False
     prefixes = {layout[:end] for layout in _layouts(problem) for end in range(1, len(layout) + 1)}
-    return len(prefixes) * 3 ** len(problem.lengths) <= _MAX_EXACT_OPERATIONS
+    return len(prefixes) * int(3 ** len(problem.lengths)) <= _MAX_EXACT_OPERATIONS
 
 
 def solve_exactly(problem: GroupingProblem) -> Layout:
@@ -123,7 +123,8 @@ def solve_exactly(problem: GroupingProblem) -> Layout:
     full = (1 << len(problem.lengths)) - 1
     single = {degree: _subset_seconds(problem, degree) for degree in problem.degrees}
     tables: dict[tuple[int, ...], tuple[list[float], list[int]]] = {}
-    best, best_layout = [math.inf] * (full + 1), [()] * (full + 1)
+    best: list[float] = [math.inf] * (full + 1)
+    best_layout: list[tuple[int, ...]] = [()] * (full + 1)
     for layout in _layouts(problem):
         for end in range(1, len(layout) + 1):
             prefix = layout[:end]
@@ -151,9 +152,7 @@ def _subset_seconds(problem: GroupingProblem, degree: int) -> list[float]:
     return [value if count <= room else math.inf for value, count in zip(seconds, tokens, strict=True)]
 
 
-def _add_group(
-    table: tuple[list[float], list[int]] | None, single: list[float], full: int
-) -> tuple[list[float], list[int]]:
+def _add_group(table: tuple[list[float], list[int]] | None, single: list[float], full: int) -> tuple[list[float], list[int]]:
     """Least makespan of every subset with one more group, and the part that this group takes."""
     if table is None:
         return single, list(range(full + 1))
@@ -189,9 +188,7 @@ def _cheapest_partition(best: list[float], full: int) -> list[int]:
     return parts
 
 
-def _groups_of(
-    subset: int, layout: tuple[int, ...], tables: dict[tuple[int, ...], tuple[list[float], list[int]]]
-) -> list[Group]:
+def _groups_of(subset: int, layout: tuple[int, ...], tables: dict[tuple[int, ...], tuple[list[float], list[int]]]) -> list[Group]:
     groups = []
     for end in range(len(layout), 0, -1):
         part = tables[layout[:end]][1][subset]

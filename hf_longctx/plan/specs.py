@@ -36,9 +36,7 @@ class ModelSpec:
             for name in names:
                 if config.get(name) is not None:
                     return int(config[name])
-            raise ValueError(
-                f"the model config has no {names[0]}; a decoder-only config with {', '.join(names)} is needed"
-            )
+            raise ValueError(f"the model config has no {names[0]}; a decoder-only config with {', '.join(names)} is needed")
 
         num_heads = get("num_attention_heads", "n_head")
         hidden_size = get("hidden_size", "n_embd")
@@ -131,9 +129,7 @@ class PlannerConfig:
         if self.tokens_per_rank < 1:
             raise ValueError(f"tokens_per_rank is {self.tokens_per_rank}; a rank must hold at least one token")
         if not self.degrees or list(self.degrees) != sorted(set(self.degrees)) or self.degrees[0] < 1:
-            raise ValueError(
-                f"degrees {self.degrees} must be positive, ascending and without repeats, for example (1, 2, 4)"
-            )
+            raise ValueError(f"degrees {self.degrees} must be positive, ascending and without repeats, for example (1, 2, 4)")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver {self.solver!r} is not one of {', '.join(SOLVERS)}")
         if self.static_degree and self.static_degree not in self.degrees:
@@ -150,9 +146,7 @@ def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int) -> N
     """
     for degree in degrees:
         if degree > num_ranks:
-            raise ValueError(
-                f"degree {degree} needs {degree} ranks, the run has {num_ranks}; lower `degrees` or start more"
-            )
+            raise ValueError(f"degree {degree} needs {degree} ranks, the run has {num_ranks}; lower `degrees` or start more")
         if degree & (degree - 1) and degree != num_ranks:
             raise ValueError(
                 f"degree {degree} is neither a power of two nor all {num_ranks} ranks; other degrees come with ring "

@@ -9,6 +9,7 @@ micro-batch run the same order of action kinds.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -54,10 +55,7 @@ def schedule_grid(group: SequenceGroup, marked: tuple[int, int] | None = None) -
     """One line per stage with its actions in order; `marked` = (stage, action index) stands between > and <."""
     lines = []
     for stage in group.stages:
-        words = [
-            f">{action}<" if marked == (stage.stage, place) else str(action)
-            for place, action in enumerate(stage.actions)
-        ]
+        words = [f">{action}<" if marked == (stage.stage, place) else str(action) for place, action in enumerate(stage.actions)]
         lines.append(f"  stage {stage.stage}: " + " ".join(words))
     return "\n".join(lines)
 
@@ -165,9 +163,7 @@ def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
         for place, span in enumerate(chunk.spans):
             partial = span.start > 0 or span.stop < plan.lengths[span.sequence]
             if partial and place > 0:
-                raise PlanError(
-                    f"{name}: chunk {chunk.index} holds a slice of sequence {span.sequence} behind another span"
-                )
+                raise PlanError(f"{name}: chunk {chunk.index} holds a slice of sequence {span.sequence} behind another span")
             if span.start != reached.get(span.sequence, 0):
                 raise PlanError(
                     f"{name}: chunk {chunk.index} starts sequence {span.sequence} at token {span.start}, but its earlier "
@@ -214,7 +210,7 @@ def _check_compute(plan: StepPlan, name: str, group: SequenceGroup, stage: Stage
         for chunk in group.chunks:
             for kind in ("F", "B"):
                 if (kind, part, chunk.index) not in done:
-                    missing = Action(kind=kind, stage=stage.stage, chunk=chunk.index, part=part)  # type: ignore[arg-type]
+                    missing = Action(kind=kind, stage=stage.stage, chunk=chunk.index, part=part)
                     raise PlanError(f"{name}: {missing} is missing\n{schedule_grid(group)}")
 
 
@@ -253,16 +249,12 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
             raise PlanError(f"{where} names an unknown chunk or part, or stands twice")
         seen.add((policy.chunk, policy.part))
         if len(policy.layers) > stage.parts[policy.part].num_layers:
-            raise PlanError(
-                f"{where} has {len(policy.layers)} layers, the part has {stage.parts[policy.part].num_layers}"
-            )
+            raise PlanError(f"{where} has {len(policy.layers)} layers, the part has {stage.parts[policy.part].num_layers}")
         if policy.tile_tokens < 0:
             raise PlanError(f"{where} has tile_tokens {policy.tile_tokens}; 0 means untiled")
         for share in (share for layer in policy.layers for share in layer.shares):
             if share.tensor_class not in TENSOR_CLASSES:
-                raise PlanError(
-                    f"{where}: tensor class {share.tensor_class!r} is not one of {', '.join(TENSOR_CLASSES)}"
-                )
+                raise PlanError(f"{where}: tensor class {share.tensor_class!r} is not one of {', '.join(TENSOR_CLASSES)}")
             parts = (share.recompute, share.nvme, share.host, share.device)
             if min(parts) < 0 or abs(share.total - 1) > _SHARE_TOLERANCE:
                 raise PlanError(f"{where}: shares {parts} of {share.tensor_class} must be >= 0 and sum to 1")
@@ -274,7 +266,7 @@ def _check_links(name: str, group: SequenceGroup) -> None:
     if len(num_parts) != 1:
         raise PlanError(f"{name}: stages have different numbers of parts, {sorted(num_parts)}")
     virtual = [(stage, part) for part in range(num_parts.pop()) for stage in range(len(group.stages))]
-    for (stage, part), (next_stage, next_part) in zip(virtual, virtual[1:], strict=False):
+    for (stage, part), (next_stage, next_part) in itertools.pairwise(virtual):
         pairs = (
             ("SF", (stage, part), "RF", (next_stage, next_part)),
             ("SB", (next_stage, next_part), "RB", (stage, part)),
@@ -287,9 +279,7 @@ def _check_links(name: str, group: SequenceGroup) -> None:
                     f"{receiver[1]} receives {receive} of chunks {received}\n{schedule_grid(group)}"
                 )
             if stage != next_stage and sorted(sent) != list(range(len(group.chunks))):
-                raise PlanError(
-                    f"{name}: {send} of stage {sender[0]} must move every chunk once\n{schedule_grid(group)}"
-                )
+                raise PlanError(f"{name}: {send} of stage {sender[0]} must move every chunk once\n{schedule_grid(group)}")
     for stage_plan in group.stages:
         _check_transfer_order(name, group, stage_plan)
     _check_progress(name, group, virtual)
@@ -314,7 +304,7 @@ def _check_transfer_order(name: str, group: SequenceGroup, stage: StagePlan) -> 
 
 def _check_progress(name: str, group: SequenceGroup, virtual: list[tuple[int, int]]) -> None:
     """Runs all stages with buffered sends; a stage that waits for ever names the receive it waits at."""
-    follows = dict(zip(virtual, virtual[1:], strict=False))
+    follows = dict(itertools.pairwise(virtual))
     precedes = {later: earlier for earlier, later in follows.items()}
     sent: set[tuple[str, tuple[int, int] | None, int]] = set()
     places = [0] * len(group.stages)

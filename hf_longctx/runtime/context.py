@@ -30,9 +30,7 @@ class GroupContext:
 
     def __post_init__(self) -> None:
         if sum(self.shard_tokens) != self.cu_seqlens[-1]:
-            raise ValueError(
-                f"shards of {self.shard_tokens} tokens do not add up to the chunk's {self.cu_seqlens[-1]} tokens"
-            )
+            raise ValueError(f"shards of {self.shard_tokens} tokens do not add up to the chunk's {self.cu_seqlens[-1]} tokens")
 
     @property
     def degree(self) -> int:

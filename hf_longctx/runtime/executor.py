@@ -34,9 +34,7 @@ class ChunkInputs:
 
     def to(self, device: torch.device) -> ChunkInputs:
         """The same shard on `device`; from pinned memory the copies do not block the host."""
-        return ChunkInputs(
-            *(t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.shift_labels))
-        )
+        return ChunkInputs(*(t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.shift_labels)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,7 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGrou
         return
     bucket: list[Tensor] = []
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        if bucket and (
-            _num_bytes(bucket) + _num_bytes([gradient]) > _BUCKET_BYTES or bucket[0].dtype != gradient.dtype
-        ):
+        if bucket and (_num_bytes(bucket) + _num_bytes([gradient]) > _BUCKET_BYTES or bucket[0].dtype != gradient.dtype):
             _sum_bucket(bucket, group)
             bucket = []
         bucket.append(gradient)

@@ -10,6 +10,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509), with uneven shards and one fused e
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +59,7 @@ def head_shares(num_heads: int, num_kv_heads: int, degree: int) -> tuple[HeadSha
     return tuple(shares)
 
 
-def sequence_parallel_attention(
-    q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, scale: float, context: GroupContext
-) -> Tensor:
+def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, scale: float, context: GroupContext) -> Tensor:
     """Causal attention within documents for this rank's tokens, shape [1, T, H, D].
 
     Every rank of the context's group must call it in the same order of layers; backward repeats the exchanges reversed.
@@ -94,10 +93,8 @@ def packed_attention(
     if k_1gSD.shape[1] != num_heads or offset:
         kv_head = torch.arange(offset, offset + num_heads, device=q_1hSD.device) // per_kv
         k_1gSD, v_1gSD = k_1gSD.index_select(1, kv_head), v_1gSD.index_select(1, kv_head)
-    lengths = [stop - start for start, stop in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
-    documents = zip(
-        q_1hSD.split(lengths, dim=2), k_1gSD.split(lengths, dim=2), v_1gSD.split(lengths, dim=2), strict=True
-    )
+    lengths = [stop - start for start, stop in itertools.pairwise(cu_seqlens)]
+    documents = zip(q_1hSD.split(lengths, dim=2), k_1gSD.split(lengths, dim=2), v_1gSD.split(lengths, dim=2), strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) for q, k, v in documents]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
@@ -141,8 +138,7 @@ def _gather_heads(out_1ShD: Tensor, shares: tuple[HeadShare, ...], context: Grou
     receive_sizes = [num_own * share.num_q * head_dim for share in shares]
     received = _exchange(out_1ShD.reshape(-1), send_sizes, receive_sizes, context)
     blocks = [
-        block.view(num_own, share.num_q, head_dim)
-        for block, share in zip(received.split(receive_sizes), shares, strict=True)
+        block.view(num_own, share.num_q, head_dim) for block, share in zip(received.split(receive_sizes), shares, strict=True)
     ]
     return torch.cat(blocks, dim=1).unsqueeze(0)
 
@@ -157,9 +153,7 @@ class _AllToAll(torch.autograd.Function):
     """Block i of `send` goes to the group's rank i; backward sends the gradients the same way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, send: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, send: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = (send_sizes, receive_sizes), group
         received = send.new_empty(sum(receive_sizes))
         dist.all_to_all_single(received, send.contiguous(), receive_sizes, send_sizes, group=group)

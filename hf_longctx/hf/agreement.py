@@ -1,4 +1,4 @@
-"""Start of a distributed run: the default process group with a time-out, and agreement between ranks before work starts."""
+"""Agreement between ranks before work starts: gather small host-side values, raise together or not at all."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-
-
-def init_distributed(timeout_s: float = 60.0, use_cpu: bool = False) -> None:
-    """Creates the default process group with a time-out; call it before `TrainingArguments`. One process: does nothing.
-
-    `ddp_timeout` of `TrainingArguments` does not reach gloo groups, whose default is 30 minutes.
-    """
-    if dist.is_initialized() or not dist.is_torchelastic_launched():
-        return
-    backend = "gloo" if use_cpu or not torch.cuda.is_available() else "nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
 def control_group(timeout_s: float) -> dist.ProcessGroup | None:

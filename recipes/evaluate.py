@@ -1,0 +1,48 @@
+"""Load a checkpoint in a plain process, with transformers alone, and compare its held-out loss with the training run's.
+
+    python recipes/evaluate.py outputs/demo
+
+Reads CHECKPOINT/held_out.json as written by recipes/sft.py. Exit status 1 if the losses differ by more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+TOLERANCE = 1e-5
+
+
+def main() -> int:
+    """Prints both losses; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint", type=Path, help="folder with the checkpoint and held_out.json")
+    checkpoint = parser.parse_args().checkpoint
+    held_out = json.loads((checkpoint / "held_out.json").read_text())
+    loss = plain_loss(checkpoint, held_out["input_ids"])
+    difference = abs(loss - held_out["loss"])
+    print(f"held-out loss: {loss:.7f} in a plain process, {held_out['loss']:.7f} in training, difference {difference:.1e}")
+    return 0 if difference <= TOLERANCE else 1
+
+
+@torch.no_grad()
+def plain_loss(checkpoint: Path, sequences: list[list[int]]) -> float:
+    """Mean cross-entropy over all next tokens, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    total, count = 0.0, 0
+    for tokens in sequences:
+        input_ids = torch.tensor([tokens])
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        total += float(F.cross_entropy(logits[0, :-1].double(), input_ids[0, 1:], reduction="sum"))
+        count += len(tokens) - 1
+    return total / max(count, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Settings of a recipe: one YAML file, overridden by `--key value` pairs, checked by `HfArgumentParser`.
+
+The parser reads either a file or a command line. Here the file's entries become the front of the command line, so that
+argparse checks names, types and choices of both, and the later word wins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+
+def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = None) -> tuple[Any, ...]:
+    """One instance of each dataclass from `[CONFIG.yaml] [--key value ...]` (default: the command line).
+
+    Exits with argparse's message for an unknown key, a wrong type or a wrong choice.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0].endswith((".yaml", ".yml")):
+        words = [*_words_of_file(Path(words[0])), *words[1:]]
+    parser = _Parser(dataclasses, allow_abbrev=False)
+    *settings, unknown = parser.parse_args_into_dataclasses(
+        args=words, look_for_args_file=False, return_remaining_strings=True
+    )
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], known, n=3)
+        raise SystemExit(f"unknown setting {unknown[0]!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    return tuple(settings)
+
+
+class _Parser(HfArgumentParser):
+    """Errors in one line: the usage of some two hundred settings would bury them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(f"settings: {message} (--help lists all settings)")
+
+
+def _words_of_file(path: Path) -> list[str]:
+    if not path.is_file():
+        raise SystemExit(f"{path}: no such file; give a YAML file with one setting per line, for example max_length: 4096")
+    settings = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(settings, dict):
+        raise SystemExit(f"{path}: expected one `key: value` per line, found a {type(settings).__name__}")
+    words: list[str] = []
+    for key, value in settings.items():
+        # a setting without a value keeps its default
+        if value is not None:
+            words += [f"--{key}", *_words_of_value(value)]
+    return words
+
+
+def _words_of_value(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [json.dumps(value)]
+    if isinstance(value, list):
+        return [word for item in value for word in _words_of_value(item)]
+    return [str(value)]

@@ -1,0 +1,29 @@
+"""Fixtures of all tests: one persistent pool of gloo ranks per world size and session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from helpers.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """The pool of a world size; a pool that failed is replaced by a fresh one."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(num_ranks: int) -> RankPool:
+        if num_ranks not in pools or not pools[num_ranks].is_alive:
+            pools[num_ranks] = RankPool(num_ranks)
+        return pools[num_ranks]
+
+    yield pool
+    for made in pools.values():
+        made.close()

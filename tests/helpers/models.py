@@ -1,0 +1,103 @@
+"""Tiny random models in fp64 and the plain reference: stock Hugging Face, one document at a time, none of our code."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 8}),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None, "head_dim": 8}),
+}
+VOCAB_SIZE = 64
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A tiny model: two layers, heads of size 8; `promoted` computes its norms in the dtype of their input."""
+
+    family: str = "llama"
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    promoted: bool = False
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    attention: str = "sdpa"
+    tied: bool = False
+
+
+def build_model(case: ModelCase) -> transformers.PreTrainedModel:
+    """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
+    config_class, model_class, extra = FAMILIES[case.family]
+    config = config_class(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8 * case.num_heads,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=case.num_heads,
+        num_key_value_heads=case.num_kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=case.tied,
+        attn_implementation=case.attention,
+        **extra,
+    )
+    torch.manual_seed(case.seed)
+    model = model_class(config).to(case.dtype)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.tie_weights()
+    if case.promoted:
+        promote_norms(model)
+    return model.train()
+
+
+def promote_norms(model: torch.nn.Module) -> None:
+    """Norms without the cast to fp32 that transformers does inside, bound on these instances only."""
+
+    def forward(norm: Any, x: Tensor) -> Tensor:
+        return norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = forward.__get__(module)
+
+
+def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ()) -> list[dict[str, list[int]]]:
+    """Dataset rows of random tokens with labels; rows in `masked` have no label at all, others miss some."""
+    generator = random.Random(seed)
+    rows = []
+    for number, length in enumerate(lengths):
+        input_ids = [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+        labels = [-100 if number in masked or generator.random() < 0.2 else token for token in input_ids]
+        rows.append({"input_ids": input_ids, "labels": labels})
+    return rows
+
+
+def reference_step(model: torch.nn.Module, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the token mean over all rows: HF logits of each row alone, summed fp64 cross-entropy."""
+    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    total = 0.0
+    model.zero_grad()
+    for row in rows:
+        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
+        loss = F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum") / max(count, 1)
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """max |found - expected| / max |expected|; zero where both are all zero."""
+    scale = float(expected.abs().max())
+    error = float((found - expected).abs().max())
+    return error / scale if scale else error

@@ -1,0 +1,71 @@
+"""Bugs to plant in the package's own functions, so that tests can show that they would notice them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+from hf_longctx.hf import collator
+from hf_longctx.runtime import executor
+
+BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the cut", "rounds in another order on one rank")
+
+
+@contextmanager
+def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
+    """Replaces a function of the package by a wrong one while the body runs; the empty bug changes nothing."""
+    if not bug:
+        yield
+        return
+    makers = {
+        "loss normalised per rank": lambda: _mean_per_rank(num_ranks),
+        "documents leak": _one_document,
+        "labels shifted after the cut": _late_shift,
+        "rounds in another order on one rank": lambda: _reversed_rounds(rank),
+    }
+    with makers[bug]():
+        yield
+
+
+def _mean_per_rank(num_ranks: int) -> Any:
+    def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum") / (labels != -100).sum().clamp(min=1)
+
+    return patch.multiple(executor, summed_cross_entropy=mean, step_loss=lambda loss, count: loss / num_ranks)
+
+
+def _one_document() -> Any:
+    original = executor.document_bounds
+
+    def bounds(chunk: Any, degree: int) -> tuple[int, ...]:
+        return (0, original(chunk, degree)[-1])
+
+    return patch.object(executor, "document_bounds", bounds)
+
+
+def _late_shift() -> Any:
+    original = collator.chunk_inputs
+
+    def inputs(chunk: Any, group: Any, position: int, sequences: Any) -> Any:
+        unshifted = {i: replace(s, shift_labels=s.input_ids) for i, s in sequences.items()}
+        shard = original(chunk, group, position, unshifted)
+        return replace(shard, shift_labels=collator.shift(shard.shift_labels[0]).unsqueeze(0))
+
+    return patch.object(collator, "chunk_inputs", inputs)
+
+
+def _reversed_rounds(rank: int) -> Any:
+    original = executor.StepExecutor.run
+
+    def run(self: Any, plan: Any, inputs: Any, num_label_tokens: int) -> Any:
+        if rank == 1:
+            plan, inputs = replace(plan, rounds=plan.rounds[::-1]), inputs[::-1]
+        return original(self, plan, inputs, num_label_tokens)
+
+    return patch.object(executor.StepExecutor, "run", run)

@@ -1,0 +1,101 @@
+"""A persistent pool of gloo ranks: processes that run functions of the tests, one pool per world size and session."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+_START_TIMEOUT_S = 120.0
+
+
+class RankFailure(RuntimeError):
+    """A function raised on some rank, or a rank did not answer in time."""
+
+
+class RankPool:
+    """`num_ranks` processes joined by gloo; `run` calls a function on all of them and returns their results."""
+
+    def __init__(self, num_ranks: int, collective_timeout_s: float = 60.0) -> None:
+        self.num_ranks = num_ranks
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.is_alive = True
+        self._answers(_START_TIMEOUT_S)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
+        """`function(*args)` on every rank, results in rank order. Raises RankFailure with every rank's traceback.
+
+        The pool is closed after a failure, since its ranks may hang in different collectives.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._answers(timeout_s)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self.is_alive = False
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _answers(self, timeout_s: float) -> list[Any]:
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                answered = pipe.poll(timeout_s if not failures else 5.0)
+                ok, value = pipe.recv() if answered else (False, "no answer in time")
+            except EOFError:
+                ok, value = False, "the process ended"
+            if ok:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank}: {value}")
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(failures))
+        return results
+
+
+def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        ACCELERATE_USE_CPU="true",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s))
+    pipe.send((True, rank))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

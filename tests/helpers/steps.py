@@ -1,0 +1,78 @@
+"""One step under a plan on a pool of ranks, through the package's real road: index, collator, group pool, executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from helpers.models import ModelCase, build_model
+from helpers.planted import plant
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.sampler import SequenceIndex
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.grouping import Layout
+from hf_longctx.plan.planner import build_plan
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+
+TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
+_POOLS: dict[tuple[int, float], GroupPool] = {}
+
+
+def tiny_costs(num_ranks: int, spec: ModelSpec = TINY) -> CostModel:
+    """The built-in cost model of a tiny model on `num_ranks` CPU ranks."""
+    cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_CPU)
+    return CostModel(spec, cluster, default_coefficients(spec, cluster))
+
+
+def plan_of(layout: Layout, lengths: list[int], num_ranks: int) -> StepPlan:
+    """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy."""
+    return validate_plan(build_plan(0, lengths, layout, tiny_costs(num_ranks), "replicated"))
+
+
+def group_pool(timeout_s: float = 60.0) -> GroupPool:
+    """This rank's group pool with every possible degree, made once per process."""
+    num_ranks = dist.get_world_size()
+    key = (num_ranks, timeout_s)
+    if key not in _POOLS:
+        control = dist.new_group(backend="gloo")
+        _POOLS[key] = GroupPool(default_degrees(num_ranks, num_ranks), timeout_s, control)
+    return _POOLS[key]
+
+
+def rank_inputs(plan: StepPlan, rows: list[dict[str, list[int]]], rank: int) -> dict[str, Any]:
+    """The batch that this rank's collator makes of the plan; plan sequence i is row i."""
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
+    return LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]])
+
+
+def step_on_rank(
+    case: ModelCase, plan_json: str, rows: list[dict[str, list[int]]], bug: str = "", timeout_s: float = 60.0
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Runs one step on this rank (called on every rank of a pool); its loss and its gradients after the reduction."""
+    pool, plan = group_pool(timeout_s), plan_from_json(plan_json)
+    with plant(bug, pool.rank, pool.num_ranks):
+        model = build_model(case)
+        patch_model(model)
+        wrapped = DistributedDataParallel(model) if pool.num_ranks > 1 else model
+        executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"))
+        batch = rank_inputs(plan, rows, pool.rank)
+        num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
+        result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(result.loss), gradients
+
+
+def run_step(pool: Any, case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]], bug: str = "") -> list[Any]:
+    """`step_on_rank` on every rank of a pool."""
+    return pool.run(step_on_rank, case, plan_to_json(plan), rows, bug)

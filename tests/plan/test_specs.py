@@ -1,0 +1,134 @@
+"""Promises of the specs: a config.json is enough, sizes match numbers worked out by hand, bad settings name the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_longctx.plan.specs import ModelSpec, PlannerConfig, check_degrees, default_degrees
+
+LLAMA_7B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_config_without_key_value_heads_has_as_many_as_heads() -> None:
+    spec = ModelSpec.from_config(LLAMA_7B)
+    assert (spec.num_kv_heads, spec.head_dim, spec.bytes_per_element) == (32, 128, 4)
+    assert not spec.tied_embeddings
+
+
+def test_grouped_heads_and_an_explicit_head_dim_are_read() -> None:
+    config = LLAMA_7B | {"num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
+    spec = ModelSpec.from_config(config, bytes_per_element=2)
+    assert (spec.num_kv_heads, spec.head_dim, spec.tied_embeddings, spec.bytes_per_element) == (8, 64, True, 2)
+
+
+def test_the_names_of_gpt2_are_read() -> None:
+    config = {"n_layer": 12, "n_embd": 768, "n_inner": 3072, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    spec = ModelSpec.from_config(config)
+    assert (spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads) == (12, 768, 3072, 12)
+    assert (spec.head_dim, spec.max_positions) == (64, 1024)
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])
+def test_a_missing_field_is_named(field: str) -> None:
+    config: dict[str, Any] = {name: value for name, value in LLAMA_7B.items() if name != field}
+    with pytest.raises(ValueError, match=field):
+        ModelSpec.from_config(config)
+    with pytest.raises(ValueError, match=field):
+        ModelSpec.from_config(config | {field: None})
+
+
+def test_llama_7b_has_6_74_billion_parameters() -> None:
+    # 4 * 4096^2 + 3 * 4096 * 11008 per layer, two embeddings of 32000 * 4096; the norms are no matrices
+    spec = ModelSpec.from_config(LLAMA_7B)
+    assert spec.layer_parameters == 67_108_864 + 135_266_304
+    assert spec.num_parameters == 32 * 202_375_168 + 2 * 131_072_000
+    assert spec.num_parameters == pytest.approx(6.74e9, rel=1e-3)
+
+
+def test_tied_embeddings_count_once() -> None:
+    spec = ModelSpec.from_config(LLAMA_7B | {"tie_word_embeddings": True})
+    assert spec.num_parameters == 32 * 202_375_168 + 131_072_000
+
+
+def test_grouped_heads_shrink_keys_and_values_only() -> None:
+    # q and o: 2 * 4096 * 4096; k and v: 2 * 4096 * 1024
+    spec = ModelSpec.from_config(LLAMA_7B | {"num_key_value_heads": 8})
+    assert spec.layer_parameters == 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 11008
+    # one forward moves q, k, v and the output: 2 * 4096 + 2 * 1024 elements of 4 bytes in 32 layers
+    assert spec.exchange_bytes_per_token == 32 * (2 * 4096 + 2 * 1024) * 4
+
+
+def test_saved_bytes_of_a_tiny_model_by_hand() -> None:
+    spec = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=2)
+    # per layer 16 * 8 + 4 * 8 + 4 * 4 + 8 * 16 + 4 * 4 = 320 bytes; logits: 10 * (2 + 3 * 4)
+    assert spec.saved_bytes_per_token == 2 * 320 + 140
+    wide = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=4)
+    assert wide.saved_bytes_per_token == 2 * 640 + 160
+    double = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=8)
+    assert double.saved_bytes_per_token == 2 * 1280 + 320
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens_per_rank": 0}, "tokens_per_rank is 0"),
+        ({"degrees": ()}, "must be positive, ascending"),
+        ({"degrees": (2, 1)}, "must be positive, ascending"),
+        ({"degrees": (1, 1)}, "must be positive, ascending"),
+        ({"degrees": (0, 1)}, "must be positive, ascending"),
+        ({"solver": "magic"}, "'magic' is not one of auto, greedy, static"),
+        ({"static_degree": 8}, r"static_degree 8 is not among the degrees \(1, 2\)"),
+        ({"micro_batch_trials": 0}, "micro_batch_trials is 0"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    settings = {"tokens_per_rank": 10, "degrees": (1, 2)}
+    PlannerConfig(**settings)
+    with pytest.raises(ValueError, match=message):
+        PlannerConfig(**(settings | changes))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_heads", "degrees"),
+    [
+        (1, 8, (1,)),
+        (2, 8, (1, 2)),
+        (3, 8, (1, 2, 3)),
+        (4, 8, (1, 2, 4)),
+        (5, 8, (1, 2, 4, 5)),
+        (6, 8, (1, 2, 4, 6)),
+        (8, 4, (1, 2, 4)),
+        (6, 5, (1, 2, 4)),
+        (16, 32, (1, 2, 4, 8, 16)),
+        (4, 1, (1,)),
+    ],
+)
+def test_the_default_degrees_are_powers_of_two_and_all_ranks(num_ranks: int, num_heads: int, degrees: tuple[int, ...]) -> None:
+    assert default_degrees(num_ranks, num_heads) == degrees
+    check_degrees(degrees, num_ranks, num_heads)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num_ranks", "num_heads", "message"),
+    [
+        ((1, 8), 4, 32, "degree 8 needs 8 ranks, the run has 4; lower `degrees`"),
+        ((3,), 6, 32, "degree 3 is neither a power of two nor all 6 ranks"),
+        ((1, 2, 6), 8, 32, "degree 6 is neither a power of two nor all 8 ranks"),
+        ((1, 4), 4, 2, "degree 4 exceeds the model's 2 attention heads.*lower `degrees` to 2"),
+    ],
+)
+def test_a_degree_that_cannot_run_is_refused_with_the_remedy(
+    degrees: tuple[int, ...], num_ranks: int, num_heads: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_degrees(degrees, num_ranks, num_heads)
