@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -51,3 +53,17 @@ def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | N
             shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             problems.append(f"{name} differs between ranks ({shown}); start every rank with the same settings and data")
     return problems
+
+
+@contextmanager
+def explain_lost_ranks(step: int, rank: int, timeout_s: float) -> Iterator[None]:
+    """Turns the backend's message about a broken or timed-out collective into what happened and where to look."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search(r"gloo|nccl|connection", str(error), re.IGNORECASE):
+            raise
+        raise RuntimeError(
+            f"step {step} could not finish on rank {rank}: another rank died or did not answer within {timeout_s:g} s; its own "
+            f"traceback, printed first, says why. If it is only slow, raise collective_timeout_s"
+        ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -132,6 +133,11 @@ class RunReport(TrainerCallback):
             tqdm.write(record.line(state.global_step))
         self._calibrate(record)
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # one rank writes the checkpoint, which may take longer than a step's collectives may wait: all wait for it here,
+        # on the default group with its patient time-out
+        PartialState().wait_for_everyone()
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.config.timeline_steps or not self._last:
             return
@@ -182,9 +188,9 @@ class RunReport(TrainerCallback):
         if self.source.costs.coefficients.is_measured:
             panels = {"predicted": _in_a_row([_predicted(plan, self.source.costs) for plan in plans]), **panels}
         first = last_step - len(plans) + 1
-        layouts = "   ".join(folded_layout(plan) for plan in plans)
+        layouts = "  |  ".join(folded_layout(plan) for plan in plans)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}:  {layouts}"))
+        (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
         (folder / "timeline.json").write_text(chrome_trace(panels["measured"]))
         tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,13 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.data import dataset_problems, too_long
-from hf_longctx.hf.agreement import control_group, differing_settings, gather_objects, raise_together
+from hf_longctx.hf.agreement import (
+    control_group,
+    differing_settings,
+    explain_lost_ranks,
+    gather_objects,
+    raise_together,
+)
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.refusals import argument_problems, setup_problems
@@ -130,8 +137,9 @@ class LongContextMixin(_TrainerBase):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
         """One planned step and the number of its label tokens over all ranks."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, self._sum_over_ranks(sum(batch["num_label_tokens"] for batch in batches))
+        with self._explained():
+            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            return batches, self._sum_over_ranks(sum(batch["num_label_tokens"] for batch in batches))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Runs one planned step; returns the step's mean loss over all ranks' label tokens, the same on every rank."""
@@ -139,7 +147,8 @@ class LongContextMixin(_TrainerBase):
         model.train()
         self._switch_optimizer("train")
         plan = inputs["step"].plan
-        result = self._executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
+        with self._explained():
+            result = self._executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
         self._report.step_done(plan, result)
         return result.loss
 
@@ -191,7 +200,7 @@ class LongContextMixin(_TrainerBase):
         # settings before problems: a rank with other settings may be the only one with a problem
         problems += differing_settings({**asdict(config), **_shared_arguments(args)}, self._control)
         raise_together(problems, self._control)
-        return degrees
+        return (config.static_degree,) if config.static_degree else degrees
 
     def _prepare_planning(self, model: Any, args: TrainingArguments, degrees: tuple[int, ...]) -> CostModel:
         """Sets the limits of sequences and ranks; returns the cost model to start with."""
@@ -259,6 +268,10 @@ class LongContextMixin(_TrainerBase):
 
     def _executor(self, model: nn.Module) -> StepExecutor:
         return StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
+
+    def _explained(self) -> AbstractContextManager[None]:
+        timeout_s = self.longctx_config.collective_timeout_s
+        return explain_lost_ranks(self.state.global_step + 1, self._pool.rank, timeout_s)
 
     def _switch_optimizer(self, mode: str) -> None:
         """Schedule-free optimizers hold two sets of weights and have the methods `train` and `eval`."""

@@ -31,8 +31,10 @@ class RankPool:
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, theirs), daemon=True)
+            # not daemons: loaders start workers. They end when their pipe closes, also if this process dies
+            process = context.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, theirs))
             process.start()
+            theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
         self.is_alive = True

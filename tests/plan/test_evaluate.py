@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from plan_cases import HARDWARE, MODEL, edited, fixture
@@ -138,7 +139,7 @@ def test_every_action_of_every_rank_is_an_event() -> None:
     assert len(run.events) == 4 * 2 + 2 * 4 + 2 + 2 + 2 * 2
     for rank in range(4):
         events = [event for event in run.events if event.rank == rank]
-        assert all(first.stop_s <= second.start_s for first, second in zip(events, events[1:], strict=False))
+        assert all(first.stop_s <= second.start_s for first, second in itertools.pairwise(events))
         assert sum(event.stop_s - event.start_s for event in events) == pytest.approx(run.busy_s[rank])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def test_a_chunk_is_padded_only_up_to_one_token_per_rank(num_tokens: int, degree
 def test_dummy_tokens_lie_last_and_each_is_a_document_of_its_own(lengths: list[int], degree: int) -> None:
     chunk = Chunk(0, tuple(Span(i, 5 * (i == 0), 5 * (i == 0) + length) for i, length in enumerate(lengths)))
     bounds = document_bounds(chunk, degree)
-    documents = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    documents = [stop - start for start, stop in itertools.pairwise(bounds)]
     assert bounds[0] == 0
     assert documents[: len(lengths)] == lengths
     assert documents[len(lengths) :] == [1] * num_dummy_tokens(sum(lengths), degree)

@@ -115,7 +115,9 @@ def test_a_token_planned_twice_is_refused() -> None:
 
 
 def test_a_token_never_planned_is_refused() -> None:
-    refused(edited("flexsp", **{f"{_GROUP}__chunks__0__spans": [[0, 0, 24000]]}), "sequence 1: tokens 0 to 3000 are never planned")
+    refused(
+        edited("flexsp", **{f"{_GROUP}__chunks__0__spans": [[0, 0, 24000]]}), "sequence 1: tokens 0 to 3000 are never planned"
+    )
     refused(edited("seq1f1b", **{f"{_GROUP}__chunks__1__spans": [[0, 27001, 48000]]}), "tokens 27000 to 27001 are never planned")
     refused(edited("seq1f1b", lengths__0=65537), "sequence 0: tokens 65536 to 65537 are never planned")
 
@@ -155,7 +157,9 @@ def test_an_unknown_method_is_refused() -> None:
     refused(with_group(fixture("flexsp"), method="magic"), r"micro-batch 0, group \(0, 1, 2, 3\): method 'magic'")
 
 
-@pytest.mark.parametrize(("path", "method"), [(_GROUP, "local"), (f"{_FLEXSP_SECOND}__1", "ulysses"), (f"{_FLEXSP_SECOND}__1", "ring")])
+@pytest.mark.parametrize(
+    ("path", "method"), [(_GROUP, "local"), (f"{_FLEXSP_SECOND}__1", "ulysses"), (f"{_FLEXSP_SECOND}__1", "ring")]
+)
 def test_local_means_one_rank_and_one_rank_is_local(path: str, method: str) -> None:
     refused(edited("flexsp", **{f"{path}__method": method}), f"method '{method}' does not fit")
 

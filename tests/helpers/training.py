@@ -1,0 +1,127 @@
+"""Whole training runs: ours on a pool of ranks, and a plain loop of transformers and torch as the reference."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.models import ModelCase, build_model
+from transformers import TrainerCallback, TrainingArguments, get_scheduler
+
+from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx.hf.sampler import LengthAwareSampler
+
+
+class LossRecorder(TrainerCallback):
+    """Layouts and losses of all steps, in full precision."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.layouts: list[str] = []
+
+    def attach(self, trainer: LongContextTrainer) -> None:
+        original = trainer._report.step_done
+
+        def step_done(plan: Any, result: Any) -> None:
+            self.losses.append(float(result.loss))
+            self.layouts.append(plan.layout)
+            original(plan, result)
+
+        trainer._report.step_done = step_done
+
+
+def training_arguments(folder: str, **changes: Any) -> TrainingArguments:
+    """Arguments of a short quiet CPU run."""
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "max_steps": 20,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "warmup_steps": 5,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": 0.5,
+        "optim": "adamw_torch",
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    return TrainingArguments(**{**settings, **changes})
+
+
+def make_trainer(
+    case: ModelCase,
+    rows: list[dict[str, list[int]]],
+    folder: str,
+    config: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> LongContextTrainer:
+    """A trainer on rows, with a global batch of 8 sequences whatever the number of ranks unless `arguments` say else."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    args = training_arguments(folder, **{"per_device_train_batch_size": 8 // num_ranks, **(arguments or {})})
+    settings = {"report_steps": False, "timeline_steps": 0, **(config or {})}
+    return LongContextTrainer(
+        model=build_model(case),
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        longctx_config=LongContextConfig(**settings),
+        **kwargs,
+    )
+
+
+def train_on_rank(
+    case: ModelCase, rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[list[float], list[str], dict[str, torch.Tensor]]:
+    """Trains on this rank; losses, layouts and final weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(case, rows, folder, config, arguments)
+        recorder = LossRecorder()
+        recorder.attach(trainer)
+        trainer.train()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return recorder.losses, recorder.layouts, weights
+
+
+def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int = 20) -> tuple[list[float], dict[str, Any]]:
+    """The same run as a plain loop: HF logits per row, summed fp64 cross-entropy, AdamW, clipping, linear warm-up."""
+    model = build_model(case)
+    # the trainer's grouping: no decay for norms (the tiny models have no biases besides qwen2's)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=5, num_training_steps=num_steps)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows]).numpy()
+    sampler = LengthAwareSampler(lengths, sequences_per_step=8, seed=3)
+    losses: list[float] = []
+    epoch = 0
+    while len(losses) < num_steps:
+        sampler.set_epoch(epoch)
+        for batch in sampler:
+            losses.append(_plain_step(model, [rows[i] for i in batch], optimizer))
+            scheduler.step()
+            if len(losses) == num_steps:
+                break
+        epoch += 1
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _plain_step(model: torch.nn.Module, rows: list[dict[str, list[int]]], optimizer: torch.optim.Optimizer) -> float:
+    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    total = 0.0
+    for row in rows:
+        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
+        loss = F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum") / count
+        loss.backward()
+        total += float(loss.detach())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total

@@ -1,0 +1,93 @@
+"""With no plan active the patched model is bit for bit the old one; with a plan nothing is ignored in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import FAMILIES, ModelCase, build_model
+
+from hf_longctx.hf.attention import longctx_attention, patch_model
+from hf_longctx.runtime.context import GroupContext
+
+LONE_CONTEXT = GroupContext(None, 0, (5,), (0, 5))
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(1, 64, (3, 11), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    # left padding, as generation wants it
+    for row, padding in enumerate((0, 4, 7)):
+        attention_mask[row, :padding] = 0
+        input_ids[row, :padding] = 0
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_and_padded_evaluation_are_bit_equal_without_a_plan(family: str, attention: str) -> None:
+    case = ModelCase(family, dtype=torch.float32, attention=attention)
+    plain, patched = build_model(case).eval(), build_model(case).eval()
+    patch_model(patched)
+    batch = padded_batch()
+    with torch.no_grad():
+        assert torch.equal(plain(**batch).logits, patched(**batch).logits)
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_scores": True}
+        expected = plain.generate(**batch, **options, return_dict_in_generate=True)
+        found = patched.generate(**batch, **options, return_dict_in_generate=True)
+    assert torch.equal(expected.sequences, found.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(expected.scores, found.scores, strict=True))
+
+
+def test_training_loss_and_gradients_are_bit_equal_without_a_plan() -> None:
+    case = ModelCase(dtype=torch.float32)
+    plain, patched = build_model(case), build_model(case)
+    patch_model(patched)
+    batch = padded_batch()
+    for model in (plain, patched):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+    for expected, found in zip(plain.parameters(), patched.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
+def test_patching_twice_changes_nothing() -> None:
+    model = build_model(ModelCase())
+    patch_model(model)
+    name = model.config._attn_implementation
+    patch_model(model)
+    assert model.config._attn_implementation == name == "longctx"
+
+
+def test_the_name_does_not_reach_the_checkpoint(tmp_path) -> None:
+    model = build_model(ModelCase())
+    patch_model(model)
+    model.save_pretrained(tmp_path)
+    assert "longctx" not in (tmp_path / "config.json").read_text()
+
+
+def test_other_implementations_are_refused_by_name() -> None:
+    model = build_model(ModelCase())
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="'flex_attention' is not supported yet; load the model with attn_implementation='sdpa'"):
+        patch_model(model)
+
+
+@pytest.mark.parametrize("keyword", ["sliding_window", "softcap", "s_aux", "position_bias", "indices"])
+def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
+    heads = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match=f"{keyword}=4"):
+        longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, **{keyword: 4})
+
+
+def test_dropout_is_refused() -> None:
+    heads = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="dropout 0.1"):
+        longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, dropout=0.1, longctx=LONE_CONTEXT)
+
+
+def test_keywords_without_meaning_pass() -> None:
+    heads = torch.randn(1, 2, 5, 4)
+    output, weights = longctx_attention(
+        torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, sliding_window=None, use_cache=False
+    )
+    assert output.shape == (1, 5, 2, 4) and weights is None

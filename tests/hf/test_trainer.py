@@ -1,0 +1,185 @@
+"""The trainer: the same trajectory under every layout, the checkpoint, resuming, evaluation, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step
+from helpers.training import LossRecorder, make_trainer, plain_training, train_on_rank
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
+
+SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
+
+# name -> (ranks, settings)
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"tokens_per_rank": 96}),
+    "data parallel": (2, {"solver": "static", "static_degree": 1, "tokens_per_rank": 64}),
+    "all ranks together": (2, {"solver": "static", "static_degree": 2, "tokens_per_rank": 48}),
+    "heterogeneous": (4, {"tokens_per_rank": 32}),
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, list[int]]]:
+    return random_rows(SKEWED)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("promoted,tolerance", [(True, 1e-10), (False, 1e-6)], ids=["fp64 norms", "stock norms"])
+def test_twenty_steps_follow_one_plain_process(ranks, rows, name: str, promoted: bool, tolerance: float) -> None:
+    case = ModelCase("llama", promoted=promoted)
+    expected_losses, expected = plain_training(case, rows)
+    num_ranks, settings = RUNS[name]
+    for losses, layouts, weights in ranks(num_ranks).run(train_on_rank, case, rows, settings, {}):
+        assert losses == pytest.approx(expected_losses, rel=tolerance)
+        error = max(float((weights[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected)
+        assert error <= tolerance
+        if name == "heterogeneous":
+            degrees = {degree for layout in layouts for degree in layout if degree.isdigit()}
+            assert degrees >= {"1", "2"}, layouts
+
+
+def test_training_lowers_the_loss(ranks, rows) -> None:
+    case = ModelCase("qwen3", dtype=torch.float32)
+    ((losses, _, _), *_) = ranks(2).run(train_on_rank, case, rows, {"tokens_per_rank": 64}, {"max_steps": 30})
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_token_budget_makes_the_steps(ranks, rows) -> None:
+    config = {"tokens_per_rank": 96, "tokens_per_step": 120}
+    ((losses, _, _),) = ranks(1).run(train_on_rank, ModelCase(), rows, config, {"max_steps": -1, "num_train_epochs": 2})
+    assert len(losses) == 2 * round(sum(SKEWED) / 120)
+
+
+def save_and_evaluate(rows: list[dict[str, list[int]]], folder: str) -> tuple[float, float]:
+    trainer = make_trainer(
+        ModelCase(dtype=torch.float32),
+        rows,
+        folder,
+        {"tokens_per_rank": 64},
+        {"max_steps": 3},
+        eval_dataset=datasets.Dataset.from_list(rows[:9]),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    return before, after
+
+
+def test_checkpoint_loads_in_plain_transformers_with_the_same_loss(ranks, rows, tmp_path: Path) -> None:
+    results = ranks(2).run(save_and_evaluate, rows, str(tmp_path))
+    assert results[0] == results[1]
+    before, after = results[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config._attn_implementation == "sdpa"
+    expected, _ = reference_step(model, rows[:9])
+    assert after == pytest.approx(expected, abs=1e-5)
+    assert before == pytest.approx(reference_step(build_model(ModelCase(dtype=torch.float32)), rows[:9])[0], abs=1e-5)
+
+
+def train_and_resume(rows: list[dict[str, list[int]]], folder: str, workers: int) -> tuple[list[float], list[float]]:
+    """Losses of 12 steps in one go, and of the steps after the checkpoint in the middle of an epoch."""
+    arguments = {
+        "max_steps": 12,
+        "save_strategy": "steps",
+        "save_steps": 7,
+        "per_device_train_batch_size": 4,
+        "dataloader_num_workers": workers,
+    }
+    config = {"tokens_per_rank": 64, "timeline_steps": 2}
+    straight, resumed = LossRecorder(), LossRecorder()
+    trainer = make_trainer(ModelCase(promoted=True), rows, folder, config, arguments)
+    straight.attach(trainer)
+    trainer.train()
+    again = make_trainer(ModelCase(promoted=True), rows, folder, config, arguments)
+    resumed.attach(again)
+    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-7"))
+    return straight.losses, resumed.losses
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_inside_an_epoch_continues_with_the_same_samples(ranks, rows, tmp_path: Path, workers: int) -> None:
+    for straight, resumed in ranks(2).run(train_and_resume, rows, str(tmp_path), workers):
+        assert len(straight) == 12
+        assert resumed == pytest.approx(straight[7:], rel=1e-9)
+    assert (tmp_path / "timeline.svg").exists()
+
+
+def test_mixin_serves_other_trainers(rows) -> None:
+    class Mine(LongContextMixin, Trainer):
+        pass
+
+    assert issubclass(LongContextTrainer, LongContextMixin)
+    assert Mine.training_step is LongContextMixin.training_step
+
+
+def start(rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any], only_rank: int | None) -> str:
+    """The message with which this rank refuses to start; settings apply to `only_rank`, or to all."""
+    import torch.distributed as dist
+
+    if only_rank is not None and dist.get_rank() != only_rank:
+        config, arguments = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            make_trainer(ModelCase(dtype=torch.float32), rows, folder, config, arguments)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+BAD_STARTS = {
+    "accumulation": ({}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+    "checkpointing": ({}, {"gradient_checkpointing": True}, "checkpointing=True"),
+    "bf16": ({}, {"bf16": True}, "bf16=True"),
+    "compile": ({}, {"torch_compile": True}, "torch_compile=True"),
+    "positions": ({"max_length": 4096}, {}, "max_length 4096 is above the model's max_position_embeddings 512"),
+    "degree of the world": ({"degrees": [1, 4]}, {}, "degree 4 needs 4 ranks, the run has 2"),
+    "too long": ({"max_length": 40}, {}, "row 0 has 61 tokens, above max_length 40"),
+    "too long for memory": ({"tokens_per_rank": 30}, {}, "row 0 has 61 tokens, above memory: tokens_per_rank 30"),
+}
+
+
+@pytest.mark.parametrize("only_rank", [None, 1])
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_bad_settings_are_refused_on_every_rank(ranks, rows, name: str, only_rank: int | None) -> None:
+    config, arguments, message = BAD_STARTS[name]
+    for found in ranks(2).run(start, rows, config, arguments, only_rank):
+        # a rank whose own setting changes what data it takes is told that the ranks differ
+        assert message in found or (only_rank == 1 and "differs between ranks" in found)
+    # both ranks are still in step
+    assert ranks(2).run(start, rows, {}, {}, None) == ["", ""]
+
+
+def test_ranks_with_different_settings_are_refused_with_both_values(ranks, rows) -> None:
+    for found in ranks(2).run(start, rows, {"tokens_per_rank": 100}, {"learning_rate": 0.5}, 1):
+        assert "tokens_per_rank differs between ranks (rank 0: None, rank 1: 100)" in found
+        assert "learning_rate differs between ranks (rank 0: '0.01', rank 1: '0.5')" in found
+
+
+@pytest.mark.parametrize("long_sequences,expected", [("truncate", 40), ("split", 61)])
+def test_long_sequences_are_cut_as_asked(ranks, rows, long_sequences: str, expected: int) -> None:
+    config = {"max_length": 40, "long_sequences": long_sequences, "tokens_per_rank": 64}
+    assert ranks(1).run(tokens_of_first_row, rows, config) == [expected]
+
+
+def tokens_of_first_row(rows: list[dict[str, list[int]]], config: dict[str, Any]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(ModelCase(), rows, folder, config)
+        index = trainer.get_train_dataloader().dataset.index
+    return int(index.lengths[index.rows == 0].sum())
+
+
+def test_default_config_needs_nothing(rows) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(ModelCase(), rows, folder, {"report_steps": True, "timeline_steps": 3}, {"max_steps": 2})
+        assert isinstance(trainer.longctx_config, LongContextConfig)
+        trainer.train()

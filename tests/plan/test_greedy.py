@@ -1,0 +1,184 @@
+"""Promises of the fast planner: near the best, never behind a fixed degree, and a function of the lengths alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, least_seconds, lognormal_lengths
+
+from hf_longctx.plan.greedy import _State, plan_greedy, plan_static
+from hf_longctx.plan.grouping import GroupingProblem, Layout
+from hf_longctx.plan.specs import PlannerConfig, default_degrees
+
+DEGREES = (1, 2, 4)
+TRIALS = 5
+kinds = st.sampled_from(COST_KINDS)
+# skewed: half of the lengths below 200, a few up to the largest group's 1600
+skewed = st.one_of(st.integers(8, 200), st.integers(8, 400), st.integers(8, 1600))
+
+
+def build(lengths: list[int] | tuple[int, ...], kind: str, num_ranks: int = 4, capacity: int = 400) -> GroupingProblem:
+    config = PlannerConfig(capacity, default_degrees(num_ranks, 8))
+    return GroupingProblem.build(lengths, cost_model(kind, num_ranks), config)
+
+
+def greedy_over_best(lengths: list[int] | tuple[int, ...], kind: str, num_ranks: int = 4, capacity: int = 400) -> float:
+    """Seconds of the greedy layout over those of the best one."""
+    costs, degrees = cost_model(kind, num_ranks), default_degrees(num_ranks, 8)
+    layout = plan_greedy(build(lengths, kind, num_ranks, capacity), TRIALS)
+    check_layout(layout, lengths, degrees, num_ranks, capacity)
+    return layout_seconds(layout, lengths, costs) / least_seconds(lengths, costs, degrees, num_ranks, capacity)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.lists(skewed, min_size=1, max_size=5), kinds)
+def test_greedy_stays_within_five_percent_of_brute_force(lengths: list[int], kind: str) -> None:
+    # all tokens fit one micro-batch; the next test is about the others
+    capacity = max(400, -(-sum(lengths) // 4))
+    ratio = greedy_over_best(lengths, kind, capacity=capacity)
+    assert 1 - 1e-9 <= ratio <= 1.05
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("count", [6, 7, 8])
+def test_greedy_stays_within_five_percent_on_more_sequences(kind: str, count: int) -> None:
+    for seed in range(2):
+        lengths = lognormal_lengths(seed, count, 1600)
+        assert greedy_over_best(lengths, kind, capacity=max(400, -(-sum(lengths) // 4))) <= 1.05
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize(
+    ("num_ranks", "capacity", "lengths"),
+    [
+        (4, 300, (585, 372, 249, 737)),
+        (4, 300, (1177, 503, 463, 211)),
+        (4, 600, (982, 225, 1184, 113)),
+        (4, 1000, (2694, 220, 1959, 1761, 597)),
+        (4, 600, (453, 1391, 1241, 460, 320)),
+        (4, 300, (369, 199, 131, 201, 613)),
+        (4, 600, (92, 153, 396, 157, 1126, 420, 2400, 361)),
+        (1, 1000, (77, 157, 882, 631, 115, 268, 65, 595)),
+        (5, 300, (750, 305, 209, 67, 325)),
+    ],
+)
+def test_greedy_stays_within_five_percent_where_memory_is_tight(
+    kind: str, num_ranks: int, capacity: int, lengths: tuple[int, ...]
+) -> None:
+    """Between one and two and a half times the tokens that a micro-batch holds: packing decides how many there are."""
+    assert greedy_over_best(lengths, kind, num_ranks, capacity) <= 1.05
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.lists(skewed, min_size=1, max_size=16), kinds, st.sampled_from([400, 1000]))
+def test_greedy_never_loses_to_a_fixed_degree(lengths: list[int], kind: str, capacity: int) -> None:
+    problem, costs = build(lengths, kind, capacity=capacity), cost_model(kind, 4)
+    seconds = layout_seconds(plan_greedy(problem, TRIALS), lengths, costs)
+    for degree in DEGREES:
+        if max(lengths) <= degree * capacity:
+            static = plan_static(problem, TRIALS, degree)
+            assert seconds <= layout_seconds(static, lengths, costs) * (1 + 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(skewed, min_size=1, max_size=20), kinds, st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.sampled_from([400, 1000]))
+def test_greedy_keeps_every_sequence_within_ranks_memory_and_bound(
+    lengths: list[int], kind: str, num_ranks: int, capacity: int
+) -> None:
+    degrees = default_degrees(num_ranks, 8)
+    lengths = [min(length, degrees[-1] * capacity) for length in lengths]
+    problem = build(lengths, kind, num_ranks, capacity)
+    layout = plan_greedy(problem, TRIALS)
+    check_layout(layout, lengths, degrees, num_ranks, capacity)
+    assert layout_seconds(layout, lengths, cost_model(kind, num_ranks)) >= problem.lower_bound_s() * (1 - 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.lists(skewed, min_size=2, max_size=16), kinds, st.randoms(use_true_random=False))
+def test_the_cost_does_not_depend_on_the_order_of_sequences(lengths: list[int], kind: str, draw: random.Random) -> None:
+    shuffled = list(lengths)
+    draw.shuffle(shuffled)
+    costs = cost_model(kind, 4)
+    first, second = (layout_seconds(plan_greedy(build(case, kind), TRIALS), case, costs) for case in (lengths, shuffled))
+    assert first == pytest.approx(second, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+def test_greedy_is_deterministic(kind: str) -> None:
+    lengths = lognormal_lengths(11, 40, 1600)
+    assert plan_greedy(build(lengths, kind), TRIALS) == plan_greedy(build(lengths, kind), TRIALS)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("degree", DEGREES)
+def test_static_uses_its_one_degree_and_keeps_memory(kind: str, degree: int) -> None:
+    lengths = lognormal_lengths(5, 12, degree * 400)
+    layout = plan_static(build(lengths, kind), TRIALS, degree)
+    check_layout(layout, lengths, (degree,), 4, 400)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+def test_static_without_a_degree_takes_the_best_one(kind: str) -> None:
+    lengths = lognormal_lengths(6, 12, 400)
+    problem = build(lengths, kind)
+    best = min(problem.step_seconds(plan_static(problem, TRIALS, degree)) for degree in DEGREES)
+    assert problem.step_seconds(plan_static(problem, TRIALS)) == best
+
+
+def test_static_skips_degrees_that_are_too_small_and_refuses_a_given_one() -> None:
+    problem = build([700, 20], "attention")
+    assert {degree for groups in plan_static(problem, TRIALS) for degree, _ in groups} <= {2, 4}
+    with pytest.raises(ValueError, match="700 tokens does not fit 1 ranks of 400 tokens each; raise static_degree"):
+        plan_static(problem, TRIALS, 1)
+
+
+def test_more_trials_never_hurt_a_fixed_degree() -> None:
+    problem = build(lognormal_lengths(8, 20, 1600), "fixed")
+    seconds = [problem.step_seconds(plan_static(problem, trials)) for trials in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_equal_sequences_are_spread_evenly() -> None:
+    # eight of 100 tokens on four ranks that hold 400 each: two on every rank, in one micro-batch
+    [groups] = plan_greedy(build([100] * 8, "attention"), TRIALS)
+    assert [(degree, len(members)) for degree, members in groups] == [(1, 2)] * 4
+
+
+def test_one_long_sequence_gets_a_group_and_short_ones_the_other_ranks() -> None:
+    # 700 tokens need two ranks; where exchanges are dear, four are slower than two and the short ones run beside them
+    [groups] = plan_greedy(build([700, 300, 300], "exchange"), TRIALS)
+    assert (2, (0,)) in groups
+
+
+def test_the_cost_of_a_long_batch_does_not_depend_on_the_order_of_sequences() -> None:
+    lengths = (426, 115, 130, 1690, 438, 472, 159, 239, 152, 172, 155, 956)
+    lengths += (202, 454, 628, 458, 615, 385, 2470, 288, 49, 917, 2540, 343)
+    shuffled = (202, 472, 115, 438, 385, 628, 956, 343, 49, 426, 152, 2470)
+    shuffled += (288, 615, 155, 239, 159, 2540, 130, 1690, 458, 172, 454, 917)
+    assert sorted(lengths) == sorted(shuffled)
+    costs = cost_model("exchange", 5)
+    first, second = (
+        layout_seconds(plan_greedy(build(case, "exchange", 5, 600), TRIALS), case, costs) for case in (lengths, shuffled)
+    )
+    assert first == pytest.approx(second, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+def test_every_move_of_the_local_search_makes_the_step_faster(kind: str) -> None:
+    starts: list[tuple[tuple[int, ...], Layout]] = [
+        # the last micro-batch empties at once; putting the long sequence there costs a whole group again
+        ((600, 10, 10), [[(1, (0,)), (1, (1,)), (1, ()), (1, ())], [(4, (2,))]]),
+        ((900, 500, 40, 30, 8), [[(2, (0,)), (1, (2,)), (1, (3,))], [(4, (1,))], [(4, (4,))]]),
+    ]
+    for lengths, start in starts:
+        state = _State(build(lengths, kind, capacity=1000), start)
+        costs = cost_model(kind, 4)
+        seconds = layout_seconds(state.layout(), lengths, costs)
+        for _ in range(20):
+            if not state.improve_once():
+                break
+            before_s, seconds = seconds, layout_seconds(state.layout(), lengths, costs)
+            assert seconds < before_s

@@ -1,0 +1,261 @@
+"""Promises of `plan_step`: a valid plan of every sequence, as good as it says, and the same one every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, least_seconds, lognormal_lengths, plan_layout
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.specs import PlannerConfig, Solver, default_degrees
+from hf_longctx.plan.types import PARAMETERS, StepPlan
+from hf_longctx.plan.validate import validate_plan
+
+DEGREES = (1, 2, 4)
+STEP_S = 0.25  # what `cost_model` adds once per step
+kinds = st.sampled_from(COST_KINDS)
+skewed = st.one_of(st.integers(8, 200), st.integers(8, 400), st.integers(8, 1600))
+WORLDS = (1, 2, 3, 4, 5, 6, 8)
+
+
+def plan(
+    lengths: list[int] | tuple[int, ...],
+    kind: str = "attention",
+    num_ranks: int = 4,
+    capacity: int = 400,
+    solver: Solver = "auto",
+    static_degree: int = 0,
+    parameters: str = "sharded",
+) -> StepPlan:
+    config = PlannerConfig(capacity, default_degrees(num_ranks, 8), solver, static_degree)
+    return plan_step(3, lengths, cost_model(kind, num_ranks), config, parameters)  # type: ignore[arg-type]
+
+
+def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: CostModel, capacity: int) -> None:
+    """Asserts what holds for every plan of whole sequences, whichever solver made it."""
+    num_ranks = costs.cluster.num_ranks
+    validate_plan(found)
+    assert found.lengths == tuple(lengths)
+    assert (found.step, found.num_stages, found.ranks_per_stage) == (3, 1, num_ranks)
+    check_layout(plan_layout(found), lengths, default_degrees(num_ranks, 8), num_ranks, capacity)
+    for micro_batch in found.micro_batches:
+        for group in micro_batch.groups:
+            degree, start = group.degree, group.positions[0]
+            assert group.positions == tuple(range(start, start + degree))
+            assert start % degree == 0
+            assert degree == 1 or group.num_tokens > 0
+            assert group.stages[0].num_layers == costs.model.num_layers
+    run = evaluate_plan(found, costs)
+    assert found.estimate.step_s == run.step_s
+    assert found.estimate.peak_bytes == max(run.peak_bytes)
+    assert found.estimate.lower_bound_s <= found.estimate.step_s * (1 + 1e-9)
+    assert plan_from_json(plan_to_json(found)) == found
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(
+    st.lists(skewed, min_size=1, max_size=14),
+    kinds,
+    st.sampled_from(WORLDS),
+    st.sampled_from([400, 1000]),
+    st.sampled_from(["auto", "greedy", "static"]),
+    st.sampled_from(PARAMETERS),
+)
+def test_every_plan_is_valid_aligned_within_memory_and_above_the_bound(
+    lengths: list[int], kind: str, num_ranks: int, capacity: int, solver: Solver, parameters: str
+) -> None:
+    lengths = [min(length, default_degrees(num_ranks, 8)[-1] * capacity) for length in lengths]
+    found = plan(lengths, kind, num_ranks, capacity, solver, parameters=parameters)
+    check_plan(found, lengths, cost_model(kind, num_ranks), capacity)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.lists(skewed, min_size=1, max_size=5), kinds)
+def test_a_small_step_is_planned_as_well_as_brute_force(lengths: list[int], kind: str) -> None:
+    found, costs = plan(lengths, kind), cost_model(kind, 4)
+    assert found.estimate.solver == "exact"
+    best_s = least_seconds(lengths, costs, DEGREES, 4, 400)
+    assert layout_seconds(plan_layout(found), lengths, costs) == pytest.approx(best_s, rel=1e-9)
+    # with sharded parameters all ranks wait for the slowest group, so the prediction is the same sum
+    assert found.estimate.step_s == pytest.approx(best_s + STEP_S, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("num_ranks", [3, 5, 6])
+def test_odd_worlds_are_planned_as_well_as_brute_force(kind: str, num_ranks: int) -> None:
+    degrees = default_degrees(num_ranks, 8)
+    for seed in range(2):
+        lengths = lognormal_lengths(seed, 5, degrees[-1] * 400)
+        found = plan(lengths, kind, num_ranks)
+        check_plan(found, lengths, cost_model(kind, num_ranks), 400)
+        best_s = least_seconds(lengths, cost_model(kind, num_ranks), degrees, num_ranks, 400)
+        assert found.estimate.step_s == pytest.approx(best_s + STEP_S, rel=1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.lists(skewed, min_size=1, max_size=12), kinds, st.sampled_from(["auto", "greedy"]), st.sampled_from([400, 1000]))
+def test_no_plan_is_predicted_slower_than_a_static_one(lengths: list[int], kind: str, solver: Solver, capacity: int) -> None:
+    found = plan(lengths, kind, capacity=capacity, solver=solver)
+    for degree in DEGREES:
+        if max(lengths) <= degree * capacity:
+            static = plan(lengths, kind, capacity=capacity, solver="static", static_degree=degree)
+            assert found.estimate.step_s <= static.estimate.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("num_ranks", [4, 6])
+@pytest.mark.parametrize("solver", ["auto", "greedy"])
+def test_replicated_plans_are_not_predicted_slower_than_static_ones_either(kind: str, num_ranks: int, solver: Solver) -> None:
+    for seed in range(4):
+        lengths = lognormal_lengths(seed, 9, default_degrees(num_ranks, 8)[-1] * 400)
+        found = plan(lengths, kind, num_ranks, solver=solver, parameters="replicated")
+        for degree in default_degrees(num_ranks, 8):
+            if max(lengths) <= degree * 400:
+                static = plan(lengths, kind, num_ranks, solver="static", static_degree=degree, parameters="replicated")
+                assert found.estimate.step_s <= static.estimate.step_s * (1 + 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.lists(skewed, min_size=2, max_size=12), kinds, st.randoms(use_true_random=False))
+def test_the_prediction_does_not_depend_on_the_order_of_sequences(lengths: list[int], kind: str, draw: random.Random) -> None:
+    shuffled = list(lengths)
+    draw.shuffle(shuffled)
+    assert plan(shuffled, kind).estimate.step_s == pytest.approx(plan(lengths, kind).estimate.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("count", [1, 6, 30])
+def test_equal_arguments_give_equal_plans(kind: str, count: int) -> None:
+    lengths = lognormal_lengths(count, count, 1600)
+    first, second = plan(lengths, kind), plan(list(lengths), kind)
+    assert first.digest == second.digest
+    assert dataclasses.replace(first, estimate=second.estimate) == second
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("static_degree", [0, 1, 2, 4])
+def test_the_static_solver_uses_one_degree(kind: str, static_degree: int) -> None:
+    lengths = lognormal_lengths(2, 11, max(1, static_degree) * 400)
+    found = plan(lengths, kind, solver="static", static_degree=static_degree)
+    used = {degree for groups in plan_layout(found) for degree, _ in groups}
+    assert len(used) == 1
+    assert used == {static_degree} or static_degree == 0
+    assert found.estimate.solver == "static"
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("solver", ["auto", "greedy", "static"])
+def test_the_micro_batch_with_the_fullest_group_comes_first(kind: str, solver: Solver) -> None:
+    found = plan(lognormal_lengths(9, 14, 1600), kind, capacity=400, solver=solver)
+    heaviest = [max(group.num_tokens for group in micro_batch.groups) for micro_batch in found.micro_batches]
+    assert heaviest == sorted(heaviest, reverse=True)
+    assert len(heaviest) > 1
+
+
+def test_the_micro_batch_that_fills_a_rank_most_comes_first() -> None:
+    """A run that does not fit memory must fail at once, and memory is tokens per rank, not tokens per group."""
+    # 1000 tokens on four ranks are 250 each; a sequence of 400 on one rank is the peak
+    found = plan([1000, 400, 400, 400, 400], "exchange", capacity=400)
+    assert sorted(micro_batch.layout for micro_batch in found.micro_batches) == ["<1,1,1,1>", "<4>"]
+    most = [max(-(-group.num_tokens // group.degree) for group in micro_batch.groups) for micro_batch in found.micro_batches]
+    assert most[0] == max(most)
+
+
+def test_sequences_of_a_pack_stand_longest_first() -> None:
+    found = plan([30, 10, 20, 10], "fixed", num_ranks=1)
+    [group] = found.micro_batches[0].groups
+    assert [span.sequence for span in group.chunks[0].spans] == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("solver", ["auto", "greedy", "static"])
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_one_sequence_is_planned_in_every_world(num_ranks: int, solver: Solver) -> None:
+    for length in (1, 8, 399, 400):
+        found = plan([length], "attention", num_ranks, solver=solver)
+        check_plan(found, [length], cost_model("attention", num_ranks), 400)
+        [micro_batch] = found.micro_batches
+        assert micro_batch.num_tokens == length
+
+
+@pytest.mark.parametrize("solver", ["auto", "greedy"])
+def test_one_rank_packs_as_much_as_it_holds(solver: Solver) -> None:
+    found = plan([300, 100, 250, 150, 400], "fixed", num_ranks=1, solver=solver)
+    check_plan(found, [300, 100, 250, 150, 400], cost_model("fixed", 1), 400)
+    # 1200 tokens fit three micro-batches of 400: 400, 300 + 100, 250 + 150
+    assert [micro_batch.num_tokens for micro_batch in found.micro_batches] == [400, 400, 400]
+
+
+def test_a_sequence_that_fills_all_ranks_takes_them_all() -> None:
+    found = plan([1600, 8], "attention")
+    assert found.micro_batches[0].layout == "<4>"
+    assert len(found.micro_batches) == 2
+
+
+@pytest.mark.parametrize("solver", ["auto", "greedy", "static"])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_a_sequence_too_long_is_refused_with_the_remedy(num_ranks: int, solver: Solver) -> None:
+    limit = 400 * num_ranks
+    with pytest.raises(
+        ValueError, match=f"sequence 1 has {limit + 1} tokens.*holds {limit}.*raise tokens_per_rank.*truncate or split"
+    ):
+        plan([5, limit + 1], num_ranks=num_ranks, solver=solver)
+
+
+def test_a_static_degree_too_small_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"401 tokens does not fit 1 ranks.*raise static_degree or tokens_per_rank"):
+        plan([401], solver="static", static_degree=1)
+
+
+def test_degrees_that_the_world_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="degree 8 needs 8 ranks, the run has 4"):
+        plan_step(0, [10], cost_model("attention", 4), PlannerConfig(400, (1, 8)))
+
+
+def test_a_step_without_sequences_is_a_plan_of_dummy_chunks() -> None:
+    found = plan([])
+    validate_plan(found)
+    [micro_batch] = found.micro_batches
+    assert micro_batch.layout == "<1,1,1,1>"
+    assert micro_batch.num_tokens == 0
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 5])
+def test_ranks_without_work_get_the_dummy_chunk(num_ranks: int) -> None:
+    [micro_batch] = plan([300], "exchange", num_ranks, solver="static", static_degree=2).micro_batches
+    assert micro_batch.layout == "<" + ",".join(["2"] + ["1"] * (num_ranks - 2)) + ">"
+    assert [group.num_tokens for group in micro_batch.groups] == [300] + [0] * (num_ranks - 2)
+
+
+def test_degrees_without_one_leave_single_ranks_to_the_dummy_chunk() -> None:
+    config = PlannerConfig(400, (2, 4))
+    found = plan_step(3, [700, 90, 30], cost_model("exchange", 5), config, "sharded")
+    validate_plan(found)
+    for group in (group for micro_batch in found.micro_batches for group in micro_batch.groups):
+        assert (group.degree == 1) == (group.num_tokens == 0)
+
+
+def test_the_estimate_says_where_its_numbers_come_from() -> None:
+    found = plan([100, 200, 30])
+    assert found.estimate.cost_source == "test"
+    assert found.estimate.solve_s > 0
+    assert found.estimate.solver == "exact"
+    assert plan(lognormal_lengths(0, 30, 1600)).estimate.solver == "greedy"
+    assert plan([100, 200, 30], solver="greedy").estimate.solver == "greedy"
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_parameters_reach_the_plan(parameters: str) -> None:
+    assert plan([100], parameters=parameters).parameters == parameters
+
+
+def test_a_hundred_sequences_are_planned_within_two_seconds() -> None:
+    # one step takes seconds on a small machine; the planner has to stay ahead of it
+    found = plan(lognormal_lengths(1, 100, 3200), "attention", 8)
+    assert found.estimate.solve_s < 2
