@@ -263,6 +263,8 @@ class LongContextMixin(_TrainerBase):
             num_workers=num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
         )
 

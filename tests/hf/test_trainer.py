@@ -94,6 +94,8 @@ def train_and_resume(rows: list[dict[str, list[int]]], folder: str, workers: int
         "save_steps": 7,
         "per_device_train_batch_size": 4,
         "dataloader_num_workers": workers,
+        # the ranks were spawned, and would spawn their workers too: seconds of imports each
+        "dataloader_multiprocessing_context": "fork" if workers else None,
     }
     config = {"tokens_per_rank": 64, "timeline_steps": 2}
     straight, resumed = LossRecorder(), LossRecorder()

@@ -1,0 +1,144 @@
+"""The user's settings: defaults, what is refused and how it is said, and the road from a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+import hf_longctx
+from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+
+
+def test_defaults_are_accepted() -> None:
+    config = LongContextConfig()
+    assert (config.long_sequences, config.solver, config.degrees) == ("error", "auto", None)
+
+
+def test_the_class_is_the_package_name_for_it() -> None:
+    assert hf_longctx.LongContextConfig is LongContextConfig
+
+
+# settings -> what the message says: the name, the value and the remedy
+REFUSED = {
+    "max_length zero": ({"max_length": 0}, "max_length is 0; give a positive number"),
+    "max_length negative": ({"max_length": -5}, "max_length is -5; give a positive number"),
+    "tokens_per_rank": ({"tokens_per_rank": 0}, "tokens_per_rank is 0; give a positive number of tokens or leave it out"),
+    "tokens_per_step": ({"tokens_per_step": -1}, "tokens_per_step is -1; give a positive number of tokens or leave it out"),
+    "long_sequences": ({"long_sequences": "drop"}, "long_sequences is 'drop'; choose one of error, truncate, split"),
+    "solver": ({"solver": "fast"}, "solver is 'fast'; choose one of auto, greedy, static"),
+    "solver of later": ({"solver": "milp"}, "'lp' and 'milp' are not available yet"),
+    "static_degree without its solver": (
+        {"static_degree": 2},
+        "static_degree is 2 but solver is 'auto'; it has an effect with solver 'static' only",
+    ),
+    "negative static_degree": ({"solver": "static", "static_degree": -1}, "static_degree is -1; it cannot be negative"),
+    "no degrees": ({"degrees": []}, "degrees is []; give positive group sizes, for example [1, 2, 4]"),
+    "degree zero": ({"degrees": [0, 1]}, "degrees is [0, 1]; give positive group sizes"),
+    "calibration_steps": ({"calibration_steps": -1}, "calibration_steps is -1; it cannot be negative"),
+    "timeline_steps": ({"timeline_steps": -2}, "timeline_steps is -2; it cannot be negative"),
+    "micro_batch_trials": ({"micro_batch_trials": 0}, "micro_batch_trials is 0; at least 1 is needed"),
+    "no time-out": ({"collective_timeout_s": 0.0}, "collective_timeout_s is 0.0; give a positive number of seconds"),
+    "negative time-out": ({"collective_timeout_s": -3.0}, "collective_timeout_s is -3.0; give a positive number of seconds"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_impossible_setting_is_refused_with_its_value_and_remedy(name: str) -> None:
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError) as refused:
+        LongContextConfig(**settings)
+    assert message in str(refused.value)
+
+
+ACCEPTED = {
+    "least": {"max_length": 1, "tokens_per_rank": 1, "tokens_per_step": 1, "micro_batch_trials": 1},
+    "nothing measured or drawn": {"calibration_steps": 0, "timeline_steps": 0},
+    "static": {"solver": "static", "static_degree": 4},
+    "static, best degree": {"solver": "static"},
+    "degrees in any order": {"degrees": [4, 1]},
+    "split": {"long_sequences": "split"},
+    "truncate": {"long_sequences": "truncate"},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_possible_setting_is_kept(name: str) -> None:
+    config = LongContextConfig(**ACCEPTED[name])
+    assert {field: getattr(config, field) for field in ACCEPTED[name]} == ACCEPTED[name]
+
+
+def test_every_setting_has_a_help_text() -> None:
+    assert all(field.metadata.get("help") for field in dataclasses.fields(LongContextConfig))
+
+
+def parse(*words: str) -> LongContextConfig:
+    (config,) = HfArgumentParser(LongContextConfig).parse_args_into_dataclasses(list(words))
+    return config
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    assert parse() == LongContextConfig()
+
+
+def test_every_setting_can_be_given_on_the_command_line() -> None:
+    values = {
+        "max_length": 4096,
+        "long_sequences": "split",
+        "tokens_per_rank": 512,
+        "tokens_per_step": 9000,
+        "degrees": [1, 2],
+        "solver": "static",
+        "static_degree": 2,
+        "micro_batch_trials": 3,
+        "calibration_steps": 0,
+        "collective_timeout_s": 7.5,
+        "report_steps": False,
+        "timeline_steps": 0,
+    }
+    assert values.keys() == {field.name for field in dataclasses.fields(LongContextConfig)}
+    words = []
+    for name, value in values.items():
+        words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    assert parse(*words) == LongContextConfig(**values)
+
+
+def test_the_command_line_refuses_a_word_outside_the_choices(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse("--long_sequences", "drop")
+    assert "invalid choice: 'drop'" in capsys.readouterr().err
+
+
+def test_no_name_is_one_of_the_training_arguments() -> None:
+    ours, theirs = ({field.name for field in dataclasses.fields(c)} for c in (LongContextConfig, TrainingArguments))
+    assert not ours & theirs
+
+
+def test_both_classes_are_parsed_from_one_command_line(tmp_path) -> None:
+    parser = HfArgumentParser([TrainingArguments, LongContextConfig])
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--seed", "7", "--degrees", "1", "2", "4", "--max_length", "99"]
+    args, config = parser.parse_args_into_dataclasses(words)
+    assert (args.seed, config.degrees, config.max_length) == (7, [1, 2, 4], 99)
+
+
+def test_settings_from_a_mapping_as_of_a_yaml_file() -> None:
+    (config,) = HfArgumentParser(LongContextConfig).parse_dict({"degrees": [1, 2], "report_steps": False})
+    assert config == LongContextConfig(degrees=[1, 2], report_steps=False)
+
+
+@pytest.mark.parametrize(
+    "variables,expected",
+    [
+        ({}, (1, 1)),
+        ({"WORLD_SIZE": "8"}, (8, 8)),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (8, 4)),
+    ],
+)
+def test_launch_environment_is_what_the_launcher_set(monkeypatch, variables: dict[str, str], expected: tuple[int, int]) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    launch = LaunchEnvironment.read()
+    assert (launch.num_ranks, launch.ranks_per_node) == expected

@@ -1,0 +1,269 @@
+"""Checks of a dataset before training: every unusable row is found, and the message says which, why and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from hf_longctx.hf import data
+from hf_longctx.hf.data import dataset_problems, too_long
+
+VOCAB_SIZE = 64
+Rows = list[dict[str, Any]]
+
+GOOD: Rows = [
+    {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1]},
+    {"input_ids": [63], "labels": [63], "attention_mask": [1]},
+    {"input_ids": [0, 0], "labels": [-100, -100], "attention_mask": [1, 1]},
+]
+
+
+class PlainList(Sequence[dict[str, Any]]):
+    """A map-style dataset of somebody's own: nothing but a length and rows."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.rows[number]
+
+
+KINDS = {"arrow": datasets.Dataset.from_list, "plain": PlainList}
+
+
+@pytest.fixture(params=KINDS)
+def make(request):
+    """Rows to a dataset of either kind."""
+    return KINDS[request.param]
+
+
+def with_row(**row: Any) -> Rows:
+    """Good rows with one more at number 3; its columns that are not given are fitting."""
+    num_tokens = len(row.get("input_ids", [5, 5]))
+    full = {"input_ids": [5] * num_tokens, "labels": [5] * num_tokens, "attention_mask": [1] * num_tokens}
+    return [*GOOD, {**full, **row}]
+
+
+def test_good_rows_have_lengths_and_no_problems(make) -> None:
+    lengths, problems = dataset_problems(make(GOOD), "train_dataset", VOCAB_SIZE)
+    assert lengths.tolist() == [3, 1, 2] and lengths.dtype == np.int64
+    assert problems == []
+
+
+def test_labels_and_mask_need_not_be_there(make) -> None:
+    lengths, problems = dataset_problems(make([{"input_ids": [1, 2]}, {"input_ids": [3]}]), "train_dataset", VOCAB_SIZE)
+    assert (lengths.tolist(), problems) == ([2, 1], [])
+
+
+def test_other_columns_are_left_alone(make) -> None:
+    rows = [{"input_ids": [1, 2], "text": "a b", "token_type_ids": [0, 0]}]
+    assert dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)[1] == []
+
+
+# the bad row -> what is said about it
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "no tokens": (
+        {"input_ids": []},
+        "train_dataset row 3 has no tokens; remove empty rows, for example with dataset.filter",
+    ),
+    "id at the vocabulary's size": (
+        {"input_ids": [5, 64]},
+        "train_dataset holds token id 64, the model's vocabulary has 64; tokenise with the model's own tokenizer",
+    ),
+    "negative id": (
+        {"input_ids": [5, -1]},
+        "train_dataset holds token id -1, the model's vocabulary has 64; tokenise with the model's own tokenizer",
+    ),
+    "fewer labels than tokens": (
+        {"labels": [5]},
+        "train_dataset row 3 has 2 tokens but 1 labels; give one label per token (-100 for none), not shifted",
+    ),
+    "more labels than tokens": (
+        {"labels": [5, 5, 5]},
+        "train_dataset row 3 has 2 tokens but 3 labels; give one label per token (-100 for none), not shifted",
+    ),
+    "label at the vocabulary's size": (
+        {"labels": [5, 64]},
+        "train_dataset holds label 64, the model's vocabulary has 64",
+    ),
+    "padding": (
+        {"attention_mask": [1, 0]},
+        "train_dataset is padded (attention_mask holds zeros); tokenise without padding, rows of any length are packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_found_and_named(make, name: str) -> None:
+    row, message = BAD_ROWS[name]
+    assert dataset_problems(make(with_row(**row)), "train_dataset", VOCAB_SIZE)[1] == [message]
+
+
+@pytest.mark.parametrize("label", [-1, -101])
+def test_a_negative_label_other_than_the_mask_is_found(make, label: int) -> None:
+    # cross-entropy would stop in the middle of training with "Target -1 is out of bounds"
+    _, problems = dataset_problems(make(with_row(labels=[5, label])), "train_dataset", VOCAB_SIZE)
+    assert len(problems) == 1 and str(label) in problems[0]
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+def test_a_missing_list_is_found(make, column: str) -> None:
+    _, problems = dataset_problems(make(with_row(**{column: None}) if column == "labels" else [*GOOD, null_row()]), "d", 64)
+    assert problems and problems[0].startswith("d row 3 has ")
+
+
+def null_row() -> dict[str, Any]:
+    return {"input_ids": None, "labels": [5], "attention_mask": [1]}
+
+
+def test_a_missing_token_inside_a_row_is_found() -> None:
+    # a null inside a list would stop a loader worker in the middle of training
+    table = pa.table({"input_ids": pa.array([[1, 2], [3, None]], pa.list_(pa.int64()))})
+    assert dataset_problems(datasets.Dataset(table), "train_dataset", VOCAB_SIZE)[1]
+
+
+WRONG_COLUMNS: dict[str, list[Any]] = {
+    "text": ["one two", "three"],
+    "integers": [1, 2],
+    "lists of text": [["one", "two"], ["three"]],
+    "lists of lists": [[[1, 2]], [[3]]],
+    "lists of fractions": [[1.5, 2.0], [3.0]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_COLUMNS)
+def test_a_column_that_holds_no_token_ids_is_found(make, name: str) -> None:
+    rows = [{"input_ids": value} for value in WRONG_COLUMNS[name]]
+    _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
+    assert problems and "input_ids" in problems[0] and "list of integers" in problems[0]
+
+
+def test_a_text_column_is_named_with_its_type() -> None:
+    _, problems = dataset_problems(datasets.Dataset.from_dict({"input_ids": ["one"]}), "train_dataset", VOCAB_SIZE)
+    assert problems == ["train_dataset column 'input_ids' holds string, expected a list of integers per row"]
+
+
+def test_a_plain_dataset_whose_later_row_lacks_a_column_is_found() -> None:
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3]}]
+    _, problems = dataset_problems(PlainList(rows), "train_dataset", VOCAB_SIZE)
+    assert problems and "row 1" in problems[0] and "labels" in problems[0]
+
+
+def test_no_rows(make) -> None:
+    lengths, problems = dataset_problems(make([]), "eval_dataset", VOCAB_SIZE)
+    assert len(lengths) == 0
+    assert problems == ["eval_dataset has no rows; check its path, split and filters"]
+
+
+def test_no_input_ids_names_the_columns_there_are(make) -> None:
+    _, (problem,) = dataset_problems(make([{"text": "a", "id": 1}]), "train_dataset", VOCAB_SIZE)
+    assert problem.startswith("train_dataset has no column 'input_ids' (it has id, text); tokenise it first")
+
+
+def test_rows_that_are_no_mappings_are_found() -> None:
+    _, (problem,) = dataset_problems([[1, 2, 3]], "train_dataset", VOCAB_SIZE)
+    assert "no column 'input_ids' (it has list)" in problem
+
+
+def test_iterable_datasets_are_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(GOOD)
+
+    for stream in (Stream(), datasets.Dataset.from_list(GOOD).to_iterable_dataset()):
+        _, problems = dataset_problems(stream, "train_dataset", VOCAB_SIZE)
+        assert problems == [
+            "train_dataset is an iterable dataset, which is not supported yet; pass a map-style dataset with a length"
+        ]
+
+
+def test_a_dict_of_datasets_is_refused() -> None:
+    for several in (datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)), {"a": GOOD}):
+        assert dataset_problems(several, "eval_dataset", VOCAB_SIZE)[1] == ["eval_dataset is a dict of datasets; pass one dataset"]
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 3, 4, 7, 8])
+def test_rows_are_numbered_over_batches(make, monkeypatch, batch_rows: int) -> None:
+    monkeypatch.setattr(data, "_BATCH_ROWS", batch_rows)
+    rows = [{"input_ids": [1] * (number % 3 + 1)} for number in range(7)]
+    rows[5] = {"input_ids": []}
+    lengths, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
+    assert lengths.tolist() == [1, 2, 3, 1, 2, 0, 1]
+    assert problems == ["train_dataset row 5 has no tokens; remove empty rows, for example with dataset.filter"]
+
+
+@pytest.mark.parametrize("batch_rows", [2, 100])
+def test_at_most_three_problems_are_shown_and_the_rest_counted(make, monkeypatch, batch_rows: int) -> None:
+    monkeypatch.setattr(data, "_BATCH_ROWS", batch_rows)
+    rows = [{"input_ids": [1]}] + [{"input_ids": []} for _ in range(5)]
+    _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
+    assert [problem.split(" has ")[0] for problem in problems[:3]] == [f"train_dataset row {row}" for row in (1, 2, 3)]
+    assert problems[3:] == ["... and 2 more rows with problems"]
+
+
+def test_exactly_three_problems_are_all_shown(make) -> None:
+    rows = [{"input_ids": [1]}] + [{"input_ids": []} for _ in range(3)]
+    _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
+    assert len(problems) == 3 and all("has no tokens" in problem for problem in problems)
+
+
+def test_padding_in_many_batches_is_said_once(make, monkeypatch) -> None:
+    monkeypatch.setattr(data, "_BATCH_ROWS", 1)
+    rows = [{"input_ids": [1, 0], "attention_mask": [1, 0]} for _ in range(4)]
+    assert len(dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)[1]) == 1
+
+
+def test_selected_rows_are_read_in_their_new_order() -> None:
+    dataset = datasets.Dataset.from_list([{"input_ids": [1] * n} for n in (1, 2, 3, 4)]).select([3, 1])
+    assert dataset_problems(dataset, "train_dataset", VOCAB_SIZE)[0].tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_set_format_changes_nothing(kind: str) -> None:
+    dataset = datasets.Dataset.from_list(GOOD).with_format(kind)
+    lengths, problems = dataset_problems(dataset, "train_dataset", VOCAB_SIZE)
+    assert (lengths.tolist(), problems) == ([3, 1, 2], [])
+
+
+def test_large_lists_and_small_integers_are_fine() -> None:
+    column = pa.array([[1, 2, 3], [4]], pa.large_list(pa.int32()))
+    mask = pa.array([[True, True, True], [True]], pa.list_(pa.bool_()))
+    dataset = datasets.Dataset(pa.table({"input_ids": column, "attention_mask": mask}))
+    lengths, problems = dataset_problems(dataset, "train_dataset", VOCAB_SIZE)
+    assert (lengths.tolist(), problems) == ([3, 1], [])
+
+
+def test_plain_rows_may_hold_tensors() -> None:
+    rows = [{"input_ids": torch.tensor([1, 2]), "labels": np.array([1, 2])}]
+    lengths, problems = dataset_problems(PlainList(rows), "train_dataset", VOCAB_SIZE)
+    assert (lengths.tolist(), problems) == ([2], [])
+
+
+def test_rows_up_to_both_limits_fit() -> None:
+    assert too_long(np.array([5, 9, 10]), max_length=10, memory_limit=10, tokens_per_rank=5, name="d") == []
+
+
+def test_the_longest_row_above_max_length_is_named_with_all_remedies() -> None:
+    (problem,) = too_long(np.array([5, 11, 30, 12]), 10, 100, 50, "train_dataset")
+    assert problem.startswith("train_dataset row 2 has 30 tokens, above max_length 10 (2 more rows are above it);")
+    for remedy in ("long_sequences='truncate'", "long_sequences='split'", "raise the limit"):
+        assert remedy in problem
+
+
+def test_a_row_above_memory_names_the_setting_behind_the_limit() -> None:
+    (problem,) = too_long(np.array([5, 21]), 100, 20, 10, "train_dataset")
+    assert "row 1 has 21 tokens, above memory: tokens_per_rank 10 on the largest group gives 20;" in problem
+
+
+def test_a_row_above_both_limits_names_max_length() -> None:
+    (problem,) = too_long(np.array([50]), 30, 20, 10, "train_dataset")
+    assert "above max_length 30" in problem

@@ -1,0 +1,118 @@
+"""The group pool: which groups exist, that they join the right ranks, and what is said about others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.steps import group_pool
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longctx.plan.types import Chunk, SequenceGroup, Span
+from hf_longctx.runtime.mesh import GroupPool, aligned_groups
+
+
+def sequence_group(*positions: int) -> SequenceGroup:
+    return SequenceGroup(positions, "local" if len(positions) == 1 else "ulysses", (Chunk(0, (Span(0, 0, 8),)),), ())
+
+
+def test_aligned_groups_of_four_ranks() -> None:
+    assert aligned_groups(4, (1, 2, 4)) == [(0, 1), (2, 3), (0, 1, 2, 3)]
+
+
+def test_aligned_groups_leave_a_rest_without_a_group() -> None:
+    assert aligned_groups(6, (1, 2, 4, 6)) == [(0, 1), (2, 3), (4, 5), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5)]
+
+
+def test_one_rank_has_no_groups() -> None:
+    assert aligned_groups(1, (1,)) == []
+
+
+@given(st.integers(1, 65), st.lists(st.integers(1, 65), max_size=4))
+def test_groups_start_at_a_multiple_of_their_degree_and_stay_inside(num_ranks: int, degrees: list[int]) -> None:
+    groups = aligned_groups(num_ranks, tuple(degrees))
+    for positions in groups:
+        assert positions[0] % len(positions) == 0 and positions[-1] < num_ranks
+        assert list(positions) == list(range(positions[0], positions[0] + len(positions)))
+    for degree in (d for d in set(degrees) if d > 1):
+        of_degree = {positions for positions in groups if len(positions) == degree}
+        assert len(of_degree) == num_ranks // degree
+
+
+def test_creation_order_does_not_depend_on_the_order_of_degrees() -> None:
+    assert aligned_groups(8, (4, 1, 2)) == aligned_groups(8, (1, 2, 4))
+
+
+def test_a_process_without_a_launcher_is_one_rank() -> None:
+    pool = GroupPool((1,), timeout_s=1.0)
+    assert (pool.rank, pool.num_ranks, pool.everyone, pool.control) == (0, 1, None, None)
+    assert pool.group((0,)) is None
+
+
+def test_context_of_one_rank() -> None:
+    context = GroupPool((1,), timeout_s=1.0).context(sequence_group(0), (8,), (0, 5, 8))
+    assert (context.process_group, context.index, context.degree, context.calls.count) == (None, 0, 1, 0)
+
+
+def test_shards_that_do_not_cover_the_chunk_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(7,\) tokens do not add up to the chunk's 8 tokens"):
+        GroupPool((1,), timeout_s=1.0).context(sequence_group(0), (7,), (0, 8))
+
+
+def sums_of_ranks(groups: list[tuple[int, ...]]) -> list[int]:
+    """For every group in turn, the sum of its members' ranks as this rank's handle finds it, or -1 outside it."""
+    pool = group_pool()
+    sums = []
+    for positions in groups:
+        total = torch.tensor(pool.rank if pool.rank in positions else -1)
+        if pool.rank in positions:
+            dist.all_reduce(total, group=pool.group(positions))
+        sums.append(int(total))
+    return sums
+
+
+def test_handles_join_exactly_their_ranks(ranks) -> None:
+    groups = [(0, 1), (2, 3), (0, 1, 2, 3)]
+    for rank, sums in enumerate(ranks(4).run(sums_of_ranks, groups)):
+        assert sums == [sum(positions) if rank in positions else -1 for positions in groups]
+
+
+def message_about(positions: tuple[int, ...]) -> str:
+    try:
+        group_pool().group(positions)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("positions", [(1, 2), (0, 2), (0, 1, 2), (1, 0)])
+def test_a_group_outside_the_pool_is_refused_with_the_known_ones(ranks, positions: tuple[int, ...]) -> None:
+    for message in ranks(4).run(message_about, positions):
+        assert f"positions {positions} are not an aligned group of this run" in message
+        assert "known: [(0, 1), (0, 1, 2, 3), (2, 3)]" in message
+        assert "starting at a multiple of its degree" in message
+
+
+def context_facts() -> tuple[int, int, int, int]:
+    pool = group_pool()
+    half = (0, 1) if pool.rank < 2 else (2, 3)
+    context = pool.context(sequence_group(*half), (5, 3), (0, 8))
+    return context.index, context.degree, dist.get_world_size(context.process_group), dist.get_rank(context.process_group)
+
+
+def test_contexts_count_ranks_inside_their_group(ranks) -> None:
+    assert ranks(4).run(context_facts) == [(0, 2, 2, 0), (1, 2, 2, 1), (0, 2, 2, 0), (1, 2, 2, 1)]
+
+
+def num_groups_made_by_contexts() -> int:
+    pool = group_pool()
+    before = len(dist.distributed_c10d._world.pg_map)
+    for positions in ((0, 1), (2, 3), (0, 1, 2, 3)):
+        if pool.rank in positions:
+            pool.context(sequence_group(*positions), (8 // len(positions),) * len(positions), (0, 8))
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_no_group_is_made_after_construction(ranks) -> None:
+    assert ranks(4).run(num_groups_made_by_contexts) == [0, 0, 0, 0]

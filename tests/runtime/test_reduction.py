@@ -1,0 +1,79 @@
+"""Gradient reduction: every gradient becomes its sum over ranks, whatever the buckets."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.steps import group_pool
+from torch import Tensor, nn
+
+from hf_longctx.runtime import reduction
+from hf_longctx.runtime.reduction import reduce_gradients
+
+SHAPES = [(3, 5), (7,), (2, 2, 2), (1,), (), (11,)]
+DTYPES = [torch.float64, torch.float64, torch.float32, torch.float64, torch.float32, torch.float32]
+
+
+def parameters_of(rank: int) -> list[nn.Parameter]:
+    """Parameters whose gradients are small integers, so that every sum is exact: gradient i of rank r is (r + 1) * (i + 1)."""
+    made = []
+    for i, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True)):
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        place = torch.arange(parameter.numel(), dtype=dtype).reshape(shape)
+        parameter.grad = place + (rank + 1) * (i + 1)
+        made.append(parameter)
+    return made
+
+
+def reduced_on_rank(bucket_bytes: int) -> list[Tensor]:
+    pool = group_pool()
+    parameters = parameters_of(pool.rank)
+    with patch.object(reduction, "_BUCKET_BYTES", bucket_bytes):
+        reduce_gradients(iter(parameters), pool.everyone)
+    return [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_gradients_are_summed_over_ranks_in_buckets_of_any_size(ranks, bucket_bytes: int) -> None:
+    expected = [a.grad + b.grad for a, b in zip(parameters_of(0), parameters_of(1), strict=True)]
+    for gradients in ranks(2).run(reduced_on_rank, bucket_bytes):
+        for found, total in zip(gradients, expected, strict=True):
+            assert found.dtype == total.dtype and torch.equal(found, total)
+
+
+def transposed_on_rank() -> tuple[bool, Tensor]:
+    pool = group_pool()
+    parameter = nn.Parameter(torch.zeros(3, 5))
+    gradient = (torch.arange(15.0).reshape(5, 3) * (pool.rank + 1)).t()
+    parameter.grad = gradient
+    reduce_gradients([parameter], pool.everyone)
+    return parameter.grad is gradient, parameter.grad
+
+
+def test_a_gradient_that_is_not_contiguous_is_summed_in_place(ranks) -> None:
+    for is_same, gradient in ranks(2).run(transposed_on_rank):
+        assert is_same
+        assert torch.equal(gradient, torch.arange(15.0).reshape(5, 3).t() * 3)
+
+
+def frozen_on_rank() -> list[Tensor | None]:
+    pool = group_pool()
+    frozen, trained = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    trained.grad = torch.full((2,), float(pool.rank))
+    reduce_gradients([frozen, trained], pool.everyone)
+    return [frozen.grad, trained.grad]
+
+
+def test_a_parameter_without_gradient_stays_without(ranks) -> None:
+    for frozen, trained in ranks(2).run(frozen_on_rank):
+        assert frozen is None
+        assert trained.tolist() == [1.0, 1.0]
+
+
+def test_one_rank_keeps_its_gradients() -> None:
+    parameters = parameters_of(0)
+    before = [parameter.grad.clone() for parameter in parameters]
+    reduce_gradients(parameters, None)
+    assert all(torch.equal(p.grad, b) for p, b in zip(parameters, before, strict=True))
