@@ -1,0 +1,38 @@
+"""The README names every setting, and its two commands are those that CI runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from hf_longctx.hf.compat import TESTED_MODELS
+from hf_longctx.hf.config import LongContextConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_setting_is_in_the_readme() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", README.split("## Settings of `LongContextConfig`")[1].split("##")[0], re.MULTILINE)
+    assert rows == [field.name for field in dataclasses.fields(LongContextConfig)]
+
+
+def test_every_tested_class_is_in_the_readme() -> None:
+    for name in TESTED_MODELS:
+        assert name.removesuffix("ForCausalLM") in README
+
+
+def test_the_two_commands_stand_alone_on_their_lines() -> None:
+    launch = "accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py recipes/configs/demo.yaml"
+    assert f"\npip install -e . && {launch}\n" in README
+    assert '\npip install -e ".[test]" && pytest\n' in README
+
+
+def test_no_number_is_left_blank() -> None:
+    assert "@" not in README
+
+
+def test_data_folders_do_not_shadow_packages() -> None:
+    for folder in ("recipes/accelerate", "recipes/configs", "kernels", "tests"):
+        assert not (ROOT / folder / "__init__.py").exists()

@@ -1,0 +1,80 @@
+"""One YAML file and `--key value` overrides make the settings; what does not fit is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_longctx import LongContextConfig
+from hf_longctx.recipes.settings import read_settings
+from hf_longctx.recipes.sft import RecipeArguments
+
+ALL = (RecipeArguments, LongContextConfig, TrainingArguments)
+FILE = """
+dataset: documents.jsonl
+model_config: {model_type: llama, hidden_size: 8}
+max_length: 100
+degrees: [1, 2]
+learning_rate: 1e-3
+save_strategy: "no"
+use_cpu: true
+max_documents:
+report_to: none
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_file_gives_values_of_the_right_type(config_file: str) -> None:
+    recipe, config, args = read_settings(ALL, [config_file])
+    assert config.max_length == 100 and config.degrees == [1, 2]
+    # YAML 1.1 reads 1e-3 as text; argparse makes it a number
+    assert args.learning_rate == 1e-3
+    assert recipe.model_config == '{"model_type": "llama", "hidden_size": 8}'
+    assert recipe.max_documents is None
+
+
+def test_command_line_wins_over_the_file(config_file: str) -> None:
+    _, config, args = read_settings(ALL, [config_file, "--max_length", "7", "--learning_rate", "0.5", "--degrees", "1"])
+    assert (config.max_length, args.learning_rate, config.degrees) == (7, 0.5, [1])
+
+
+def test_command_line_alone_is_enough() -> None:
+    recipe, _, args = read_settings(ALL, ["--dataset", "x", "--model_name_or_path", "y", "--use_cpu", "true"])
+    assert recipe.dataset == "x" and args.use_cpu
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--max_lenght", "7"], "unknown setting '--max_lenght'; did you mean --max_length"),
+        (["--max_length", "long"], "invalid int value: 'long'"),
+        (["--long_sequences", "drop"], "long_sequences"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(config_file: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message) as error:
+        read_settings(ALL, [config_file, *arguments])
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no such file"):
+        read_settings(ALL, [str(tmp_path / "none.yaml")])
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    with pytest.raises(SystemExit, match="expected one `key: value` per line, found a list"):
+        read_settings(ALL, [str(tmp_path / "list.yaml")])
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "text.yaml"])
+def test_shipped_configs_are_valid(name: str) -> None:
+    path = Path(__file__).parents[2] / "recipes" / "configs" / name
+    recipe, config, _ = read_settings(ALL, [str(path)])
+    assert recipe.dataset and config.max_length
