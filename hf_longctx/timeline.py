@@ -6,6 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "reduce": "#9d9da1", "step": "#b7d3b0"}
 _OTHER_COLOUR = "#72b7b2"
@@ -86,6 +87,27 @@ def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> s
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
         f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>' + "".join(body) + "</svg>\n"
     )
+
+
+def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path) -> None:
+    """The picture of `svg_timeline` as a PNG file; needs matplotlib (the extra `plot`)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 1 + 1.4 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    for place, (name, events) in enumerate(panels.items()):
+        axes = figure.add_subplot(len(panels), 1, place + 1)
+        for event in events:
+            colour = _COLOURS.get(event.kind, _OTHER_COLOUR)
+            axes.barh(event.rank, event.stop_s - event.start_s, left=event.start_s, color=colour, edgecolor="white")
+        ranks = sorted({event.rank for event in events})
+        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+        axes.invert_yaxis()
+        axes.set_ylabel(name)
+        axes.set_xlabel("seconds")
+    figure.savefig(path, dpi=100)
 
 
 def _legend(body: list[str], panels: Mapping[str, Sequence[TimelineEvent]]) -> int:

@@ -25,9 +25,7 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
     if words and words[0].endswith((".yaml", ".yml")):
         words = [*_words_of_file(Path(words[0])), *words[1:]]
     parser = _Parser(dataclasses, allow_abbrev=False)
-    *settings, unknown = parser.parse_args_into_dataclasses(
-        args=words, look_for_args_file=False, return_remaining_strings=True
-    )
+    *settings, unknown = parser.parse_args_into_dataclasses(args=words, look_for_args_file=False, return_remaining_strings=True)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0], known, n=3)

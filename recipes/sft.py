@@ -55,9 +55,7 @@ class RecipeArguments:
     max_document_chars: int | None = field(default=None, metadata={"help": "Leave out documents of more characters."})
     max_documents: int | None = field(default=None, metadata={"help": "Use only so many documents, drawn by seed."})
     eval_documents: int = field(default=0, metadata={"help": "Documents held out for the loss before and after training."})
-    expected_world_size: int | None = field(
-        default=None, metadata={"help": "Stop at once unless this many ranks were started."}
-    )
+    expected_world_size: int | None = field(default=None, metadata={"help": "Stop at once unless this many ranks were started."})
 
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_config is None):
@@ -187,7 +185,7 @@ def write_held_out(trainer: LongContextTrainer, folder: Path, loss: float) -> No
     dataset = trainer.get_eval_dataloader().dataset
     index = dataset.index
     sequences = [
-        dataset.dataset[int(row)]["input_ids"][start:stop]
+        dataset.dataset[int(row)]["input_ids"][start:stop].tolist()
         for row, start, stop in zip(index.rows, index.starts, index.stops, strict=True)
     ]
     (folder / "held_out.json").write_text(json.dumps({"loss": loss, "input_ids": sequences}))

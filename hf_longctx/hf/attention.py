@@ -21,8 +21,9 @@ from hf_longctx.runtime.sequence_parallel import sequence_parallel_attention
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 
-# keywords that say nothing about which tokens are attended to, or how
-_INERT = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+# keywords that say nothing about which tokens are attended to, or how: any value, or only the one given here
+_INERT = ("position_ids", "use_cache", "cache_position", "return_dict")
+_HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False}
 
 
 def patch_model(model: PreTrainedModel) -> None:
@@ -76,7 +77,8 @@ def longctx_attention(
     if dropout:
         raise ValueError(f"{type(module).__name__}: attention dropout {dropout} is not supported yet; set it to 0.0")
     for name, setting in kwargs.items():
-        if name not in _INERT and setting is not None:
+        harmless = setting is None or name in _INERT or (name in _HARMLESS and setting is _HARMLESS[name])
+        if not harmless:
             raise ValueError(
                 f"{type(module).__name__} passes {name}={setting!r} to attention, which is not supported yet and would change "
                 f"the result; use a model without it"

@@ -44,6 +44,14 @@ def dataset_problems(dataset: Any, name: str, vocab_size: int) -> tuple[IntArray
     return np.concatenate(lengths), _shorten(problems)
 
 
+def token_rows(dataset: Any) -> Any:
+    """The dataset with only the columns that training reads, as numpy arrays where it is an Arrow dataset."""
+    if not isinstance(dataset, datasets.Dataset):
+        return dataset
+    columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
+    return dataset.select_columns(columns).with_format("numpy")
+
+
 def too_long(lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str) -> list[str]:
     """One problem for the longest of the rows above either limit, with the remedies; empty if all fit."""
     limit = min(max_length, memory_limit)

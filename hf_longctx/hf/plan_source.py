@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.collator import PlannedStep
 from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.collator import PlannedStep
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
 from hf_longctx.plan.cost import CostModel, PassCoefficients
 from hf_longctx.plan.planner import plan_step

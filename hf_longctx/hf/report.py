@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
@@ -13,8 +14,8 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.calibration import ChunkSample, fit_coefficients
 from hf_longctx.plan.cost import CostModel
@@ -23,7 +24,7 @@ from hf_longctx.plan.sharding import num_dummy_tokens
 from hf_longctx.plan.types import StepPlan
 from hf_longctx.runtime.executor import StepResult
 from hf_longctx.runtime.profiler import Interval
-from hf_longctx.timeline import TimelineEvent, chrome_trace, svg_timeline
+from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,8 @@ class RunReport(TrainerCallback):
         layouts = "  |  ".join(folded_layout(plan) for plan in plans)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
+        if find_spec("matplotlib") is not None:
+            save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", folder / "timeline.png")
         (folder / "timeline.json").write_text(chrome_trace(panels["measured"]))
         tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
 

@@ -23,10 +23,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, seed_worker
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
-from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
-from hf_longctx.hf.data import dataset_problems, too_long
 from hf_longctx.hf.agreement import (
     control_group,
     differing_settings,
@@ -34,6 +30,10 @@ from hf_longctx.hf.agreement import (
     gather_objects,
     raise_together,
 )
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
+from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.data import dataset_problems, token_rows, too_long
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.refusals import argument_problems, setup_problems
@@ -43,7 +43,6 @@ from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.specs import PlannerConfig, default_degrees
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
-
 
 # the mixin stands in front of any Trainer subclass; to a type checker it is one
 if TYPE_CHECKING:
@@ -116,6 +115,11 @@ class LongContextMixin(_TrainerBase):
             shuffle=not str(self.args.train_sampling_strategy).endswith("sequential"),
             drop_last=self.args.dataloader_drop_last,
         )
+        if not len(sampler):
+            raise ValueError(
+                f"dataloader_drop_last leaves no step: {len(index)} sequences are fewer than one step of "
+                f"{sampler.sequences_per_step}; set it to False or lower per_device_train_batch_size"
+            )
         return self._loader(self.train_dataset, index, sampler, explore=self.longctx_config.calibration_steps > 0)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -257,7 +261,7 @@ class LongContextMixin(_TrainerBase):
     def _loader(self, dataset: Any, index: SequenceIndex, sampler: LengthAwareSampler, explore: bool) -> DataLoader[Any]:
         args, num_workers = self.args, self.args.dataloader_num_workers
         return LongContextDataLoader(
-            PlannedDataset(dataset, index),
+            PlannedDataset(token_rows(dataset), index),
             batch_sampler=PlannedBatchSampler(sampler, index.lengths, self._source, explore),
             collate_fn=LongContextCollator(),
             num_workers=num_workers,

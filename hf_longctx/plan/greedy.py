@@ -1,7 +1,8 @@
 """The fast planner: sort, cut into micro-batches, group each one, then improve the step by moves and swaps.
 
 For every number of micro-batches from the fewest that fit, the sequences in descending order are cut into consecutive
-runs, once balanced by tokens and once by time (FlexSP's blaster, arXiv 2412.01523, section 4.2, with a second measure).
+runs, once balanced by tokens and once by time (FlexSP's blaster, arXiv 2412.01523, section 4.2, with a second measure), and
+packed into micro-batches in two ways for steps that memory fills to the brim.
 A micro-batch is grouped two ways: bisection on the makespan with an exact dynamic program over runs of the sorted
 sequences, and longest-first packing into every rank layout where these are few. The better one is kept.
 """
@@ -19,21 +20,25 @@ from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, rank_layout
 
 _MAX_PACKINGS = 2000
 _MAX_MOVES = 200
+_MAX_STARTS = 2
+_NEAR = 0.1
+_LEAST_GAIN = 1e-4
+_MAX_RUN_SEQUENCES = 12
 _BISECTION_TOLERANCE = 2e-3
 
 
 def plan_greedy(problem: GroupingProblem, trials: int) -> Layout:
-    """A good layout of the step, never slower than `plan_static`'s best."""
-    layouts = [plan_static(problem, trials)]
-    for cuts in _candidate_cuts(problem, trials):
-        groups = [_group_micro_batch(problem, run) for run in cuts]
-        layouts.append([micro_batch for micro_batch in groups if micro_batch is not None])
-        if len(layouts[-1]) < len(cuts):
-            layouts.pop()
-    # the search pays only for the most promising starts
-    layouts.sort(key=problem.step_seconds)
-    improved = [_improve(problem, layout) for layout in layouts[:2]]
-    return min(improved, key=problem.step_seconds)
+    """A good layout of the step, never slower than `plan_static`'s best. Independent of the order of the sequences."""
+    ordered, order = problem.longest_first()
+    layouts = [_plan_one_degree(ordered, trials, ordered.degrees)]
+    for runs in _candidate_runs(ordered, trials, ordered.num_ranks):
+        groups = [_group_micro_batch(ordered, run) for run in runs]
+        if all(micro_batch is not None for micro_batch in groups):
+            layouts.append([micro_batch for micro_batch in groups if micro_batch is not None])
+    if len(ordered.lengths) <= _MAX_RUN_SEQUENCES:
+        layouts.append(_best_runs(ordered))
+    improved = [_improve(ordered, layout) for layout in _promising(ordered, layouts)]
+    return _renumber(min(improved, key=ordered.step_seconds), order)
 
 
 def plan_static(problem: GroupingProblem, trials: int, degree: int = 0) -> Layout:
@@ -41,41 +46,99 @@ def plan_static(problem: GroupingProblem, trials: int, degree: int = 0) -> Layou
 
     Raises ValueError when the longest sequence does not fit in a group of `degree` ranks.
     """
+    ordered, order = problem.longest_first()
+    return _renumber(_plan_one_degree(ordered, trials, (degree,) if degree else ordered.degrees), order)
+
+
+def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[int]) -> Layout:
     longest = max(problem.lengths)
-    degrees = [d for d in ([degree] if degree else problem.degrees) if longest <= d * problem.capacity]
-    if not degrees:
+    usable = [degree for degree in degrees if longest <= degree * problem.capacity]
+    if not usable:
         raise ValueError(
-            f"a sequence of {longest} tokens does not fit {degree} ranks of {problem.capacity} tokens each; raise "
+            f"a sequence of {longest} tokens does not fit {max(degrees)} ranks of {problem.capacity} tokens each; raise "
             f"static_degree or tokens_per_rank"
         )
     candidates = []
-    for allowed in degrees:
-        layout = (allowed,) * (problem.num_ranks // allowed)
-        for cuts in _candidate_cuts(problem, trials, len(layout) * allowed):
-            groups = [_pack(problem, run, layout) for run in cuts]
+    for degree in usable:
+        layout = (degree,) * (problem.num_ranks // degree)
+        for runs in _candidate_runs(problem, trials, len(layout) * degree):
+            groups = [_pack(problem, run, layout) for run in runs]
             if all(micro_batch is not None for micro_batch in groups):
                 candidates.append([micro_batch for micro_batch in groups if micro_batch is not None])
     return min(candidates, key=problem.step_seconds)
 
 
-def _candidate_cuts(problem: GroupingProblem, trials: int, num_ranks: int = 0) -> list[list[list[int]]]:
-    """Consecutive runs of the sequences in descending order, for several numbers of micro-batches and both measures."""
-    order = sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i))
-    room = problem.capacity * (num_ranks or problem.num_ranks)
-    tokens = np.array([problem.lengths[i] for i in order], dtype=np.float64)
-    seconds = problem.seconds.min(axis=0)[order]
+def _promising(problem: GroupingProblem, layouts: list[Layout]) -> list[Layout]:
+    """Starts that are worth a local search: the best of all, and the best of each number of micro-batches if near it."""
+    layouts = sorted(layouts, key=problem.step_seconds)
+    limit_s = problem.step_seconds(layouts[0]) * (1 + _NEAR)
+    starts: dict[int, list[Layout]] = {}
+    for layout in layouts:
+        if problem.step_seconds(layout) <= limit_s:
+            starts.setdefault(len(layout), []).append(layout)
+    return [layout for same in starts.values() for layout in same[:_MAX_STARTS]]
+
+
+def _best_runs(problem: GroupingProblem) -> Layout:
+    """The cheapest cut of the sorted sequences into consecutive micro-batches, each grouped as well as we can: exact in
+    the cuts, by dynamic programming, and quadratic in groupings, so for few sequences only.
+    """
+    count = len(problem.lengths)
+    best: list[tuple[float, Layout]] = [(0.0, [])]
+    for end in range(1, count + 1):
+        options = []
+        for start in range(end):
+            groups = _group_micro_batch(problem, range(start, end))
+            if groups is not None:
+                seconds, layout = best[start]
+                options.append((seconds + problem.micro_batch_seconds(groups), [*layout, groups]))
+        best.append(min(options, key=lambda option: option[0]))
+    return best[count][1]
+
+
+def _renumber(layout: Layout, order: Sequence[int]) -> Layout:
+    return [[(degree, tuple(order[i] for i in part)) for degree, part in groups] for groups in layout]
+
+
+def _candidate_runs(problem: GroupingProblem, trials: int, num_ranks: int) -> list[list[list[int]]]:
+    """Ways to spread the sequences (longest first) over micro-batches on `num_ranks` ranks, for several numbers of them.
+
+    Consecutive runs balanced by tokens and by time, and two packings that fill micro-batches better: longest first into
+    the emptiest one and into the fullest one with room.
+    """
+    room = problem.capacity * num_ranks
+    tokens = np.array(problem.lengths, dtype=np.float64)
+    seconds = problem.seconds.min(axis=0)
     fewest = max(1, math.ceil(tokens.sum() / room))
+    count = len(problem.lengths)
     found: list[list[list[int]]] = []
-    # as many micro-batches as sequences always fit, so the loop ends; `trials` counts the numbers that gave a cut
-    for number in range(fewest, len(order) + 1):
+    # as many micro-batches as sequences always fit, so the loop ends
+    for number in range(fewest, count + 1):
         ends = {tuple(_balanced_ends(measure, number, tokens, room)) for measure in (tokens, seconds)}
-        for cut in sorted(ends - {()}):
-            starts = (0, *cut[:-1])
-            found.append([order[start:end] for start, end in zip(starts, cut, strict=True)])
+        found += [
+            [list(range(start, end)) for start, end in zip((0, *cut[:-1]), cut, strict=True)] for cut in sorted(ends - {()})
+        ]
+        found += [bins for fullest in (False, True) if (bins := _fill(problem.lengths, number, room, fullest))]
         if found and number >= fewest + trials - 1:
             break
-    # packing may fail where tokens alone fit: one sequence per micro-batch is always feasible
-    return [*found, [[i] for i in order]]
+    # grouping may fail where tokens alone fit: one sequence per micro-batch is always feasible
+    return [*found, [[i] for i in range(count)]]
+
+
+def _fill(lengths: Sequence[int], number: int, room: float, fullest: bool) -> list[list[int]]:
+    """Sequences in order into at most `number` bins of `room` tokens, each into the fullest or the emptiest that has room.
+
+    Empty if one fits nowhere.
+    """
+    loads, bins = [0.0] * number, [[] for _ in range(number)]  # type: tuple[list[float], list[list[int]]]
+    for i, length in enumerate(lengths):
+        open_bins = [(loads[b], b) for b in range(number) if loads[b] + length <= room]
+        if not open_bins:
+            return []
+        _, chosen = max(open_bins, key=lambda item: (item[0], -item[1])) if fullest else min(open_bins)
+        loads[chosen] += length
+        bins[chosen].append(i)
+    return [part for part in bins if part]
 
 
 def _balanced_ends(measure: FloatArray, number: int, tokens: FloatArray, room: float) -> list[int]:
@@ -177,12 +240,22 @@ def _fewest_ranks(
 
 
 def _improve(problem: GroupingProblem, layout: Layout) -> Layout:
-    """Moves and swaps of sequences out of the slowest groups while the step gets faster, across micro-batches."""
-    state = _State(problem, layout)
-    for _ in range(_MAX_MOVES):
-        if not state.improve_once():
-            break
-    return state.layout()
+    """Moves and swaps of sequences across micro-batches, then every micro-batch grouped anew, while the step gets faster."""
+    while True:
+        state = _State(problem, layout)
+        for _ in range(_MAX_MOVES):
+            if not state.improve_once():
+                break
+        moved = state.layout()
+        layout = [_regroup(problem, groups) for groups in moved]
+        if problem.step_seconds(layout) >= problem.step_seconds(moved) * (1 - _LEAST_GAIN):
+            return layout
+
+
+def _regroup(problem: GroupingProblem, groups: list[Group]) -> list[Group]:
+    """The same sequences in better groups, if there are any."""
+    regrouped = _group_micro_batch(problem, sorted(i for _, part in groups for i in part))
+    return groups if regrouped is None else min(groups, regrouped, key=problem.micro_batch_seconds)
 
 
 class _State:
@@ -204,7 +277,9 @@ class _State:
         for group, part in enumerate(self.members):
             self.owner[part] = group
         own_seconds = problem.seconds[self.kinds[self.owner], np.arange(len(self.lengths))]
-        self.loads = np.array(problem.group_s)[self.kinds] + np.bincount(self.owner, own_seconds, len(kinds))
+        self.fixed = np.array(problem.group_s)[self.kinds]
+        # a group without sequences is no group: its fixed cost comes with its first sequence
+        self.loads = np.bincount(self.owner, own_seconds, len(kinds)) + np.where([bool(m) for m in self.members], self.fixed, 0)
         self.tokens = np.bincount(self.owner, self.lengths, len(kinds))
         self.rooms = np.array(problem.degrees)[self.kinds] * problem.capacity
 
@@ -236,13 +311,13 @@ class _State:
         if not len(chosen):
             return 0.0, -1, -1, -1
         seconds = self.problem.seconds[:, chosen]
-        rest = self.loads[source] - seconds[self.kinds[source]]
-        loads = self.loads + seconds[self.kinds].T
+        rest = self.loads[source] - seconds[self.kinds[source]] if len(chosen) > 1 else np.zeros(1)
+        entry = np.where([bool(m) for m in self.members], 0.0, self.fixed)
+        loads = self.loads + entry + seconds[self.kinds].T
         fits = self.tokens + self.lengths[chosen][:, None] <= self.rooms
         fits[:, source] = False
-        alone = len(chosen) == 1 and all(not self.members[g] for g in np.flatnonzero(self.homes == home) if g != source)
         targets = np.broadcast_to(np.arange(len(self.loads)), loads.shape)
-        gains = np.where(fits, self._gains(home, source, rest[:, None], targets, loads, vanishes=alone), -np.inf)
+        gains = np.where(fits, self._gains(home, source, rest[:, None], targets, loads), -np.inf)
         row, target = np.unravel_index(int(np.argmax(gains)), gains.shape)
         return float(gains[row, target]), int(chosen[row]), int(target), -1
 
@@ -260,7 +335,7 @@ class _State:
         rest = self.loads[source] - problem.seconds[kind, chosen][:, None] + problem.seconds[kind, others]
         loads = self.loads[targets] - problem.seconds[kinds, others] + problem.seconds[:, chosen][kinds].T
         spread = np.broadcast_to(targets, loads.shape)
-        gains = np.where(fits, self._gains(home, source, rest, spread, loads, vanishes=False), -np.inf)
+        gains = np.where(fits, self._gains(home, source, rest, spread, loads), -np.inf)
         row, column = np.unravel_index(int(np.argmax(gains)), gains.shape)
         return float(gains[row, column]), int(chosen[row]), int(targets[column]), int(others[column])
 
@@ -268,9 +343,7 @@ class _State:
         inside = np.flatnonzero(self.homes == home)
         return int(inside[np.argmax(self.loads[inside])])
 
-    def _gains(
-        self, home: int, source: int, rest: FloatArray, targets: NDArray[np.int64], loads: FloatArray, vanishes: bool
-    ) -> FloatArray:
+    def _gains(self, home: int, source: int, rest: FloatArray, targets: NDArray[np.int64], loads: FloatArray) -> FloatArray:
         """Seconds that the step saves when `source` (slowest of `home`) falls to `rest` and a target rises to `loads`."""
         maxima = np.full(int(self.homes.max()) + 1, -np.inf)
         np.maximum.at(maxima, self.homes, self.loads)
@@ -279,8 +352,7 @@ class _State:
         second = self.loads[ranked[0]] if len(ranked) else 0.0
         third = self.loads[ranked[1]] if len(ranked) > 1 else 0.0
         runner_up = ranked[0] if len(ranked) else -1
-        left = 0.0 if vanishes else np.maximum(rest, second)
-        elsewhere = maxima[home] - left + np.minimum(0.0, maxima[self.homes[targets]] - loads)
+        elsewhere = maxima[home] - np.maximum(rest, second) + np.minimum(0.0, maxima[self.homes[targets]] - loads)
         within = maxima[home] - np.maximum(np.maximum(rest, loads), np.where(targets == runner_up, third, second))
         gains: FloatArray = np.where(self.homes[targets] == home, within, elsewhere)
         return gains
@@ -290,7 +362,8 @@ class _State:
         self.members[source].remove(i)
         self.members[target].append(i)
         self.owner[i] = target
-        self.loads[source] -= self.problem.seconds[self.kinds[source], i]
-        self.loads[target] += self.problem.seconds[self.kinds[target], i]
-        self.tokens[source] -= self.lengths[i]
-        self.tokens[target] += self.lengths[i]
+        for group in (source, target):
+            part, kind = self.members[group], self.kinds[group]
+            # from scratch, so that no rounding piles up
+            self.loads[group] = self.fixed[group] + self.problem.seconds[kind, part].sum() if part else 0.0
+            self.tokens[group] = self.lengths[part].sum()

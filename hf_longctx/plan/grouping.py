@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,17 +61,28 @@ class GroupingProblem:
         )
 
     def group_seconds(self, group: Group) -> float:
-        """Seconds of one group."""
+        """Seconds of one group; a group without sequences is run as dummies of single ranks and counts as free."""
+        if not group[1]:
+            return 0.0
         k = self.degrees.index(group[0])
         return self.group_s[k] + float(sum(self.seconds[k][i] for i in group[1]))
 
     def micro_batch_seconds(self, groups: Sequence[Group]) -> float:
         """Seconds of one micro-batch: those of its slowest group."""
-        return max(self.group_seconds(group) for group in groups)
+        return max((self.group_seconds(group) for group in groups), default=0.0)
 
     def step_seconds(self, layout: Layout) -> float:
         """Seconds of all micro-batches in a row."""
         return sum(self.micro_batch_seconds(groups) for groups in layout)
+
+    def longest_first(self) -> tuple[GroupingProblem, list[int]]:
+        """The same problem with its sequences in descending order, and the old number of each.
+
+        Solvers break ties by number: on sorted sequences their result does not depend on the order of the input.
+        """
+        order = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
+        lengths = tuple(self.lengths[i] for i in order)
+        return replace(self, lengths=lengths, seconds=self.seconds[:, order]), order
 
     def fits(self, group: Group) -> bool:
         """Whether every rank of the group holds at most `capacity` tokens."""
@@ -82,6 +93,8 @@ class GroupingProblem:
 
         The first term counts the fewest micro-batches that memory allows, each with the cheapest fixed cost.
         """
+        if not self.lengths:
+            return 0.0
         fitting = np.array([[length <= d * self.capacity for length in self.lengths] for d in self.degrees])
         alone = np.where(fitting, self.seconds, np.inf)
         work = np.where(fitting, self.seconds * np.array(self.degrees)[:, None], np.inf)
@@ -148,6 +161,8 @@ def _subset_seconds(problem: GroupingProblem, degree: int) -> list[float]:
     for i, length in enumerate(problem.lengths):
         seconds += [value + float(problem.seconds[k][i]) for value in seconds]
         tokens += [value + length for value in tokens]
+    # without sequences there is no group
+    seconds[0] = 0.0
     room = degree * problem.capacity
     return [value if count <= room else math.inf for value, count in zip(seconds, tokens, strict=True)]
 

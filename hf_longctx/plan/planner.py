@@ -72,8 +72,8 @@ def build_plan(step: int, lengths: Sequence[int], layout: Layout, costs: CostMod
     num_ranks = costs.cluster.num_ranks
     micro_batches = [
         _place_groups(groups, lengths, num_ranks, costs.model.num_layers)
-        # the heaviest first, so that a run that does not fit fails at once
-        for groups in sorted(layout, key=lambda groups: -max((sum(lengths[i] for i in g[1]) for g in groups), default=0))
+        # the most tokens on a rank first, so that a run that does not fit fails at once
+        for groups in sorted(layout, key=lambda groups: -max((sum(lengths[i] for i in g[1]) / g[0] for g in groups), default=0))
     ]
     return StepPlan(
         step=step,

@@ -64,7 +64,7 @@ def plan_from_json(text: str) -> StepPlan:
     well-formed but not validated: call `validate_plan`.
     """
     data = json.loads(text)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
+    if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA_VERSION:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"plan schema {found!r} cannot be read; this version reads schema {SCHEMA_VERSION}")
     del data["schema"]
@@ -119,7 +119,10 @@ def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
     if kind is StagePlan and name == "actions":
         if not isinstance(value, str) and value != []:
             raise ValueError(f"{path}: expected actions in one string, for example '0F0 0B0', found {value!r}")
-        return tuple(Action.parse(word) for word in value.split()) if value else ()
+        try:
+            return tuple(Action.parse(word) for word in value.split()) if value else ()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     if kind is Chunk and name == "spans":
         return tuple(_decode_span(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if kind is StepPlan and name == "estimate":

@@ -9,27 +9,15 @@ micro-batch run the same order of action kinds.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from hf_longctx.plan.types import (
-    ACTION_KINDS,
-    METHODS,
-    PARAMETERS,
-    TENSOR_CLASSES,
-    Action,
-    MicroBatch,
-    SequenceGroup,
-    StagePlan,
-    StepPlan,
-)
+from hf_longctx.plan.schedule import PlanError, check_schedule, schedule_grid
+from hf_longctx.plan.types import METHODS, PARAMETERS, TENSOR_CLASSES, MicroBatch, SequenceGroup, StagePlan, StepPlan
+
+__all__ = ["PlanError", "describe_plan", "schedule_grid", "validate_plan"]
 
 _SHARE_TOLERANCE = 1e-6
-
-
-class PlanError(ValueError):
-    """A plan that breaks an invariant; the message ends with the schedule grid where one action is at fault."""
 
 
 def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
@@ -43,21 +31,13 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
         if plan.parameters == "sharded":
             _check_same_order(index, micro_batch)
     _check_every_rank(plan)
+    _check_same_layers(plan)
     if limit_bytes and plan.estimate.peak_bytes > limit_bytes:
         raise PlanError(
             f"the plan of step {plan.step} is predicted to need {plan.estimate.peak_bytes / 2**30:.2f} GiB on a rank, the "
             f"limit is {limit_bytes / 2**30:.2f} GiB; lower tokens_per_rank or allow larger degrees"
         )
     return plan
-
-
-def schedule_grid(group: SequenceGroup, marked: tuple[int, int] | None = None) -> str:
-    """One line per stage with its actions in order; `marked` = (stage, action index) stands between > and <."""
-    lines = []
-    for stage in group.stages:
-        words = [f">{action}<" if marked == (stage.stage, place) else str(action) for place, action in enumerate(stage.actions)]
-        lines.append(f"  stage {stage.stage}: " + " ".join(words))
-    return "\n".join(lines)
 
 
 def describe_plan(plan: StepPlan) -> str:
@@ -148,12 +128,10 @@ def _check_group(plan: StepPlan, name: str, group: SequenceGroup) -> None:
     if [stage.stage for stage in group.stages] != list(range(plan.num_stages)):
         raise PlanError(f"{name}: needs one stage plan for each of the {plan.num_stages} stages, in order")
     _check_slices(plan, name, group)
+    _check_layers(name, group)
     for stage in group.stages:
-        _check_parts(name, stage)
-        _check_compute(plan, name, group, stage)
         _check_policies(name, group, stage)
-    if plan.num_stages > 1 or any(len(stage.parts) > 1 for stage in group.stages):
-        _check_links(name, group)
+    check_schedule(plan, name, group)
 
 
 def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
@@ -172,80 +150,29 @@ def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
             reached[span.sequence] = span.stop
 
 
-def _check_parts(name: str, stage: StagePlan) -> None:
-    place = -1
-    for part in stage.parts:
-        if part.num_layers < 1 or part.first_layer < max(place, 0):
-            raise PlanError(f"{name}: stage {stage.stage} has empty, overlapping or unordered parts {stage.parts}")
-        place = part.first_layer + part.num_layers
-    if not stage.parts:
-        raise PlanError(f"{name}: stage {stage.stage} has no layers")
-
-
-def _fault(name: str, group: SequenceGroup, stage: StagePlan, place: int, text: str) -> PlanError:
-    grid = schedule_grid(group, (stage.stage, place))
-    return PlanError(f"{name}: {stage.actions[place]} {text}\n{grid}")
-
-
-def _check_compute(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan) -> None:
-    """Every chunk runs F then B once per part; slices of a sequence forward in order and backward in reverse."""
-    done: dict[tuple[str, int, int], int] = {}
-    for place, action in enumerate(stage.actions):
-        if action.kind not in ACTION_KINDS or action.stage != stage.stage:
-            raise _fault(name, group, stage, place, f"does not belong to stage {stage.stage}")
-        if action.chunk >= len(group.chunks) or action.part >= len(stage.parts):
-            raise _fault(name, group, stage, place, "names a chunk or part that does not exist")
-        _check_helpers(plan, name, group, stage, place)
-        key = (action.kind, action.part, action.chunk)
-        if action.kind in ("F", "B") and key in done:
-            raise _fault(name, group, stage, place, "runs twice")
-        if action.kind == "B" and ("F", action.part, action.chunk) not in done:
-            raise _fault(name, group, stage, place, "runs before its forward")
-        for other in _slice_neighbours(group, action):
-            if (action.kind, action.part, other) not in done:
-                order = "before the slice in front of it" if action.kind == "F" else "before the slice behind it"
-                raise _fault(name, group, stage, place, f"runs {order} (chunk {other})")
-        done[key] = place
-    for part in range(len(stage.parts)):
-        for chunk in group.chunks:
-            for kind in ("F", "B"):
-                if (kind, part, chunk.index) not in done:
-                    missing = Action(kind=kind, stage=stage.stage, chunk=chunk.index, part=part)
-                    raise PlanError(f"{name}: {missing} is missing\n{schedule_grid(group)}")
-
-
-def _slice_neighbours(group: SequenceGroup, action: Action) -> Iterator[int]:
-    """Chunks that must have run the same kind before: the previous slice for F, the next slice for B."""
-    if action.kind not in ("F", "B"):
-        return
-    sequences = {span.sequence for span in group.chunks[action.chunk].spans}
-    step = -1 if action.kind == "F" else 1
-    neighbours = range(action.chunk + step, -1 if step < 0 else len(group.chunks), step)
-    for sequence in sequences:
-        for other in neighbours:
-            if any(span.sequence == sequence for span in group.chunks[other].spans):
-                yield other
-                break
-
-
-def _check_helpers(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, place: int) -> None:
-    action = stage.actions[place]
-    if action.helpers and action.kind not in ("F", "B"):
-        raise _fault(name, group, stage, place, "has helpers, but only F and B can be shared")
-    if len(set(action.helpers)) != len(action.helpers):
-        raise _fault(name, group, stage, place, "names a helper twice")
-    for helper_stage, position in action.helpers:
-        if helper_stage == stage.stage or not 0 <= helper_stage < plan.num_stages:
-            raise _fault(name, group, stage, place, f"names helper stage {helper_stage}, which must be another stage")
-        if not 0 <= position < plan.ranks_per_stage:
-            raise _fault(name, group, stage, place, f"names helper position {position} of {plan.ranks_per_stage}")
+def _check_layers(name: str, group: SequenceGroup) -> None:
+    """All parts in virtual order (part 0 of every stage, part 1 of every stage, ...) are the model's layers, in a row."""
+    num_parts = {len(stage.parts) for stage in group.stages}
+    if len(num_parts) != 1 or 0 in num_parts:
+        raise PlanError(f"{name}: every stage needs the same number of parts, at least one; found {sorted(num_parts)}")
+    place = 0
+    for part in range(num_parts.pop()):
+        for stage in group.stages:
+            layers = stage.parts[part]
+            if layers.num_layers < 1 or layers.first_layer != place:
+                raise PlanError(
+                    f"{name}: part {part} of stage {stage.stage} holds layers {layers.first_layer} to "
+                    f"{layers.first_layer + layers.num_layers}, expected at least one layer from {place} on"
+                )
+            place += layers.num_layers
 
 
 def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
     seen: set[tuple[int, int]] = set()
     for policy in stage.activations:
         where = f"{name}: policy of chunk {policy.chunk}, part {policy.part} on stage {stage.stage}"
-        if policy.chunk >= len(group.chunks) or policy.part >= len(stage.parts) or (policy.chunk, policy.part) in seen:
+        known = 0 <= policy.chunk < len(group.chunks) and 0 <= policy.part < len(stage.parts)
+        if not known or (policy.chunk, policy.part) in seen:
             raise PlanError(f"{where} names an unknown chunk or part, or stands twice")
         seen.add((policy.chunk, policy.part))
         if len(policy.layers) > stage.parts[policy.part].num_layers:
@@ -256,80 +183,24 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
             if share.tensor_class not in TENSOR_CLASSES:
                 raise PlanError(f"{where}: tensor class {share.tensor_class!r} is not one of {', '.join(TENSOR_CLASSES)}")
             parts = (share.recompute, share.nvme, share.host, share.device)
-            if min(parts) < 0 or abs(share.total - 1) > _SHARE_TOLERANCE:
+            # written so that NaN fails too
+            if not (min(parts) >= 0 and abs(share.total - 1) <= _SHARE_TOLERANCE):
                 raise PlanError(f"{where}: shares {parts} of {share.tensor_class} must be >= 0 and sum to 1")
 
 
-def _check_links(name: str, group: SequenceGroup) -> None:
-    """What one end of a link sends in order, the other end receives in order; sends follow and receives precede compute."""
-    num_parts = {len(stage.parts) for stage in group.stages}
-    if len(num_parts) != 1:
-        raise PlanError(f"{name}: stages have different numbers of parts, {sorted(num_parts)}")
-    virtual = [(stage, part) for part in range(num_parts.pop()) for stage in range(len(group.stages))]
-    for (stage, part), (next_stage, next_part) in itertools.pairwise(virtual):
-        pairs = (
-            ("SF", (stage, part), "RF", (next_stage, next_part)),
-            ("SB", (next_stage, next_part), "RB", (stage, part)),
-        )
-        for send, sender, receive, receiver in pairs:
-            sent, received = _chunks_of(group, sender, send), _chunks_of(group, receiver, receive)
-            if stage != next_stage and sent != received:
-                raise PlanError(
-                    f"{name}: stage {sender[0]} part {sender[1]} sends {send} of chunks {sent}, but stage {receiver[0]} part "
-                    f"{receiver[1]} receives {receive} of chunks {received}\n{schedule_grid(group)}"
-                )
-            if stage != next_stage and sorted(sent) != list(range(len(group.chunks))):
-                raise PlanError(f"{name}: {send} of stage {sender[0]} must move every chunk once\n{schedule_grid(group)}")
-    for stage_plan in group.stages:
-        _check_transfer_order(name, group, stage_plan)
-    _check_progress(name, group, virtual)
-
-
-def _chunks_of(group: SequenceGroup, end: tuple[int, int], kind: str) -> list[int]:
-    stage, part = end
-    return [action.chunk for action in group.stages[stage].actions if (action.kind, action.part) == (kind, part)]
-
-
-def _check_transfer_order(name: str, group: SequenceGroup, stage: StagePlan) -> None:
-    first: dict[tuple[str, int, int], int] = {}
-    for place, action in enumerate(stage.actions):
-        first.setdefault((action.kind, action.part, action.chunk), place)
-    before = (("RF", "F"), ("F", "SF"), ("RB", "B"), ("B", "SB"))
-    for (kind, part, chunk), place in first.items():
-        for earlier, later in before:
-            other = first.get((earlier, part, chunk))
-            if kind == later and other is not None and other > place:
-                raise _fault(name, group, stage, place, f"runs before its {earlier}")
-
-
-def _check_progress(name: str, group: SequenceGroup, virtual: list[tuple[int, int]]) -> None:
-    """Runs all stages with buffered sends; a stage that waits for ever names the receive it waits at."""
-    follows = dict(itertools.pairwise(virtual))
-    precedes = {later: earlier for earlier, later in follows.items()}
-    sent: set[tuple[str, tuple[int, int] | None, int]] = set()
-    places = [0] * len(group.stages)
-    moved = True
-    while moved:
-        moved = False
-        for index, stage in enumerate(group.stages):
-            while places[index] < len(stage.actions):
-                action = stage.actions[places[index]]
-                end = (action.stage, action.part)
-                source = precedes.get(end) if action.kind == "RF" else follows.get(end)
-                if action.kind in ("RF", "RB") and ("S" + action.kind[1], source, action.chunk) not in sent:
-                    break
-                if action.kind in ("SF", "SB"):
-                    sent.add((action.kind, end, action.chunk))
-                places[index] += 1
-                moved = True
-    for index, stage in enumerate(group.stages):
-        if places[index] < len(stage.actions):
-            raise _fault(name, group, stage, places[index], "waits for ever: deadlock")
+def _check_same_layers(plan: StepPlan) -> None:
+    """A stage holds the same layers in every group and micro-batch: a plan moves tokens, never weights."""
+    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    expected = [stage.parts for stage in groups[0].stages]
+    for group in groups:
+        for stage, parts in zip(group.stages, expected, strict=True):
+            if stage.parts != parts:
+                raise PlanError(f"stage {stage.stage} holds {stage.parts} in group {group.positions}, but {parts} elsewhere")
 
 
 def _check_same_order(index: int, micro_batch: MicroBatch) -> None:
-    orders: set[tuple[Sequence[str], ...]] = {
-        tuple(tuple(a.kind for a in stage.actions if a.kind in ("F", "B")) for stage in group.stages)
+    orders: set[tuple[Sequence[tuple[str, int]], ...]] = {
+        tuple(tuple((a.kind, a.part) for a in stage.actions if a.kind in ("F", "B")) for stage in group.stages)
         for group in micro_batch.groups
     }
     if len(orders) > 1:

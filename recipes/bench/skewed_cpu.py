@@ -123,7 +123,9 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     rows = skewed_rows()
     num_tokens = sum(map(len, rows))
-    print(f"{len(rows)} documents, {num_tokens} tokens, longest {max(map(len, rows))}; {THREADS} threads, torch {torch.__version__}")
+    print(
+        f"{len(rows)} documents, {num_tokens} tokens, longest {max(map(len, rows))}; {THREADS} threads, torch {torch.__version__}"
+    )
     results = []
     for method in ("padding", "flattening", "hf_longctx"):
         step_s, loss = measure(method, rows, options.steps)

@@ -48,9 +48,7 @@ def batches_of(plan: StepPlan, rows: Sequence[Any]) -> list[dict[str, Any]]:
     """What every rank's collator makes of the plan; plan sequence i is row i."""
     lengths = np.array([len(row["input_ids"]) for row in rows])
     dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
-    return [
-        LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]]) for rank in range(plan.num_ranks)
-    ]
+    return [LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]]) for rank in range(plan.num_ranks)]
 
 
 def tokens_in(inputs: Any) -> list[Token]:

@@ -117,12 +117,9 @@ def test_a_negative_label_other_than_the_mask_is_found(make, label: int) -> None
 
 @pytest.mark.parametrize("column", ["input_ids", "labels"])
 def test_a_missing_list_is_found(make, column: str) -> None:
-    _, problems = dataset_problems(make(with_row(**{column: None}) if column == "labels" else [*GOOD, null_row()]), "d", 64)
-    assert problems and problems[0].startswith("d row 3 has ")
-
-
-def null_row() -> dict[str, Any]:
-    return {"input_ids": None, "labels": [5], "attention_mask": [1]}
+    row = {"input_ids": [5, 5], "labels": [5, 5], "attention_mask": [1, 1], column: None}
+    _, problems = dataset_problems(make([*GOOD, row]), "train_dataset", VOCAB_SIZE)
+    assert problems and problems[0].startswith("train_dataset row 3 has ")
 
 
 def test_a_missing_token_inside_a_row_is_found() -> None:
@@ -188,7 +185,9 @@ def test_iterable_datasets_are_refused() -> None:
 
 def test_a_dict_of_datasets_is_refused() -> None:
     for several in (datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)), {"a": GOOD}):
-        assert dataset_problems(several, "eval_dataset", VOCAB_SIZE)[1] == ["eval_dataset is a dict of datasets; pass one dataset"]
+        assert dataset_problems(several, "eval_dataset", VOCAB_SIZE)[1] == [
+            "eval_dataset is a dict of datasets; pass one dataset"
+        ]
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 3, 4, 7, 8])

@@ -24,7 +24,6 @@ def epoch_of(sampler: LengthAwareSampler, epoch: int) -> list[list[int]]:
     return list(sampler)
 
 
-
 @given(LENGTHS, st.integers(1, 70), st.integers(0, 3), st.booleans())
 def test_every_sequence_once_per_epoch(lengths: list[int], per_step: int, epoch: int, shuffle: bool) -> None:
     steps = epoch_of(LengthAwareSampler(array(lengths), per_step, seed=5, shuffle=shuffle), epoch)
@@ -45,7 +44,6 @@ def test_drop_last_gives_whole_batches_only(lengths: list[int], per_step: int) -
 def test_drop_last_of_fewer_sequences_than_a_batch_is_an_empty_epoch() -> None:
     sampler = LengthAwareSampler(array([3, 4]), 3, drop_last=True)
     assert len(sampler) == 0 and list(sampler) == []
-
 
 
 @given(LENGTHS, st.integers(1, 20_000), st.integers(0, 3))
@@ -104,7 +102,6 @@ def test_one_sequence_is_one_step(budget: int | None) -> None:
     assert len(sampler) == 1 and list(sampler) == [[0]]
 
 
-
 @given(LENGTHS, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 9000)), st.booleans(), st.integers(0, 5))
 def test_steps_of_every_epoch_are_the_promised_number(
     lengths: list[int], per_step: int, budget: int | None, drop_last: bool, epoch: int
@@ -148,7 +145,6 @@ def test_drawing_steps_leaves_the_global_random_state_alone() -> None:
     before = torch.random.get_rng_state()
     list(LengthAwareSampler(array([3, 5, 8]), 2))
     assert torch.equal(before, torch.random.get_rng_state())
-
 
 
 @given(LENGTHS, st.integers(1, 6000))

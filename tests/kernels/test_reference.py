@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
-
 from hf_longctx.kernels.reference import packed_causal_attention
+from torch import Tensor
 
 # both sides work in fp64; the sums are at most 12 terms long
 TOLERANCE = 1e-14
@@ -20,7 +20,7 @@ def by_definition(q_HSD: Tensor, k_GSD: Tensor, v_GSD: Tensor, bounds: list[int]
     output = torch.zeros_like(q_HSD)
     for head in range(num_heads):
         kv_head = head * num_kv_heads // num_heads
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             for token in range(start, stop):
                 seen = range(start, token + 1)
                 weights = [math.exp(float(q_HSD[head, token] @ k_GSD[kv_head, j]) * scale) for j in seen]

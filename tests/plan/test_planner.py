@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, least_seconds, lognormal_lengths, plan_layout
 
+from hf_longctx.plan import planner
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import PlannerConfig, Solver, default_degrees
 from hf_longctx.plan.types import PARAMETERS, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.validate import PlanError, validate_plan
 
 DEGREES = (1, 2, 4)
 STEP_S = 0.25  # what `cost_model` adds once per step
@@ -154,7 +155,7 @@ def test_the_static_solver_uses_one_degree(kind: str, static_degree: int) -> Non
 @pytest.mark.parametrize("solver", ["auto", "greedy", "static"])
 def test_the_micro_batch_with_the_fullest_group_comes_first(kind: str, solver: Solver) -> None:
     found = plan(lognormal_lengths(9, 14, 1600), kind, capacity=400, solver=solver)
-    heaviest = [max(group.num_tokens for group in micro_batch.groups) for micro_batch in found.micro_batches]
+    heaviest = [max(group.num_tokens / group.degree for group in mb.groups) for mb in found.micro_batches]
     assert heaviest == sorted(heaviest, reverse=True)
     assert len(heaviest) > 1
 
@@ -259,3 +260,9 @@ def test_a_hundred_sequences_are_planned_within_two_seconds() -> None:
     # one step takes seconds on a small machine; the planner has to stay ahead of it
     found = plan(lognormal_lengths(1, 100, 3200), "attention", 8)
     assert found.estimate.solve_s < 2
+
+
+def test_a_layout_that_loses_a_sequence_never_leaves_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "choose_layout", lambda problem, config: ([[(1, (0,))]], "broken"))
+    with pytest.raises(PlanError, match="sequence 1: tokens 0 to 200 are never planned"):
+        plan([100, 200])

@@ -86,7 +86,18 @@ def test_checkpoint_and_json_lines_continue(demo, tmp_path: Path) -> None:
     run = launch(
         tmp_path,
         *("--model_name_or_path", str(checkpoint), "--dataset", str(documents), "--text_column", "body"),
-        *("--long_sequences", "truncate", "--max_steps", "2", "--use_cpu", "true", "--report_to", "none", "--save_strategy", "no"),
+        *(
+            "--long_sequences",
+            "truncate",
+            "--max_steps",
+            "2",
+            "--use_cpu",
+            "true",
+            "--report_to",
+            "none",
+            "--save_strategy",
+            "no",
+        ),
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -101,6 +112,8 @@ def test_wrong_world_size_stops_at_once(tmp_path: Path) -> None:
 
 def test_missing_text_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"content": "a"}\n')
-    run = launch(tmp_path, "--model_config", TINY, "--tokenizer", "bytes", "--dataset", str(tmp_path / "d.jsonl"), "--use_cpu", "true")
+    run = launch(
+        tmp_path, "--model_config", TINY, "--tokenizer", "bytes", "--dataset", str(tmp_path / "d.jsonl"), "--use_cpu", "true"
+    )
     assert run.returncode != 0
     assert "has no column 'text'; it has content (set text_column)" in run.stderr

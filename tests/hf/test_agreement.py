@@ -1,0 +1,140 @@
+"""Ranks start together or not at all, and the message says which rank had what."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from helpers.steps import group_pool
+
+from hf_longctx.hf.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together
+
+
+def gathered_on_rank(values: list[object]) -> list[object]:
+    pool = group_pool()
+    return gather_objects(values[pool.rank], pool.control)
+
+
+def test_values_are_gathered_in_rank_order_on_every_rank(ranks) -> None:
+    values = [["a", 1], None]
+    assert ranks(2).run(gathered_on_rank, values) == [values, values]
+
+
+def test_one_rank_gathers_its_own_value() -> None:
+    assert gather_objects("only", None) == ["only"]
+
+
+def message_on_rank(problems: list[list[str]]) -> str:
+    """The message of `raise_together` on this rank, "" if it does not raise; proves that ranks are in step afterwards."""
+    pool = group_pool()
+    message = ""
+    try:
+        raise_together(problems[pool.rank], pool.control)
+    except ValueError as error:
+        message = str(error)
+    assert gather_objects(pool.rank, pool.control) == list(range(pool.num_ranks))
+    return message
+
+
+def test_a_problem_of_one_rank_is_raised_on_every_rank_with_its_number(ranks) -> None:
+    expected = "this run cannot start:\n- the disk is full (on rank 1)"
+    assert ranks(2).run(message_on_rank, [[], ["the disk is full"]]) == [expected, expected]
+
+
+def test_a_problem_of_all_ranks_is_said_once_without_numbers(ranks) -> None:
+    expected = "this run cannot start:\n- bf16=True"
+    assert ranks(2).run(message_on_rank, [["bf16=True"], ["bf16=True"]]) == [expected, expected]
+
+
+def test_every_problem_of_every_rank_is_listed(ranks) -> None:
+    problems = [["a", "b"], ["b"], [], ["c", "b"]]
+    expected = "this run cannot start:\n- a (on rank 0)\n- b (on rank 0, 1, 3)\n- c (on rank 3)"
+    assert ranks(4).run(message_on_rank, problems) == [expected] * 4
+
+
+def test_without_problems_nothing_is_raised(ranks) -> None:
+    assert ranks(2).run(message_on_rank, [[], []]) == ["", ""]
+
+
+def test_one_rank_raises_its_problems_without_numbers() -> None:
+    with pytest.raises(ValueError) as raised:
+        raise_together(["no rows", "no model"], None)
+    assert str(raised.value) == "this run cannot start:\n- no rows\n- no model"
+    raise_together([], None)
+
+
+def differing_on_rank(settings: list[dict[str, object]]) -> list[str]:
+    pool = group_pool()
+    return differing_settings(settings[pool.rank], pool.control)
+
+
+def test_a_setting_that_differs_is_named_with_both_values_on_every_rank(ranks) -> None:
+    settings = [{"seed": 1, "solver": "auto", "same": None}, {"seed": 2, "solver": "greedy", "same": None}]
+    expected = [
+        "seed differs between ranks (rank 0: 1, rank 1: 2); start every rank with the same settings and data",
+        "solver differs between ranks (rank 0: 'auto', rank 1: 'greedy'); start every rank with the same settings and data",
+    ]
+    assert ranks(2).run(differing_on_rank, settings) == [expected, expected]
+
+
+def test_a_setting_that_one_rank_lacks_differs(ranks) -> None:
+    for problems in ranks(2).run(differing_on_rank, [{"seed": 1}, {}]):
+        assert problems[0].startswith("seed differs between ranks (rank 0: 1, rank 1: missing)") and len(problems) == 1
+
+
+def test_values_of_another_type_differ(ranks) -> None:
+    for problems in ranks(2).run(differing_on_rank, [{"seed": 1}, {"seed": "1"}]):
+        assert problems and "(rank 0: 1, rank 1: '1')" in problems[0]
+
+
+def test_equal_settings_are_no_problem(ranks) -> None:
+    assert ranks(2).run(differing_on_rank, [{"seed": 1, "degrees": [1, 2]}] * 2) == [[], []]
+
+
+def test_one_rank_always_agrees_with_itself() -> None:
+    assert differing_settings({"seed": 1}, None) == []
+
+
+def control_on_rank() -> tuple[str, int, bool]:
+    group = control_group(30.0)
+    return dist.get_backend(group), dist.get_world_size(group), group is not dist.group.WORLD
+
+
+def test_control_group_is_a_cpu_group_of_all_ranks_and_no_other(ranks) -> None:
+    assert ranks(2).run(control_on_rank) == [("gloo", 2, True)] * 2
+
+
+def test_one_process_needs_no_control_group() -> None:
+    assert control_group(30.0) is None
+
+
+BACKEND_MESSAGES = [
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation",
+    "NCCL error in: ProcessGroupNCCL.cpp:2075, unhandled system error",
+]
+
+
+@pytest.mark.parametrize("message", BACKEND_MESSAGES)
+def test_a_lost_rank_is_explained_with_step_rank_and_time_out(message: str) -> None:
+    with pytest.raises(RuntimeError) as raised, explain_lost_ranks(step=7, rank=3, timeout_s=60.0):
+        raise RuntimeError(message)
+    assert str(raised.value).startswith("step 7 could not finish on rank 3: another rank died or did not answer within 60 s")
+    assert "raise collective_timeout_s" in str(raised.value)
+    assert str(raised.value.__cause__) == message
+
+
+def test_errors_of_torch_distributed_are_explained() -> None:
+    with pytest.raises(RuntimeError, match="step 1 could not finish on rank 0"), explain_lost_ranks(1, 0, 5.0):
+        raise dist.DistBackendError("watchdog caught a time-out")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("0 of 2 attention layers received the plan"), ValueError("gloo")])
+def test_other_errors_pass_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, explain_lost_ranks(1, 0, 5.0):
+        raise error
+    assert raised.value is error
+
+
+def test_without_an_error_nothing_happens() -> None:
+    with explain_lost_ranks(1, 0, 5.0):
+        pass

@@ -1,0 +1,89 @@
+"""The planner's view of a loaded model and of this machine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import transformers
+from helpers.models import FAMILIES, ModelCase, build_model
+from helpers.steps import tiny_costs
+
+from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
+from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
+
+
+def matrix_parameters(model: torch.nn.Module) -> int:
+    """Parameters of two dimensions, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spec_counts_the_parameters_of_the_real_model(family: str, tied: bool) -> None:
+    model = build_model(ModelCase(family, num_heads=6, num_kv_heads=2, tied=tied))
+    spec = model_spec(model)
+    assert spec.num_parameters == matrix_parameters(model)
+    assert spec.tied_embeddings is tied
+
+
+def test_spec_by_hand() -> None:
+    model = build_model(ModelCase("qwen3", num_heads=6, num_kv_heads=3, dtype=torch.float32))
+    assert model_spec(model) == ModelSpec(
+        num_layers=2,
+        hidden_size=48,
+        intermediate_size=48,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=8,
+        vocab_size=64,
+        max_positions=512,
+        tied_embeddings=False,
+        bytes_per_element=4,
+    )
+
+
+def test_head_size_is_the_configs_not_a_quotient() -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=16
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    spec = model_spec(model)
+    assert spec.head_dim == 16
+    assert spec.layer_parameters == matrix_parameters(model.model.layers[0])
+
+
+@pytest.mark.parametrize("dtype,num_bytes", [(torch.float64, 8), (torch.float32, 4)])
+def test_bytes_are_those_of_the_weights(dtype: torch.dtype, num_bytes: int) -> None:
+    assert model_spec(build_model(ModelCase(dtype=dtype))).bytes_per_element == num_bytes
+
+
+def test_ranks_of_one_cpu_node_share_its_memory() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    spec = cluster_spec(torch.device("cpu"), num_ranks=8, ranks_per_node=4)
+    assert (spec.num_ranks, spec.ranks_per_node, spec.hardware.device_bytes) == (8, 4, total // 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_memory_is_the_devices() -> None:
+    spec = cluster_spec(torch.device("cuda"), num_ranks=1, ranks_per_node=1)
+    assert spec.hardware.device_bytes == torch.cuda.get_device_properties(0).total_memory
+
+
+def hardware(device_bytes: int) -> ClusterSpec:
+    return ClusterSpec(1, 1, HardwareSpec("test", 1e12, 1e12, device_bytes, 1e9))
+
+
+@pytest.mark.parametrize("device_bytes", [1 << 20, 1 << 24, 1 << 30])
+def test_tokens_that_fit_are_the_most_that_the_cost_model_would_put_in_the_usable_share(device_bytes: int) -> None:
+    spec = model_spec(build_model(ModelCase()))
+    costs = tiny_costs(1, spec)
+    tokens = tokens_that_fit(spec, hardware(device_bytes))
+    # four fifths of the device; the rest is workspace
+    assert costs.rank_bytes(tokens) <= 0.8 * device_bytes < costs.rank_bytes(tokens + 1)
+
+
+def test_a_model_larger_than_the_device_fits_no_token() -> None:
+    spec = model_spec(build_model(ModelCase()))
+    assert tokens_that_fit(spec, hardware(spec.num_parameters)) < 1

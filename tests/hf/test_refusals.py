@@ -1,0 +1,334 @@
+"""What cannot be run is found before any work, and every message has the name, the value and the remedy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.models import ModelCase, build_model
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
+
+from hf_longctx.hf import compat
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.refusals import argument_problems, setup_problems
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(autouse=True)
+def kept_environment() -> Iterator[None]:
+    """TrainingArguments writes its compile and FSDP settings into the environment, where later tests would find them."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def arguments(folder: Any, **changes: Any) -> TrainingArguments:
+    return TrainingArguments(**{"output_dir": str(folder), "use_cpu": True, "report_to": "none", **changes})
+
+
+def problems_of(
+    model: Any, processing_class: Any = None, num_ranks: int = 1, degrees: tuple[int, ...] = (1,), **config: Any
+) -> Any:
+    return setup_problems(model, processing_class, LongContextConfig(**config), num_ranks, degrees)
+
+
+def test_plain_arguments_have_no_problem(tmp_path) -> None:
+    assert argument_problems(arguments(tmp_path), {"data_collator": None, "callbacks": [], "optimizers": (None, None)}) == []
+
+
+# argument -> (value, what the message says)
+REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "bf16": (True, "bf16=True is not supported yet; train in float32"),
+    "fp16": (True, "fp16=True is not supported yet; train in float32"),
+    "bf16_full_eval": (True, "bf16_full_eval=True is not supported yet; evaluate in float32"),
+    "fp16_full_eval": (True, "fp16_full_eval=True is not supported yet; evaluate in float32"),
+    "gradient_checkpointing": (True, "checkpointing=True is not supported yet; leave it out and lower tokens_per_rank"),
+    "activation_checkpointing": (True, "activation_checkpointing=True is not supported yet; leave it out"),
+    "torch_compile": (True, "torch_compile=True is not supported yet; leave it out"),
+    "gradient_accumulation_steps": (
+        3,
+        "gradient_accumulation_steps=3 is not supported yet; set it to 1 and raise per_device_train_batch_size",
+    ),
+    "auto_find_batch_size": (True, "auto_find_batch_size=True is not supported yet; leave it out"),
+    "label_smoothing_factor": (0.1, "label_smoothing_factor=0.1 is not supported yet; set it to 0"),
+    "neftune_noise_alpha": (5.0, "neftune_noise_alpha=5.0 is not supported yet; leave it out"),
+    "use_liger_kernel": (True, "use_liger_kernel=True is not supported yet; leave it out"),
+    "dataloader_in_order": (False, "dataloader_in_order=False is not supported yet; leave it True"),
+    "fsdp": (True, "fsdp=True is not supported yet; leave it out, parameters are replicated (DDP)"),
+    "train_sampling_strategy": (
+        "group_by_length",
+        "train_sampling_strategy='group_by_length' has no effect here; leave it out, plans balance lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+def test_an_argument_that_would_lose_its_meaning_is_refused(tmp_path, name: str) -> None:
+    value, message = REFUSED_ARGUMENTS[name]
+    problems = argument_problems(arguments(tmp_path, **{name: value}), {})
+    assert any(message in problem for problem in problems), problems
+
+
+def test_settings_that_need_other_packages_are_refused_too(tmp_path) -> None:
+    # their constructors need DeepSpeed and several ranks, so the values are set afterwards
+    args = arguments(tmp_path)
+    args.deepspeed, args.parallelism_config = "zero3.json", "tp=2"
+    deepspeed, parallelism = argument_problems(args, {})
+    assert deepspeed.startswith("deepspeed='zero3.json' is not supported yet; start without a DeepSpeed config")
+    assert parallelism.startswith("parallelism_config='tp=2' is not supported yet; leave it out; group sizes are chosen per step")
+
+
+def test_several_gpus_in_one_process_are_refused_with_the_launch_command(tmp_path) -> None:
+    args = arguments(tmp_path)
+    args._n_gpu = 4
+    (problem,) = argument_problems(args, {})
+    assert "one process sees 4 GPUs" in problem and "accelerate launch --multi_gpu --num_processes 4" in problem
+
+
+def test_all_problems_are_listed_at_once(tmp_path) -> None:
+    problems = argument_problems(arguments(tmp_path, bf16=True, label_smoothing_factor=0.2, gradient_accumulation_steps=2), {})
+    assert len(problems) == 3
+
+
+@pytest.mark.parametrize("strategy", ["random", "sequential"])
+def test_order_strategies_that_mean_something_are_accepted(tmp_path, strategy: str) -> None:
+    assert argument_problems(arguments(tmp_path, train_sampling_strategy=strategy), {}) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["data_collator", "compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"]
+)
+def test_a_trainer_argument_without_effect_is_refused_by_name(tmp_path, name: str) -> None:
+    (problem,) = argument_problems(arguments(tmp_path), {name: lambda *_: None})
+    assert problem.startswith(f"the trainer argument {name} is not supported; ")
+    assert len(problem) > len(f"the trainer argument {name} is not supported; ")
+
+
+def test_an_old_transformers_is_refused_with_both_versions(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(compat, "__version__", "5.16.2")
+    (problem,) = argument_problems(arguments(tmp_path), {})
+    assert "transformers 5.16.2 is installed, 5.17 or newer is needed; pip install -U transformers" in problem
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_tested_classes_have_no_problem(family: str) -> None:
+    assert problems_of(build_model(ModelCase(family, dtype=torch.float32))) == []
+
+
+def untested_model(name: str) -> PreTrainedModel:
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        )
+    config_class, model_class = {
+        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+        "phimoe": (transformers.PhimoeConfig, transformers.PhimoeForCausalLM),
+        "a Llama with another head": (transformers.LlamaConfig, transformers.LlamaForSequenceClassification),
+    }[name]
+    return model_class(config_class(**SHAPE, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "phimoe", "a Llama with another head"])
+def test_a_class_that_was_never_tested_is_refused_with_the_tested_ones(name: str) -> None:
+    model = untested_model(name)
+    (problem,) = problems_of(model)
+    assert problem.startswith(f"model class {type(model).__name__} is not in the tested list (LlamaForCausalLM, ")
+    assert "Qwen3ForCausalLM" in problem and "use one of these classes" in problem
+
+
+def test_a_class_of_ones_own_with_a_tested_name_is_refused() -> None:
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        pass
+
+    (problem,) = problems_of(LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)))
+    assert problem.startswith("model class LlamaForCausalLM is not in the tested list")
+
+
+# name -> (config class, model class, further config, the window in the message)
+WINDOWS: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 16}, 16),
+    "mistral by default": (transformers.MistralConfig, transformers.MistralForCausalLM, {}, 4096),
+    "qwen2": (
+        transformers.Qwen2Config,
+        transformers.Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
+        16,
+    ),
+    "qwen3 in one layer": (
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_sliding_window_is_refused_with_its_size(name: str) -> None:
+    config_class, model_class, settings, window = WINDOWS[name]
+    (problem,) = problems_of(model_class(config_class(**SHAPE, **settings)))
+    assert problem.startswith(f"{model_class.__name__} has a sliding attention window of {window} tokens")
+    assert "load it with sliding_window=None" in problem
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_sliding_window": False, "sliding_window": 16},
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ],
+    ids=["switched off", "above all layers"],
+)
+def test_a_window_that_no_layer_uses_is_accepted(settings: dict[str, Any]) -> None:
+    assert problems_of(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, **settings))) == []
+
+
+def llama(**settings: Any) -> PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **settings}))
+
+
+def test_dropout_is_refused_with_its_value() -> None:
+    assert problems_of(llama(attention_dropout=0.25)) == [
+        "attention_dropout is 0.25; set it to 0.0, dropout is not supported yet"
+    ]
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_longest_position_is_refused(rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 256}
+    (problem,) = problems_of(llama(rope_parameters=rope))
+    assert problem.startswith(f"rope type '{rope_type}' depends on the longest position of each forward")
+    assert "use one of default, linear, llama3, yarn" in problem
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_rope_of_fixed_frequencies_is_accepted(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
+    assert problems_of(llama(rope_parameters=rope)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_are_refused_with_their_type(dtype: torch.dtype) -> None:
+    (problem,) = problems_of(llama().to(dtype))
+    assert problem.startswith(f"the model's weights are {dtype}, ") and "dtype=torch.float32" in problem
+
+
+def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    (problem,) = problems_of(model)
+    assert "checkpointing is enabled on the model" in problem
+    assert "model.activation_checkpointing_disable()" in problem
+    model.activation_checkpointing_disable()
+    assert problems_of(model) == []
+
+
+def test_a_quantized_model_is_refused() -> None:
+    model = llama()
+    # what transformers sets after loading with a quantization config; the packages for that are not installed here
+    model.is_quantized = True
+    assert problems_of(model) == ["quantized models are not supported yet; load the model in float32"]
+
+
+LORA = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+
+
+def test_a_lora_model_is_refused_with_the_ways_out() -> None:
+    (problem,) = problems_of(get_peft_model(llama(), LORA))
+    assert problem.startswith("PeftModel: LoRA and other adapters are not supported yet")
+    assert "train the full model, or merge the adapter first" in problem
+
+
+def test_a_causal_lora_model_is_refused() -> None:
+    (problem,) = problems_of(get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")))
+    assert problem.startswith("PeftModelForCausalLM: LoRA and other adapters are not supported yet")
+
+
+def test_an_adapter_added_to_the_model_itself_is_refused() -> None:
+    model = llama()
+    model.add_adapter(LORA)
+    (problem,) = problems_of(model)
+    assert problem.startswith("LlamaForCausalLM: LoRA and other adapters are not supported yet")
+
+
+def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:
+    assert problems_of(get_peft_model(llama(), LORA).merge_and_unload()) == []
+
+
+@pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.1-8B", torch.nn.Linear(2, 2)], ids=["nothing", "name", "module"])
+def test_what_is_no_loaded_model_is_refused_with_its_type(model: Any) -> None:
+    assert problems_of(model) == [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
+
+
+def tokenizer_of(num_tokens: int) -> PreTrainedTokenizerFast:
+    words = {f"w{number}": number for number in range(num_tokens)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_and_the_remedy_works() -> None:
+    model, tokenizer = llama(), tokenizer_of(70)
+    (problem,) = problems_of(model, tokenizer)
+    assert problem.startswith("the tokenizer has 70 tokens, the model's vocabulary 64;")
+    assert "model.resize_token_embeddings(70)" in problem
+    model.resize_token_embeddings(70)
+    assert problems_of(model, tokenizer) == []
+
+
+@pytest.mark.parametrize("num_tokens", [10, 64])
+def test_a_tokenizer_up_to_the_vocabulary_is_accepted(num_tokens: int) -> None:
+    assert problems_of(llama(), tokenizer_of(num_tokens)) == []
+
+
+def test_max_length_above_the_positions_is_refused_with_both() -> None:
+    (problem,) = problems_of(llama(), max_length=513)
+    assert problem.startswith("max_length 513 is above the model's max_position_embeddings 512; lower max_length, or ")
+    assert problems_of(llama(), max_length=512) == []
+
+
+# name -> (ranks, degrees, what the message says)
+BAD_DEGREES: dict[str, tuple[int, tuple[int, ...], str]] = {
+    "more than the world": (2, (1, 4), "degree 4 needs 4 ranks, the run has 2; lower `degrees` or start more"),
+    "more than the heads": (8, (8,), "degree 8 exceeds the model's 4 attention heads"),
+    "no power of two": (4, (3,), "degree 3 is neither a power of two nor all 4 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DEGREES)
+def test_a_degree_that_cannot_be_is_refused(name: str) -> None:
+    num_ranks, degrees, message = BAD_DEGREES[name]
+    (problem,) = problems_of(llama(), num_ranks=num_ranks, degrees=degrees)
+    assert problem.startswith(message)
+
+
+def test_all_ranks_are_a_degree_even_if_no_power_of_two() -> None:
+    assert problems_of(llama(), num_ranks=3, degrees=(1, 2, 3)) == []
+
+
+def test_a_static_degree_outside_the_degrees_is_refused() -> None:
+    problems = problems_of(llama(), num_ranks=4, degrees=(1, 4), solver="static", static_degree=2)
+    assert problems == ["static_degree 2 is not among the degrees [1, 4]"]
+
+
+def test_problems_of_model_tokenizer_and_degrees_are_listed_together() -> None:
+    problems = problems_of(llama(attention_dropout=0.1), tokenizer_of(65), num_ranks=2, degrees=(4,), max_length=600)
+    assert len(problems) == 4

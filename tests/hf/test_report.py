@@ -1,0 +1,304 @@
+"""What a run says about its steps: numbers worked out by hand from hand-written intervals, and a fit that finds the truth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from helpers.steps import group_pool, plan_of, tiny_costs
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.report import RunReport, StepRecord, folded_layout
+from hf_longctx.plan.calibration import ChunkSample
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.specs import PlannerConfig
+from hf_longctx.plan.types import Action, Chunk, Estimate, Span, StepPlan
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.profiler import Interval
+
+# <2> of 12 tokens, then <1,1> of 5 tokens and of a dummy
+LAYOUT = [[(2, (0, 2))], [(1, (1,))]]
+LENGTHS = [9, 5, 3]
+
+# rank 1: both rounds, some waiting in between, and the reduction
+INTERVALS = (
+    Interval(0, "F", "0F0", 0.0, 0.1),
+    Interval(0, "B", "0B0", 0.1, 0.3),
+    Interval(1, "F", "0F0", 0.35, 0.4),
+    Interval(1, "B", "0B0", 0.4, 0.42),
+    Interval(-1, "reduce", "gradients", 0.42, 0.5),
+)
+
+
+def step_plan(**estimate: Any) -> StepPlan:
+    return replace(plan_of(LAYOUT, LENGTHS, 2), estimate=Estimate(**estimate))
+
+
+def step_record(**estimate: Any) -> StepRecord:
+    return StepRecord(step_plan(**estimate), rank=1, loss=2.5, intervals=INTERVALS)
+
+
+def test_seconds_of_a_step_end_with_its_last_interval() -> None:
+    assert step_record().measured_s == 0.5
+    assert step_record().reduce_s == pytest.approx(0.08)
+
+
+def test_tokens_and_padding_are_those_of_all_ranks() -> None:
+    record = step_record()
+    # one dummy on the idle rank of the second micro-batch
+    assert record.num_tokens == 17
+    assert record.padding_share == pytest.approx(1 / 18)
+
+
+def test_padding_counts_every_dummy_of_a_chunk_smaller_than_its_group() -> None:
+    record = StepRecord(plan_of([[(4, (0,))]], [1], 4), 0, 0.0, INTERVALS)
+    assert record.padding_share == pytest.approx(3 / 4)
+
+
+def test_line_before_calibration_shows_a_dash_for_the_prediction() -> None:
+    assert step_record(step_s=9.0).line(7) == (
+        "step    7 | loss  2.5000 | predicted     - s, measured   0.5 s |      34 tokens/s | padding 5.6% | "
+        "2 micro-batches <2>,<1,1>"
+    )
+
+
+def test_line_after_calibration_shows_the_prediction() -> None:
+    assert "| predicted  0.45 s, measured   0.5 s |" in step_record(step_s=0.45, cost_source="measured").line(1)
+
+
+def test_line_of_one_micro_batch_is_in_the_singular() -> None:
+    record = StepRecord(plan_of([[(2, (0,))]], [40_000], 2), 0, 0.123456, INTERVALS)
+    assert record.line(1234).endswith("|  80,000 tokens/s | padding 0.0% | 1 micro-batch <2>")
+    assert record.line(1234).startswith("step 1234 | loss  0.1235 |")
+
+
+def test_equal_neighbours_of_a_layout_are_folded() -> None:
+    layout = [[(2, (0,))], [(1, (1,)), (1, (2,))], [(1, (3,))], [(1, (4,))], [(2, (5,))]]
+    plan = plan_of(layout, [60, 9, 9, 8, 7, 50], 2)
+    runs = {"<2>,<2>,<1,1>,<1,1>,<1,1>": "<2>x2,<1,1>x3"}
+    assert runs[plan.layout] == folded_layout(plan)
+
+
+def test_a_layout_of_one_micro_batch_stays_as_it_is() -> None:
+    assert folded_layout(plan_of([[(2, (0,)), (1, (1,))]], [9, 3], 4)) == "<2,1,1>"
+
+
+def test_samples_are_this_ranks_chunks_with_whole_chunk_sizes() -> None:
+    # 12 tokens in documents of 9 and 3: 81 / 2 + 9 / 2 causal pairs; rank 1 is the idle one of the second round
+    assert step_record().samples() == [
+        ChunkSample(num_tokens=12, num_pairs=45.0, degree=2, forward_s=pytest.approx(0.1), backward_s=pytest.approx(0.2)),
+        ChunkSample(num_tokens=0, num_pairs=0, degree=1, forward_s=pytest.approx(0.05), backward_s=pytest.approx(0.02)),
+    ]
+
+
+def test_samples_tell_several_chunks_of_a_group_apart() -> None:
+    plan = plan_of([[(1, (0, 1))]], [4, 6], 1)
+    ((group, stage),) = plan.for_rank(0).rounds
+    chunks = (Chunk(0, (Span(0, 0, 4),)), Chunk(1, (Span(1, 0, 6),)))
+    stage = replace(stage, actions=tuple(Action.parse(word) for word in ("0F0", "0F1", "0B1", "0B0")))
+    group = replace(group, chunks=chunks, stages=(stage,))
+    plan = replace(plan, micro_batches=(replace(plan.micro_batches[0], groups=(group,)),))
+    seconds = {"0F0": (0.0, 1.0), "0F1": (1.0, 3.0), "0B1": (3.0, 7.0), "0B0": (7.0, 15.0)}
+    intervals = tuple(Interval(0, name[1], name, *times) for name, times in seconds.items())
+    first, second = StepRecord(plan, 0, 0.0, intervals).samples()
+    assert (first.num_tokens, first.forward_s, first.backward_s) == (4, 1.0, 8.0)
+    assert (second.num_tokens, second.forward_s, second.backward_s) == (6, 2.0, 4.0)
+
+
+def test_events_carry_rank_times_and_what_ran() -> None:
+    events = step_record().events()
+    assert [(e.rank, e.kind, e.name, e.start_s, e.stop_s) for e in events] == [
+        (1, i.kind, i.name, i.start_s, i.stop_s) for i in INTERVALS
+    ]
+    assert [e.detail for e in events] == [
+        "<2> 12 tokens in 2 sequence(s)",
+        "<2> 12 tokens in 2 sequence(s)",
+        "<1> 0 tokens in 0 sequence(s)",
+        "<1> 0 tokens in 0 sequence(s)",
+        "",
+    ]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What the executor leaves behind, with intervals of our own."""
+
+    loss: torch.Tensor
+    measured: tuple[Interval, ...]
+
+    def intervals(self) -> list[Interval]:
+        return list(self.measured)
+
+
+def lone_report(num_ranks: int = 2, **config: Any) -> RunReport:
+    source = PlanSource(GroupPool((1,), timeout_s=1.0), tiny_costs(num_ranks), PlannerConfig(64, (1,)))
+    return RunReport(LongContextConfig(**config), source)
+
+
+def finish_step(report: RunReport, plan: StepPlan, intervals: tuple[Interval, ...] = INTERVALS, step: int = 1) -> None:
+    report.step_done(plan, Finished(torch.tensor(2.5), intervals))
+    report.on_step_end(None, TrainerState(global_step=step, is_world_process_zero=True), TrainerControl())
+
+
+def intervals_of(plan: StepPlan, costs: CostModel, rank: int, wait_s: float = 0.0) -> tuple[Interval, ...]:
+    """What `rank` would measure if `costs` were the truth, the reduction last, `wait_s` longer for the early."""
+    events = [event for event in evaluate_plan(plan, costs).events if event.rank == rank and event.kind in ("F", "B")]
+    rounds = [index for index in range(len(plan.micro_batches)) for _ in range(2)]
+    intervals = [Interval(r, e.kind, e.name, e.start_s, e.stop_s) for r, e in zip(rounds, events, strict=True)]
+    end_s = max(event.stop_s for event in events)
+    return (*intervals, Interval(-1, "reduce", "gradients", end_s, end_s + costs.coefficients.step_s + wait_s))
+
+
+def test_metrics_are_means_over_the_steps_since_the_last_call() -> None:
+    report = lone_report(report_steps=False)
+    finish_step(report, step_plan(solve_s=0.2))
+    short = replace(plan_of([[(1, (0,)), (1, (1,))]], [6, 7], 2), estimate=Estimate(solve_s=0.4))
+    finish_step(report, short, tuple(i for i in INTERVALS if i.round == 0))
+    assert report.take_metrics() == {
+        "tokens_per_s": pytest.approx((17 + 13) / (0.5 + 0.3)),
+        "measured_step_s": pytest.approx(0.4),
+        "padding_share": pytest.approx((1 / 18 + 0) / 2),
+        "micro_batches": pytest.approx(1.5),
+        "planning_s": pytest.approx(0.3),
+    }
+    assert report.take_metrics() == {}
+
+
+def test_predicted_seconds_are_logged_when_every_step_was_predicted() -> None:
+    report = lone_report(report_steps=False)
+    finish_step(report, step_plan(step_s=0.4, cost_source="measured"))
+    finish_step(report, step_plan(step_s=0.6, cost_source="measured"))
+    assert report.take_metrics()["predicted_step_s"] == pytest.approx(0.5)
+    finish_step(report, step_plan(step_s=0.4, cost_source="measured"))
+    finish_step(report, step_plan())
+    assert "predicted_step_s" not in report.take_metrics()
+
+
+@pytest.mark.parametrize("report_steps", [True, False])
+def test_one_line_per_step_if_asked_for(capsys, report_steps: bool) -> None:
+    report = lone_report(report_steps=report_steps)
+    finish_step(report, step_plan(), step=12)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ([step_record().line(12)] if report_steps else [])
+
+
+def test_a_step_end_without_a_finished_step_says_nothing(capsys) -> None:
+    report = lone_report()
+    report.on_step_end(None, TrainerState(is_world_process_zero=True), TrainerControl())
+    assert capsys.readouterr().out == "" and report.take_metrics() == {}
+
+
+TRUTH = CostCoefficients(
+    forward=PassCoefficients(3e-6, 4e-4, 0.02, 0.01, ((2, 5e-4),)),
+    backward=PassCoefficients(7e-6, 9e-4, 0.03, 0.02, ((2, 6e-4),)),
+    step_s=0.05,
+    source="truth",
+)
+WARM_UP = [
+    ([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [90, 31, 60, 8]),
+    ([[(2, (0,))], [(2, (1, 2, 3))], [(1, (4,))]], [200, 40, 30, 20, 11]),
+    ([[(1, (0,)), (1, (1, 2))]], [150, 3, 2]),
+]
+
+
+def test_warm_up_steps_give_the_cost_model_the_true_coefficients() -> None:
+    report = lone_report(report_steps=False, calibration_steps=3)
+    truth = replace(tiny_costs(2), coefficients=TRUTH)
+    # the first step pays for start-up; its times would spoil the fit
+    finish_step(report, step_plan())
+    for layout, lengths in WARM_UP:
+        assert report.source.costs.coefficients.source == "default"
+        plan = plan_of(layout, lengths, 2)
+        finish_step(report, plan, intervals_of(plan, truth, rank=0))
+    found = report.source.costs
+    assert found.coefficients.source == "measured"
+    assert found.coefficients.step_s == pytest.approx(TRUTH.step_s)
+    plan = plan_of([[(2, (0,))], [(1, (1, 2))]], [170, 12, 80], 2)
+    assert evaluate_plan(plan, found).step_s == pytest.approx(evaluate_plan(plan, truth).step_s, rel=1e-6)
+
+
+def test_calibration_happens_once() -> None:
+    report = lone_report(report_steps=False, calibration_steps=1)
+    finish_step(report, step_plan())
+    finish_step(report, step_plan())
+    fitted = report.source.costs
+    assert fitted.coefficients.is_measured
+    for _ in range(4):
+        finish_step(report, step_plan())
+    assert report.source.costs is fitted
+
+
+def test_without_calibration_steps_the_built_in_guesses_stay() -> None:
+    report = lone_report(report_steps=False, calibration_steps=0)
+    before = report.source.costs
+    for _ in range(8):
+        finish_step(report, step_plan())
+    assert report.source.costs is before
+
+
+def calibrated_on_rank() -> CostCoefficients:
+    """Ranks measure their own chunks; rank 0 also waits in every reduction for rank 1."""
+    pool = group_pool()
+    truth = replace(tiny_costs(2), coefficients=TRUTH)
+    report = RunReport(
+        LongContextConfig(report_steps=False, calibration_steps=3), PlanSource(pool, tiny_costs(2), PlannerConfig(64, (1, 2)))
+    )
+    finish_step(report, step_plan())
+    for layout, lengths in WARM_UP:
+        plan = plan_of(layout, lengths, 2)
+        finish_step(report, plan, intervals_of(plan, truth, pool.rank, wait_s=0.0 if pool.rank else 0.7))
+    return report.source.costs.coefficients
+
+
+def test_all_ranks_fit_one_cost_model_and_leave_waiting_out(ranks) -> None:
+    first, second = ranks(2).run(calibrated_on_rank)
+    assert first == second and first.is_measured
+    assert first.step_s == pytest.approx(TRUTH.step_s)
+    assert first.forward.token_s == pytest.approx(TRUTH.forward.token_s, rel=1e-3)
+
+
+def end_training(report: RunReport, folder: Path, step: int) -> None:
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    report.on_train_end(args, TrainerState(global_step=step, is_world_process_zero=True), TrainerControl())
+
+
+def test_timeline_of_the_last_steps_is_written_at_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "at the end"
+    report = lone_report(report_steps=False, timeline_steps=2, calibration_steps=0)
+    for step in range(1, 6):
+        finish_step(report, step_plan(), step=step)
+    end_training(report, folder, step=5)
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    # the second of the two steps starts where the first ended
+    assert [event["ts"] for event in events] == pytest.approx(
+        [offset * 1e6 + i.start_s * 1e6 for offset in (0.0, 0.5) for i in INTERVALS]
+    )
+    svg = ElementTree.fromstring((folder / "timeline.svg").read_text())
+    words = " ".join(element.text or "" for element in svg.iter())
+    assert "steps 4 to 5" in words and "measured: 1.00 s" in words
+    assert "predicted:" not in words
+
+
+def test_timeline_shows_the_prediction_once_costs_were_measured(tmp_path: Path) -> None:
+    report = lone_report(report_steps=False, timeline_steps=1, calibration_steps=1)
+    for _ in range(2):
+        finish_step(report, step_plan())
+    end_training(report, tmp_path, step=2)
+    text = (tmp_path / "timeline.svg").read_text()
+    assert "predicted: " in text and "measured: 0.50 s" in text
+
+
+def test_no_timeline_if_none_is_asked_for_or_no_step_ran(tmp_path: Path) -> None:
+    unasked = lone_report(report_steps=False, timeline_steps=0)
+    finish_step(unasked, step_plan())
+    end_training(unasked, tmp_path, step=1)
+    end_training(lone_report(timeline_steps=3), tmp_path, step=0)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,260 @@
+"""The executor: what it refuses, by name; several chunks in one group and partial rounds are still one plain process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.steps import group_pool, plan_of, rank_inputs, run_step
+
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime.executor import StepExecutor, refuse_unsupported
+from hf_longctx.runtime.mesh import GroupPool
+
+FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
+CPU = torch.device("cpu")
+# the tolerance of test_equality.py
+TOLERANCE = 1e-12
+
+
+def fixture(name: str, **changes: Any) -> StepPlan:
+    """A hand-written plan with fields of the step replaced; `method` is that of all groups of two and more ranks."""
+    data = json.loads((FIXTURES / f"{name}.json").read_text())
+    method = changes.pop("method", None)
+    for group in (group for micro_batch in data["micro_batches"] for group in micro_batch["groups"]):
+        if method and len(group["positions"]) > 1:
+            group["method"] = method
+    return plan_from_json(json.dumps({**data, **changes}))
+
+
+# plan -> (changes, what the refusal says)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "flexsp": ({}, "parameters 'sharded' are not executed yet; only 'replicated' (DDP) are"),
+    "seq1f1b": ({}, "parameters 'gathered_per_round' are not executed yet; only 'replicated' (DDP) are"),
+    "infinipipe": ({"parameters": "replicated"}, "a plan of 2 pipeline stages is not executed yet; only one stage is"),
+    "pp_sp_replicas": ({"parameters": "replicated"}, "a plan of 2 pipeline stages is not executed yet; only one stage is"),
+    "interleaved": ({"parameters": "replicated"}, "a plan of 2 pipeline stages is not executed yet; only one stage is"),
+    "multiplexed": ({"parameters": "replicated"}, "a plan of 2 pipeline stages is not executed yet; only one stage is"),
+    "sppo": ({"parameters": "replicated"}, "activation policies (recompute, offload, tiles) are not executed yet"),
+    "layer_first": ({}, "activation policies (recompute, offload, tiles) are not executed yet; everything is kept"),
+    "nested": ({}, "method 'hybrid' is not executed yet; only 'local' and 'ulysses' are"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_of_later_is_refused_by_the_name_of_what_is_missing(name: str) -> None:
+    changes, message = REFUSED[name]
+    plan = fixture(name, **changes)
+    with pytest.raises(ValueError) as refused:
+        refuse_unsupported(plan.for_rank(0))
+    assert message in str(refused.value)
+
+
+def test_every_hand_written_plan_is_either_refused_or_allowed_here() -> None:
+    assert {path.stem for path in FIXTURES.glob("*.json")} == set(REFUSED)
+
+
+def small_plan(**changes: Any) -> StepPlan:
+    """Two sequences on one rank, with fields of the group or of its stage replaced."""
+    plan = plan_of([[(1, (0, 1))]], [6, 4], 1)
+    (group,) = plan.micro_batches[0].groups
+    of_stage = {name: value for name, value in changes.items() if name in StagePlan.__slots__}
+    of_group = {name: value for name, value in changes.items() if name not in of_stage}
+    group = replace(group, stages=(replace(group.stages[0], **of_stage),), **of_group)
+    return replace(plan, micro_batches=(MicroBatch((group,)),))
+
+
+def actions(words: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(word) for word in words.split())
+
+
+def stage_field(name: str, field: str) -> Any:
+    return getattr(fixture(name).micro_batches[0].groups[0].stages[0], field)
+
+
+def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
+    """name -> (changes of a plan that is executed, what the refusal says)."""
+    slices = (Chunk(0, (Span(0, 0, 3),)), Chunk(1, (Span(0, 3, 6), Span(1, 0, 4))))
+    return {
+        "ring": ({"method": "ring"}, "method 'ring' is not executed yet"),
+        "parts": ({"parts": stage_field("interleaved", "parts")}, "a stage of 2 interleaved parts is not executed yet"),
+        "policies": ({"activations": stage_field("layer_first", "activations")}, "activation policies"),
+        "tiles": (
+            {"activations": tuple(replace(policy, layers=()) for policy in stage_field("layer_first", "activations"))},
+            "activation policies (recompute, offload, tiles)",
+        ),
+        "slices": ({"chunks": slices, "actions": actions("0F0 0F1 0B1 0B0")}, "chunk 1 is a slice of a sequence"),
+        "offload": ({"actions": actions("0F0 0D2H0 0H2D0 0B0")}, "action 0D2H0 is not executed yet; only F and B"),
+        "free": ({"actions": actions("0F0 0B0 0FREE0")}, "action 0FREE0 is not executed yet"),
+        "send": ({"actions": actions("0F0 0SF0 0RB0 0B0")}, "action 0SF0 is not executed yet"),
+        "helpers": (
+            {"actions": actions("0F0@1:0 0B0@1:0")},
+            "action 0F0@1:0 is not executed yet; only F and B without helpers are",
+        ),
+    }
+
+
+SMALL_REFUSALS = small_refusals()
+
+
+@pytest.mark.parametrize("name", SMALL_REFUSALS)
+def test_each_unsupported_part_alone_is_refused(name: str) -> None:
+    changes, message = SMALL_REFUSALS[name]
+    with pytest.raises(ValueError) as refused:
+        refuse_unsupported(small_plan(**changes).for_rank(0))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("name,changes", [("flexsp", {"parameters": "replicated"}), ("nested", {"method": "ulysses"})])
+def test_heterogeneous_and_nested_groups_are_executed(name: str, changes: dict[str, Any]) -> None:
+    plan = fixture(name, **changes)
+    for rank in range(plan.num_ranks):
+        refuse_unsupported(plan.for_rank(rank))
+
+
+def test_policies_that_keep_everything_are_executed() -> None:
+    kept = tuple(replace(policy, layers=(), tile_tokens=0) for policy in stage_field("layer_first", "activations"))
+    refuse_unsupported(small_plan(activations=kept).for_rank(0))
+
+
+def executor_of(model: Any) -> StepExecutor:
+    return StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU)
+
+
+def patched_model(case: ModelCase | None = None) -> Any:
+    model = build_model(case or ModelCase())
+    patch_model(model)
+    return model
+
+
+@pytest.mark.parametrize("method", ["run", "evaluate"])
+def test_nothing_runs_before_the_refusal(method: str) -> None:
+    plan = fixture("layer_first")
+    executor = executor_of(None)
+    with pytest.raises(ValueError, match="activation policies"):
+        executor.run(plan.for_rank(0), [], 1) if method == "run" else executor.evaluate(plan.for_rank(0), [])
+
+
+ROWS = random_rows([13, 5, 9])
+NUM_LABELS = sum(label != -100 for row in ROWS for label in row["labels"][1:])
+LONE_PLAN = plan_of([[(1, (0, 1))], [(1, (2,))]], [13, 5, 9], 1)
+
+
+def test_a_model_that_drops_the_context_is_refused() -> None:
+    model = build_model(ModelCase())
+    with pytest.raises(RuntimeError, match="0 of 2 attention layers received the plan; the model drops extra keyword arguments"):
+        executor_of(model).run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS)
+
+
+def test_a_model_that_drops_the_context_in_one_layer_is_refused() -> None:
+    model = patched_model()
+    attention = model.model.layers[1].self_attn
+    original = attention.forward
+
+    def forward(*args: Any, longctx: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    attention.forward = forward
+    with pytest.raises(RuntimeError, match="1 of 2 attention layers received the plan"):
+        executor_of(model).evaluate(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"])
+
+
+def test_intervals_name_every_action_and_the_reduction_in_order() -> None:
+    result = executor_of(patched_model()).run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS)
+    assert [(i.round, i.kind, i.name) for i in result.intervals()] == [
+        (0, "F", "0F0"),
+        (0, "B", "0B0"),
+        (1, "F", "0F0"),
+        (1, "B", "0B0"),
+        (-1, "reduce", "gradients"),
+    ]
+    times = [time for i in result.intervals() for time in (i.start_s, i.stop_s)]
+    assert times == sorted(times) and times[0] >= 0
+
+
+def test_a_step_without_labels_has_loss_zero_and_zero_gradients() -> None:
+    rows = [{"input_ids": row["input_ids"], "labels": [-100] * len(row["input_ids"])} for row in ROWS]
+    model = patched_model()
+    result = executor_of(model).run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, rows, 0)["chunks"], 0)
+    assert float(result.loss) == 0.0
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_loss_is_an_fp64_scalar_without_a_graph() -> None:
+    model = patched_model(ModelCase(dtype=torch.float32))
+    loss = executor_of(model).run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS).loss
+    assert (loss.dtype, loss.shape, loss.requires_grad) == (torch.float64, (), False)
+
+
+def chunked(plan: StepPlan, words: str) -> StepPlan:
+    """The plan with every group's pack cut into one chunk per sequence, run in the order of `words`."""
+
+    def cut(group: SequenceGroup) -> SequenceGroup:
+        chunks = tuple(Chunk(i, (span,)) for i, span in enumerate(group.chunks[0].spans))
+        return replace(group, chunks=chunks, stages=(replace(group.stages[0], actions=actions(words)),))
+
+    return validate_plan(replace(plan, micro_batches=tuple(MicroBatch(tuple(map(cut, mb.groups))) for mb in plan.micro_batches)))
+
+
+def check_step(pool: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> None:
+    """Asserts that every rank ends with the loss and gradients of one plain process."""
+    expected_loss, expected = reference_step(build_model(ModelCase()), rows)
+    for loss, gradients in run_step(pool, ModelCase(), plan, rows):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert gradients.keys() == expected.keys()
+        assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("words", ["0F0 0F1 0B1 0B0", "0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1", "0F1 0F0 0B1 0B0"])
+def test_several_chunks_of_a_group_in_any_order_match(ranks, words: str) -> None:
+    lengths = [13, 5]
+    check_step(ranks(2), chunked(plan_of([[(2, (0, 1))]], lengths, 2), words), random_rows(lengths))
+
+
+def test_groups_of_one_round_may_run_different_orders(ranks) -> None:
+    lengths = [13, 5, 9, 7]
+    plan = chunked(plan_of([[(2, (0, 1)), (2, (2, 3))]], lengths, 4), "0F0 0F1 0B1 0B0")
+    first, second = plan.micro_batches[0].groups
+    other = replace(second, stages=(replace(second.stages[0], actions=actions("0F1 0B1 0F0 0B0")),))
+    check_step(ranks(4), validate_plan(replace(plan, micro_batches=(MicroBatch((first, other)),))), random_rows(lengths))
+
+
+def test_nested_groups_that_leave_ranks_out_match(ranks) -> None:
+    # the shape of nested.json with short sequences: <4>, then (0, 1) alone with two chunks, then <1,1,2>
+    rows = random_rows(lengths := [30, 8, 6, 7, 5, 9])
+    plan = fixture("nested", method="ulysses", lengths=lengths)
+
+    def shorten(group: SequenceGroup) -> SequenceGroup:
+        chunks = tuple(replace(c, spans=tuple(Span(s.sequence, 0, lengths[s.sequence]) for s in c.spans)) for c in group.chunks)
+        return replace(group, chunks=chunks)
+
+    plan = replace(plan, micro_batches=tuple(MicroBatch(tuple(map(shorten, mb.groups))) for mb in plan.micro_batches))
+    check_step(ranks(4), validate_plan(plan), rows)
+
+
+def evaluated_on_rank(plan_json: str, rows: list[dict[str, list[int]]]) -> tuple[float, bool]:
+    """The summed loss, and whether evaluation left gradients behind."""
+    pool, plan = group_pool(), plan_from_json(plan_json)
+    model = patched_model()
+    executor = StepExecutor(model, pool, 2, CPU)
+    total = executor.evaluate(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"])
+    return float(total), any(p.grad is not None for p in model.parameters())
+
+
+def test_evaluation_sums_the_loss_over_all_ranks_and_leaves_no_gradients(ranks) -> None:
+    lengths = [13, 5, 9, 1]
+    rows = random_rows(lengths)
+    plan = plan_of([[(2, (0, 3))], [(1, (1,)), (1, (2,))]], lengths, 2)
+    mean, _ = reference_step(build_model(ModelCase()), rows)
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    for total, has_gradients in ranks(2).run(evaluated_on_rank, plan_to_json(plan), rows):
+        assert total == pytest.approx(mean * num_labels, rel=TOLERANCE)
+        assert not has_gradients
