@@ -84,7 +84,7 @@ class LongContextMixin(_TrainerBase):
         refused = {"data_collator": data_collator, **kwargs}
         degrees = self._check_setup(model, args, processing_class, refused)
         costs = self._prepare_planning(model, args, degrees)
-        self._row_lengths: dict[int, IntArray] = {}
+        self._row_lengths: dict[str, tuple[Any, IntArray]] = {}
         self._check_data(model, args, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
         patch_model(model)
         self._num_attention_layers = num_attention_layers(model)
@@ -234,29 +234,30 @@ class LongContextMixin(_TrainerBase):
         settings = {"model config": model.config.to_json_string(), "world size": args.world_size}
         for name, dataset in datasets.items():
             if dataset is not None:
-                problems += self._read_lengths(name, dataset)
-                lengths = self._row_lengths.get(id(dataset), np.zeros(0, dtype=np.int64))
+                lengths, found = self._read_lengths(name, dataset)
+                problems += found
+                self._row_lengths[name] = (dataset, lengths)
                 settings[f"{name} lengths"] = hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
         problems += differing_settings(settings, self._control)
         raise_together(problems, self._control)
 
-    def _read_lengths(self, name: str, dataset: Any) -> list[str]:
+    def _read_lengths(self, name: str, dataset: Any) -> tuple[IntArray, list[str]]:
         config, planner = self.longctx_config, self._planner_config
         lengths, problems = dataset_problems(dataset, name, self._vocab_size)
         if not problems and config.long_sequences == "error":
             room = planner.tokens_per_rank * planner.degrees[-1]
             problems = too_long(lengths, self._max_length, room, planner.tokens_per_rank, name)
-        if not problems:
-            self._row_lengths[id(dataset)] = lengths
-        return problems
+        return lengths, problems
 
     def _index(self, name: str, dataset: Any) -> SequenceIndex:
         """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
-        if id(dataset) not in self._row_lengths:
-            raise_together(self._read_lengths(name, dataset), self._control)
+        known, lengths = self._row_lengths.get(name, (None, np.zeros(0, dtype=np.int64)))
+        if known is not dataset:
+            lengths, problems = self._read_lengths(name, dataset)
+            raise_together(problems, self._control)
         planner = self._planner_config
         limit = min(self._max_length, planner.tokens_per_rank * planner.degrees[-1])
-        return SequenceIndex.build(self._row_lengths[id(dataset)], limit, self.longctx_config.long_sequences)
+        return SequenceIndex.build(lengths, limit, self.longctx_config.long_sequences)
 
     def _loader(self, dataset: Any, index: SequenceIndex, sampler: LengthAwareSampler, explore: bool) -> DataLoader[Any]:
         args, num_workers = self.args, self.args.dataloader_num_workers

@@ -180,6 +180,18 @@ def tokens_of_first_row(rows: list[dict[str, list[int]]], config: dict[str, Any]
     return int(index.lengths[index.rows == 0].sum())
 
 
+def test_evaluation_takes_any_set_and_refuses_a_bad_one(rows) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(ModelCase(dtype=torch.float32), rows, folder)
+        model = build_model(ModelCase(dtype=torch.float32))
+        # sets made on the spot may follow each other at one address
+        for count in (3, 7, 5):
+            loss = trainer.evaluate(datasets.Dataset.from_list(rows[:count]))["eval_loss"]
+            assert loss == pytest.approx(reference_step(model, rows[:count])[0], abs=1e-5)
+        with pytest.raises(ValueError, match="eval_dataset row 1 has no tokens"):
+            trainer.evaluate(datasets.Dataset.from_list([rows[0], {"input_ids": [], "labels": []}]))
+
+
 def test_default_config_needs_nothing(rows) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(ModelCase(), rows, folder, {"report_steps": True, "timeline_steps": 3}, {"max_steps": 2})
