@@ -118,6 +118,8 @@ def main() -> None:
     """Prints the table; fails if the losses differ."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each method (default: 3)")
+    parser.add_argument("--require", nargs=2, type=float, default=(0.0, 0.0), metavar=("PADDING", "FLATTENING"),
+                        help="fail unless ours is faster than each by this factor")  # fmt: skip
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
@@ -141,6 +143,9 @@ def main() -> None:
     spread = max(row["loss"] for row in results) - min(row["loss"] for row in results)
     if spread > TOLERANCE:
         raise SystemExit(f"the losses differ by {spread:.1e}, above {TOLERANCE}: the methods do not compute the same thing")
+    for row, factor in zip(results, options.require, strict=False):
+        if row["ours_is_faster_by"] < factor:
+            raise SystemExit(f"ours is faster than {row['method']} by {row['ours_is_faster_by']:.2f}, required {factor}")
 
 
 if __name__ == "__main__":
