@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import torch
 
 from hf_longctx.hf.sampler import IntArray
+from hf_longctx.runtime.loss import IGNORE_INDEX
 
 _BATCH_ROWS = 10_000
 _SHOWN = 3
@@ -41,6 +42,9 @@ def dataset_problems(dataset: Any, name: str, vocab_size: int) -> tuple[IntArray
         rows, found = _table_problems(name, first_row, table, vocab_size)
         lengths.append(rows)
         problems += found
+        # after rows of another kind the numbers of rows are lost
+        if len(rows) == 0:
+            break
     return np.concatenate(lengths), _shorten(problems)
 
 
@@ -74,11 +78,11 @@ def _columns(dataset: Any) -> list[str]:
     if isinstance(dataset, datasets.Dataset):
         return list(dataset.column_names)
     row = dataset[0]
-    return list(row) if isinstance(row, dict) else [type(row).__name__]
+    return list(row) if isinstance(row, Mapping) else [type(row).__name__]
 
 
-def _tables(dataset: Any, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
-    """(number of the first row, rows) batch by batch."""
+def _tables(dataset: Any, columns: list[str]) -> Iterator[tuple[int, pa.Table | str]]:
+    """(number of the first row, rows) batch by batch; instead of rows, what is wrong with them."""
     first_row = 0
     if isinstance(dataset, datasets.Dataset):
         for table in dataset.select_columns(columns).with_format("arrow").iter(_BATCH_ROWS):
@@ -86,46 +90,78 @@ def _tables(dataset: Any, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
             first_row += len(table)
         return
     while first_row < len(dataset):
-        rows = [dataset[i] for i in range(first_row, min(first_row + _BATCH_ROWS, len(dataset)))]
-        yield first_row, pa.table({c: [np.asarray(row[c], dtype=np.int64) for row in rows] for c in columns})
-        first_row += len(rows)
+        stop = min(first_row + _BATCH_ROWS, len(dataset))
+        yield first_row, _plain_table([dataset[i] for i in range(first_row, stop)], columns, first_row)
+        first_row = stop
 
 
-def _table_problems(name: str, first_row: int, table: pa.Table, vocab_size: int) -> tuple[IntArray, list[str]]:
-    problems = []
-    input_ids = table["input_ids"]
-    if not (pa.types.is_list(input_ids.type) or pa.types.is_large_list(input_ids.type)):
-        return np.ones(len(table), dtype=np.int64), [
-            f"{name} column 'input_ids' holds {input_ids.type}, expected a list of integers per row"
-        ]
-    lengths = pc.fill_null(pc.list_value_length(input_ids), 0).to_numpy().astype(np.int64)
-    for row in np.flatnonzero(lengths == 0):
-        problems.append(f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter")
-    ids = pc.list_flatten(input_ids)
-    bounds = pc.min_max(ids).as_py() if len(ids) else {"min": 0, "max": 0}
-    if bounds["min"] < 0 or bounds["max"] >= vocab_size:
-        wrong = bounds["max"] if bounds["max"] >= vocab_size else bounds["min"]
-        problems.append(
-            f"{name} holds token id {wrong}, the model's vocabulary has {vocab_size}; tokenise with the model's own tokenizer"
-        )
+def _plain_table(rows: list[Any], columns: list[str], first_row: int) -> pa.Table | str:
+    values: dict[str, list[Any]] = {column: [] for column in columns}
+    for number, row in enumerate(rows):
+        for column in columns:
+            if column not in row:
+                return f"row {first_row + number} has no {column!r}, the first row has; give every row the same columns"
+            value = None if row[column] is None else np.asarray(row[column])
+            if value is not None and (value.ndim != 1 or (value.dtype.kind not in "iub" and value.size)):
+                return (
+                    f"row {first_row + number} column {column!r} holds {row[column]!r:.40}, expected a list of integers per row"
+                )
+            values[column].append(value if value is None else value.astype(np.int64))
+    return pa.table({column: pa.array(items, pa.list_(pa.int64())) for column, items in values.items()})
+
+
+def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size: int) -> tuple[IntArray, list[str]]:
+    """The lengths of the rows and their problems; no lengths where a column does not hold lists of integers."""
+    if isinstance(table, str):
+        return np.zeros(0, dtype=np.int64), [f"{name} {table}"]
+    for column in table.column_names:
+        kind = table[column].type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        # an empty list has values of no type
+        if not is_list or not (pa.types.is_integer(kind.value_type) or kind.value_type in (pa.bool_(), pa.null())):
+            expected = "expected a list of integers per row"
+            return np.zeros(0, dtype=np.int64), [f"{name} column {column!r} holds {kind}, {expected}"]
+    lengths = _list_lengths(table["input_ids"])
+    problems = [
+        f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter"
+        for row in np.flatnonzero(lengths == 0)
+    ]
+    problems += _range_problems(name, "token id", table["input_ids"], 0, vocab_size)
     if "labels" in table.column_names:
-        label_lengths = pc.fill_null(pc.list_value_length(table["labels"]), 0).to_numpy()
-        for row in np.flatnonzero(label_lengths != lengths):
-            problems.append(
-                f"{name} row {first_row + row} has {lengths[row]} tokens but {label_lengths[row]} labels; give one label per "
-                f"token (-100 for none), not shifted"
-            )
-        labels = pc.list_flatten(table["labels"])
-        highest = pc.max(labels).as_py() if len(labels) else None
-        if highest is not None and highest >= vocab_size:
-            problems.append(f"{name} holds label {highest}, the model's vocabulary has {vocab_size}")
+        label_lengths = _list_lengths(table["labels"])
+        problems += [
+            f"{name} row {first_row + row} has {lengths[row]} tokens but {label_lengths[row]} labels; give one label per token "
+            f"({IGNORE_INDEX} for none), not shifted"
+            for row in np.flatnonzero(label_lengths != lengths)
+        ]
+        flat = pc.list_flatten(table["labels"])
+        problems += _range_problems(name, "label", pc.filter(flat, pc.not_equal(flat, IGNORE_INDEX)), 0, vocab_size)
     if "attention_mask" in table.column_names:
-        mask = pc.list_flatten(table["attention_mask"])
-        if len(mask) and pc.min(pc.cast(mask, pa.int64())).as_py() == 0:
+        lowest = pc.min(pc.cast(pc.list_flatten(table["attention_mask"]), pa.int64())).as_py()
+        if lowest == 0:
             problems.append(
                 f"{name} is padded (attention_mask holds zeros); tokenise without padding, rows of any length are packed"
             )
     return lengths, problems
+
+
+def _list_lengths(column: pa.ChunkedArray) -> IntArray:
+    """Items of every row; a missing list has none."""
+    lengths: IntArray = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _range_problems(name: str, what: str, column: pa.ChunkedArray, lowest: int, limit: int) -> list[str]:
+    """A problem if some value is missing or outside [lowest, limit)."""
+    values = pc.list_flatten(column) if pa.types.is_nested(column.type) else column
+    if values.null_count and what == "token id":
+        return [f"{name} holds a missing {what} inside a row; tokenise again or remove the row"]
+    bounds = pc.min_max(values).as_py()
+    if bounds["min"] is None or (bounds["min"] >= lowest and bounds["max"] < limit):
+        return []
+    wrong = bounds["max"] if bounds["max"] >= limit else bounds["min"]
+    none = f" ({IGNORE_INDEX} means no label)" if what == "label" else ""
+    return [f"{name} holds {what} {wrong}, the model's vocabulary has {limit}{none}; tokenise with the model's own tokenizer"]
 
 
 def _shorten(problems: list[str]) -> list[str]:

@@ -48,12 +48,13 @@ class PlanSource:
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """The plan of one step, on this rank alone."""
         costs, config = self.costs, self.config
-        if explore and not costs.coefficients.is_measured:
-            degree = config.degrees[step % len(config.degrees)]
-            costs, config = _favour(degree, costs), replace(config, degrees=tuple(d for d in config.degrees if d >= degree))
-        plan = plan_step(step, lengths, costs, config)
+        if not explore or costs.coefficients.is_measured or config.static_degree:
+            return plan_step(step, lengths, costs, config)
+        degree = config.degrees[step % len(config.degrees)]
+        config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree))
+        plan = plan_step(step, lengths, _favour(degree, costs), config)
         # what was made dear on purpose says nothing about the step
-        return plan if costs is self.costs else replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
+        return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
     def _submit(self, step: tuple[int, list[int]] | None, explore: bool) -> Future[StepPlan] | int | None:
         """The future of a plan on rank 0, a stand-in on other ranks, None after the last step."""

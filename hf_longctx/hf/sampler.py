@@ -82,9 +82,10 @@ class LengthAwareSampler:
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(self.lengths), generator=generator).numpy()
-        ends = self._ends(order)
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        start = 0
+        for end in self._ends(order):
             yield [int(i) for i in order[start:end]]
+            start = end
 
     def _ends(self, order: IntArray) -> list[int]:
         count = len(order)

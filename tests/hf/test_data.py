@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from hf_longctx.hf import data
-from hf_longctx.hf.data import dataset_problems, too_long
+from hf_longctx.hf.data import dataset_problems, token_rows, too_long
 
 VOCAB_SIZE = 64
 Rows = list[dict[str, Any]]
@@ -93,7 +94,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "label at the vocabulary's size": (
         {"labels": [5, 64]},
-        "train_dataset holds label 64, the model's vocabulary has 64",
+        "train_dataset holds label 64, the model's vocabulary has 64 (-100 means no label); tokenise with the model's own tokenizer",
     ),
     "padding": (
         {"attention_mask": [1, 0]},
@@ -142,6 +143,14 @@ def test_a_column_that_holds_no_token_ids_is_found(make, name: str) -> None:
     rows = [{"input_ids": value} for value in WRONG_COLUMNS[name]]
     _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
     assert problems and "input_ids" in problems[0] and "list of integers" in problems[0]
+
+
+@pytest.mark.parametrize("labels", [[1, 0], ["good", "bad"]], ids=["classes", "words"])
+def test_labels_of_a_whole_row_are_found(make, labels: list[Any]) -> None:
+    # a data set for classification has one label per row
+    rows = [{"input_ids": [1, 2], "labels": label} for label in labels]
+    _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
+    assert problems and "labels" in problems[0]
 
 
 def test_a_text_column_is_named_with_its_type() -> None:
@@ -245,6 +254,31 @@ def test_plain_rows_may_hold_tensors() -> None:
     rows = [{"input_ids": torch.tensor([1, 2]), "labels": np.array([1, 2])}]
     lengths, problems = dataset_problems(PlainList(rows), "train_dataset", VOCAB_SIZE)
     assert (lengths.tolist(), problems) == ([2], [])
+
+
+def test_plain_rows_may_be_what_a_tokenizer_returns() -> None:
+    rows = [BatchEncoding({"input_ids": [1, 2], "attention_mask": [1, 1]})]
+    lengths, problems = dataset_problems(PlainList(rows), "train_dataset", VOCAB_SIZE)
+    assert (lengths.tolist(), problems) == ([2], [])
+
+
+@pytest.mark.parametrize("kept", [["input_ids"], ["input_ids", "labels"]])
+def test_only_columns_that_training_reads_are_decoded(kept: list[str]) -> None:
+    rows = [{"text": "a b", **{name: row[name] for name in kept}} for row in GOOD]
+    dataset = datasets.Dataset.from_list(rows).with_format("torch")
+    read = token_rows(dataset)
+    assert len(read) == len(GOOD)
+    for number, row in enumerate(GOOD):
+        found = read[number]
+        assert sorted(found) == kept
+        assert all(isinstance(found[name], np.ndarray) and found[name].tolist() == row[name] for name in kept)
+    # the user's own object keeps its columns and format
+    assert "text" in dataset.column_names and isinstance(dataset[0]["input_ids"], torch.Tensor)
+
+
+def test_plain_datasets_are_read_as_they_are() -> None:
+    dataset = PlainList(GOOD)
+    assert token_rows(dataset) is dataset
 
 
 def test_rows_up_to_both_limits_fit() -> None:

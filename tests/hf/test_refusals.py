@@ -32,7 +32,7 @@ SHAPE = {
 
 @pytest.fixture(autouse=True)
 def kept_environment() -> Iterator[None]:
-    """TrainingArguments writes its compile and FSDP settings into the environment, where later tests would find them."""
+    """TrainingArguments writes an FSDP setting into the environment, where later tests would find it."""
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
