@@ -25,10 +25,15 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     name, config = type(model).__name__, model.config
     if hasattr(model, "peft_config") or name.startswith("Peft"):
         return [f"{name}: LoRA and other adapters are not supported yet; train the full model, or merge the adapter first"]
-    if name not in TESTED_MODELS or not type(model).__module__.startswith("transformers."):
+    if name not in TESTED_MODELS:
         return [
-            f"model class {name} is not in the tested list ({', '.join(TESTED_MODELS)}): its attention may have a pattern "
-            f"that would be silently wrong; use one of these classes"
+            f"model class {name} is not in the tested list ({', '.join(TESTED_MODELS)}): its attention may have a pattern that "
+            f"would be silently wrong; use one of these classes"
+        ]
+    if not type(model).__module__.startswith("transformers."):
+        return [
+            f"model class {name} comes from {type(model).__module__}, not from transformers, so it is not the one that was "
+            f"tested; use the class of transformers"
         ]
     problems = []
     if (window := _window(config)) is not None:

@@ -28,7 +28,7 @@ def dataset_problems(dataset: Any, name: str, vocab_size: int) -> tuple[IntArray
     if isinstance(dataset, (datasets.IterableDataset, torch.utils.data.IterableDataset)):
         return empty, [f"{name} is an iterable dataset, which is not supported yet; pass a map-style dataset with a length"]
     if isinstance(dataset, dict):
-        return empty, [f"{name} is a dict of datasets; pass one dataset"]
+        return empty, [f"{name} is a dict of datasets ({', '.join(map(str, dataset))}); pass one of them"]
     if len(dataset) == 0:
         return empty, [f"{name} has no rows; check its path, split and filters"]
     columns = set(_columns(dataset))
@@ -168,4 +168,4 @@ def _shorten(problems: list[str]) -> list[str]:
     """The first few problems and how many more there are."""
     unique = list(dict.fromkeys(problems))
     more = len(unique) - _SHOWN
-    return unique[:_SHOWN] + ([f"... and {more} more rows with problems"] if more > 0 else [])
+    return unique[:_SHOWN] + ([f"... and {more} more problems"] if more > 0 else [])

@@ -65,6 +65,16 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
     return problems
 
 
+def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[str]:
+    """Settings that would have no effect beside each other."""
+    if config.tokens_per_step is not None and args.dataloader_drop_last:
+        return [
+            f"dataloader_drop_last=True has no effect with tokens_per_step={config.tokens_per_step}, which cuts an epoch into "
+            f"equal steps; leave one of them out"
+        ]
+    return []
+
+
 def setup_problems(
     model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
 ) -> list[str]:

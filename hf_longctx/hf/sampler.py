@@ -49,7 +49,8 @@ class LengthAwareSampler:
 
     A batch has `sequences_per_step` sequences, or about `tokens_per_step` tokens: the shuffled epoch is cut at equal
     shares of its tokens, so the number of steps is the same in every epoch and a step is off by at most the sequence at
-    each of its ends. Placement on ranks is the plan's business.
+    each of its ends. (Beside a sequence longer than a budget, steps get one sequence each.) Placement on ranks is the
+    plan's business.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.data import dataset_problems, token_rows, too_long
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
-from hf_longctx.hf.refusals import argument_problems, setup_problems
+from hf_longctx.hf.refusals import argument_problems, config_problems, setup_problems
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.plan.cost import CostModel, default_coefficients
@@ -97,6 +97,7 @@ class LongContextMixin(_TrainerBase):
             processing_class=processing_class,
             **kwargs,
         )
+        self._executor: StepExecutor | None = None
         self._pool = GroupPool(degrees, self.longctx_config.collective_timeout_s, self._control)
         self._source = PlanSource(self._pool, costs, self._planner_config)
         self._report = RunReport(self.longctx_config, self._source)
@@ -152,7 +153,7 @@ class LongContextMixin(_TrainerBase):
         self._switch_optimizer("train")
         plan = inputs["step"].plan
         with self._explained():
-            result = self._executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
+            result = self._training_executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
         self._report.step_done(plan, result)
         return result.loss
 
@@ -169,7 +170,7 @@ class LongContextMixin(_TrainerBase):
         model.eval()
         self._switch_optimizer("eval")
         self.callback_handler.eval_dataloader = dataloader
-        executor = self._executor(model)
+        executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
         loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
         for batch in dataloader:
             step = batch["step"]
@@ -199,7 +200,7 @@ class LongContextMixin(_TrainerBase):
         config = self.longctx_config
         heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
         degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads))))
-        problems = argument_problems(args, trainer_arguments)
+        problems = argument_problems(args, trainer_arguments) + config_problems(config, args)
         problems += setup_problems(model, processing_class, config, args.world_size, degrees)
         # settings before problems: a rank with other settings may be the only one with a problem
         problems += differing_settings({**asdict(config), **_shared_arguments(args)}, self._control)
@@ -273,8 +274,11 @@ class LongContextMixin(_TrainerBase):
             worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
         )
 
-    def _executor(self, model: nn.Module) -> StepExecutor:
-        return StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
+    def _training_executor(self, model: nn.Module) -> StepExecutor:
+        """The executor of the wrapped model; kept while that stays the same, since it owns gradient buffers."""
+        if self._executor is None or self._executor.model is not model:
+            self._executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
+        return self._executor
 
     def _explained(self) -> AbstractContextManager[None]:
         timeout_s = self.longctx_config.collective_timeout_s

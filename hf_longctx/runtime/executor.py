@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.sharding import document_bounds, shard_tokens
-from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
+from hf_longctx.plan.types import Action, RankPlan, SequenceGroup
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval, StepClock
-from hf_longctx.runtime.reduction import reduce_gradients
+from hf_longctx.runtime.reduction import GradientSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,20 @@ class StepExecutor:
     """Runs rank plans of one model on the groups of one pool.
 
     `model` is the plain or DDP-wrapped model; its attention must be the registered `longctx` function, called
-    `num_attention_layers` times per forward.
+    `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add up in fp32.
     """
 
-    def __init__(self, model: nn.Module, pool: GroupPool, num_attention_layers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: GroupPool,
+        num_attention_layers: int,
+        device: torch.device,
+        fp32_gradients: bool = True,
+    ) -> None:
         self.model, self.pool, self.device = model, pool, device
         self.num_attention_layers = num_attention_layers
+        self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
         # a mask of four dimensions is passed on by transformers as it is, so no mask is built over the packed row
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
@@ -74,10 +82,9 @@ class StepExecutor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._without_ddp_reduction():
             for index, (group, stage) in enumerate(plan.rounds):
-                with_grad = _Round(self, group, inputs[index], num_label_tokens, clock, index)
-                total += with_grad.run(stage)
+                total += _Round(self, group, inputs[index], num_label_tokens, clock, index).run(stage.actions)
         with clock.measure(-1, "reduce", "gradients"):
-            reduce_gradients((p for p in self.model.parameters() if p.requires_grad), self.pool.everyone)
+            self.gradients.reduce(self.pool.everyone)
             self._sum_over_ranks(total)
         return StepResult(total, clock)
 
@@ -89,7 +96,7 @@ class StepExecutor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (group, stage) in enumerate(plan.rounds):
             forwards = [action for action in stage.actions if action.kind == "F"]
-            total += _Round(self, group, inputs[index], 1, clock, index).run_actions(forwards)
+            total += _Round(self, group, inputs[index], 1, clock, index).run(forwards)
         self._sum_over_ranks(total)
         return total
 
@@ -137,11 +144,8 @@ class _Round:
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.handlers = {"F": self._forward, "B": self._backward}
 
-    def run(self, stage: StagePlan) -> Tensor:
-        """All actions of the stage; this rank's share of the step's loss, without a graph."""
-        return self.run_actions(stage.actions)
-
-    def run_actions(self, actions: Sequence[Action]) -> Tensor:
+    def run(self, actions: Sequence[Action]) -> Tensor:
+        """The actions in order; this rank's share of the step's loss, without a graph."""
         for action in actions:
             with self.clock.measure(self.index, action.kind, str(action)):
                 self.handlers[action.kind](action)
@@ -160,6 +164,7 @@ class _Round:
 
     def _backward(self, action: Action) -> None:
         self.losses.pop(action.chunk).backward()
+        self.executor.gradients.absorb()
 
 
 def refuse_unsupported(plan: RankPlan) -> None:

@@ -1,8 +1,8 @@
-"""One sum of gradients over all ranks at the end of a step, in flat buckets."""
+"""Gradients of a step: summed over chunks in at least fp32, then over all ranks once, in flat buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,22 +11,55 @@ from torch import Tensor, nn
 _BUCKET_BYTES = 64 * 2**20
 
 
-def reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Replaces every gradient by its sum over the ranks of `group`; None is a single rank.
+class GradientSum:
+    """Collects the gradients of one step of a model's trainable parameters.
 
-    Every rank of the group must call it with the same parameters in the same order, and have gradients for the same
-    ones: true since every rank runs at least one chunk through the whole model. Works in place, on the current stream.
+    Weights in half precision get a buffer in fp32 each (4 bytes per parameter, kept between steps): adding the gradients
+    of many chunks in bf16 loses those of small chunks. `in_fp32=False` saves the buffers and adds in the weights' dtype.
     """
-    if group is None:
-        return
-    bucket: list[Tensor] = []
-    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        if bucket and (_num_bytes(bucket) + _num_bytes([gradient]) > _BUCKET_BYTES or bucket[0].dtype != gradient.dtype):
-            _sum_bucket(bucket, group)
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        _sum_bucket(bucket, group)
+
+    def __init__(self, parameters: Sequence[nn.Parameter], in_fp32: bool = True) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._wide: dict[nn.Parameter, Tensor] = {}
+        self._in_fp32 = in_fp32
+
+    def absorb(self) -> None:
+        """Call after every backward: moves gradients in half precision to their buffers; others stay where they are."""
+        if not self._in_fp32:
+            return
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16):
+                continue
+            if parameter not in self._wide:
+                self._wide[parameter] = torch.zeros_like(gradient, dtype=torch.float32)
+            self._wide[parameter].add_(gradient)
+            parameter.grad = None
+
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
+        """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
+
+        Every rank of the group must call it with the same parameters in the same order, and have gradients for the same
+        ones: true since every rank runs at least one chunk through the whole model. On the current stream.
+        """
+        sums = [self._wide.get(parameter, parameter.grad) for parameter in self.parameters]
+        if group is not None:
+            for bucket in _buckets([gradient for gradient in sums if gradient is not None]):
+                _sum_bucket(bucket, group)
+        for parameter, wide in self._wide.items():
+            parameter.grad = wide.to(parameter.dtype)
+            wide.zero_()
+
+
+def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Consecutive gradients of one dtype, about 64 MiB together."""
+    buckets: list[list[Tensor]] = []
+    for gradient in gradients:
+        last = buckets[-1] if buckets else []
+        if not last or last[0].dtype != gradient.dtype or _num_bytes(last) + _num_bytes([gradient]) > _BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(gradient)
+    return buckets
 
 
 def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup) -> None:

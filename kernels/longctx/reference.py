@@ -12,8 +12,8 @@ def packed_causal_attention(q_HSD: Tensor, k_GSD: Tensor, v_GSD: Tensor, cu_seql
     H query heads read G KV heads in consecutive equal shares. cu_seqlens: document boundaries [num_documents + 1].
     """
     num_tokens, per_kv = q_HSD.shape[1], q_HSD.shape[0] // k_GSD.shape[0]
-    document_S = torch.searchsorted(cu_seqlens[1:], torch.arange(num_tokens), right=True)
-    place_S = torch.arange(num_tokens)
+    place_S = torch.arange(num_tokens, device=q_HSD.device)
+    document_S = torch.searchsorted(cu_seqlens[1:], place_S, right=True)
     visible_SS = (document_S[:, None] == document_S[None, :]) & (place_S[:, None] >= place_S[None, :])
     k_HSD, v_HSD = k_GSD.repeat_interleave(per_kv, 0), v_GSD.repeat_interleave(per_kv, 0)
     scores_HSS = (q_HSD @ k_HSD.transpose(1, 2)) * scale

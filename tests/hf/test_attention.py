@@ -81,7 +81,7 @@ def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
 
 def test_dropout_is_refused() -> None:
     heads = torch.zeros(1, 2, 5, 4)
-    with pytest.raises(ValueError, match="dropout 0.1"):
+    with pytest.raises(ValueError, match=r"dropout 0\.1"):
         longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, dropout=0.1, longctx=LONE_CONTEXT)
 
 

@@ -94,7 +94,8 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "label at the vocabulary's size": (
         {"labels": [5, 64]},
-        "train_dataset holds label 64, the model's vocabulary has 64 (-100 means no label); tokenise with the model's own tokenizer",
+        "train_dataset holds label 64, the model's vocabulary has 64 (-100 means no label); "
+        "tokenise with the model's own tokenizer",
     ),
     "padding": (
         {"attention_mask": [1, 0]},
@@ -194,9 +195,8 @@ def test_iterable_datasets_are_refused() -> None:
 
 def test_a_dict_of_datasets_is_refused() -> None:
     for several in (datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)), {"a": GOOD}):
-        assert dataset_problems(several, "eval_dataset", VOCAB_SIZE)[1] == [
-            "eval_dataset is a dict of datasets; pass one dataset"
-        ]
+        (problem,) = dataset_problems(several, "eval_dataset", VOCAB_SIZE)[1]
+        assert problem == f"eval_dataset is a dict of datasets ({next(iter(several))}); pass one of them"
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 3, 4, 7, 8])
@@ -215,7 +215,7 @@ def test_at_most_three_problems_are_shown_and_the_rest_counted(make, monkeypatch
     rows = [{"input_ids": [1]}] + [{"input_ids": []} for _ in range(5)]
     _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
     assert [problem.split(" has ")[0] for problem in problems[:3]] == [f"train_dataset row {row}" for row in (1, 2, 3)]
-    assert problems[3:] == ["... and 2 more rows with problems"]
+    assert problems[3:] == ["... and 2 more problems"]
 
 
 def test_exactly_three_problems_are_all_shown(make) -> None:

@@ -159,7 +159,7 @@ def test_a_class_of_ones_own_with_a_tested_name_is_refused() -> None:
         pass
 
     (problem,) = problems_of(LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)))
-    assert problem.startswith("model class LlamaForCausalLM is not in the tested list")
+    assert problem.startswith(f"model class LlamaForCausalLM comes from {__name__}, not from transformers")
 
 
 # name -> (config class, model class, further config, the window in the message)

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hf_longctx.kernels.reference import packed_causal_attention
 from torch import Tensor
+
+from hf_longctx.kernels.reference import packed_causal_attention
 
 # both sides work in fp64; the sums are at most 12 terms long
 TOLERANCE = 1e-14

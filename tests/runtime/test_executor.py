@@ -138,7 +138,7 @@ def patched_model(case: ModelCase | None = None) -> Any:
 @pytest.mark.parametrize("method", ["run", "evaluate"])
 def test_nothing_runs_before_the_refusal(method: str) -> None:
     plan = fixture("layer_first")
-    executor = executor_of(None)
+    executor = executor_of(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="activation policies"):
         executor.run(plan.for_rank(0), [], 1) if method == "run" else executor.evaluate(plan.for_rank(0), [])
 
@@ -202,6 +202,17 @@ def chunked(plan: StepPlan, words: str) -> StepPlan:
         return replace(group, chunks=chunks, stages=(replace(group.stages[0], actions=actions(words)),))
 
     return validate_plan(replace(plan, micro_batches=tuple(MicroBatch(tuple(map(cut, mb.groups))) for mb in plan.micro_batches)))
+
+
+@pytest.mark.parametrize("words,expected", [("0F0 0F1 0B1 0B0", [13, 5, 5, 13]), ("0F0 0F1 0B0 0B1", [13, 5, 13, 5])])
+def test_every_action_runs_its_own_chunk(words: str, expected: list[int]) -> None:
+    model, seen = patched_model(), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape[1]))
+    rows = random_rows([13, 5])
+    plan = chunked(plan_of([[(1, (0, 1))]], [13, 5], 1), words)
+    executor_of(model).run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], 10)
+    assert seen == expected
 
 
 def check_step(pool: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> None:

@@ -10,7 +10,7 @@ from helpers.steps import group_pool
 from torch import Tensor, nn
 
 from hf_longctx.runtime import reduction
-from hf_longctx.runtime.reduction import reduce_gradients
+from hf_longctx.runtime.reduction import GradientSum
 
 SHAPES = [(3, 5), (7,), (2, 2, 2), (1,), (), (11,)]
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float64, torch.float32, torch.float32]
@@ -31,7 +31,7 @@ def reduced_on_rank(bucket_bytes: int) -> list[Tensor]:
     pool = group_pool()
     parameters = parameters_of(pool.rank)
     with patch.object(reduction, "_BUCKET_BYTES", bucket_bytes):
-        reduce_gradients(iter(parameters), pool.everyone)
+        GradientSum(parameters).reduce(pool.everyone)
     return [parameter.grad for parameter in parameters]
 
 
@@ -48,7 +48,7 @@ def transposed_on_rank() -> tuple[bool, Tensor]:
     parameter = nn.Parameter(torch.zeros(3, 5))
     gradient = (torch.arange(15.0).reshape(5, 3) * (pool.rank + 1)).t()
     parameter.grad = gradient
-    reduce_gradients([parameter], pool.everyone)
+    GradientSum([parameter]).reduce(pool.everyone)
     return parameter.grad is gradient, parameter.grad
 
 
@@ -62,7 +62,7 @@ def frozen_on_rank() -> list[Tensor | None]:
     pool = group_pool()
     frozen, trained = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     trained.grad = torch.full((2,), float(pool.rank))
-    reduce_gradients([frozen, trained], pool.everyone)
+    GradientSum([frozen, trained]).reduce(pool.everyone)
     return [frozen.grad, trained.grad]
 
 
@@ -75,5 +75,5 @@ def test_a_parameter_without_gradient_stays_without(ranks) -> None:
 def test_one_rank_keeps_its_gradients() -> None:
     parameters = parameters_of(0)
     before = [parameter.grad.clone() for parameter in parameters]
-    reduce_gradients(parameters, None)
+    GradientSum(parameters).reduce(None)
     assert all(torch.equal(p.grad, b) for p, b in zip(parameters, before, strict=True))

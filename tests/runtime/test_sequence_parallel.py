@@ -10,11 +10,11 @@ import pytest
 import torch
 from helpers.models import relative_error
 from helpers.steps import group_pool
-from hf_longctx.kernels.reference import packed_causal_attention
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_longctx.kernels.reference import packed_causal_attention
 from hf_longctx.runtime import sequence_parallel
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.sequence_parallel import head_shares, packed_attention, sequence_parallel_attention
