@@ -53,10 +53,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             "activation (gradient) checkpointing is enabled on the model and not supported yet; call "
             "model.activation_checkpointing_disable(), and lower tokens_per_rank if memory is short"
         )
-    if model.dtype in (torch.bfloat16, torch.float16):
+    if model.dtype == torch.float16:
         problems.append(
-            f"the model's weights are {model.dtype}, training in half precision is not supported yet; load it with "
-            f"dtype=torch.float32"
+            "the model's weights are torch.float16, which is not supported; load it with dtype='bfloat16' or 'float32'"
         )
     if getattr(model, "is_quantized", False):
         problems.append("quantized models are not supported yet; load the model in float32")

@@ -77,6 +77,13 @@ class LongContextConfig:
         default=60.0,
         metadata={"help": "Seconds after which ranks that wait for a dead or hanging rank give up with an error."},
     )
+    fp32_gradients: bool = field(
+        default=True,
+        metadata={
+            "help": "Add the gradients of bf16 weights in fp32 buffers (4 bytes per parameter); small chunks would be rounded "
+            "away in bf16. Without effect on fp32 weights."
+        },
+    )
     report_steps: bool = field(default=True, metadata={"help": "Print one line per step on rank 0."})
     timeline_steps: int = field(
         default=3,

@@ -12,10 +12,9 @@ from hf_longctx.plan.specs import check_degrees
 
 # argument -> the values that are fine, and what to do about others
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "bf16": ((False,), "train in float32, half precision is not supported yet"),
-    "fp16": ((False,), "train in float32, half precision is not supported yet"),
-    "bf16_full_eval": ((False,), "evaluate in float32"),
-    "fp16_full_eval": ((False,), "evaluate in float32"),
+    "fp16": ((False,), "its loss scaling is not supported; use bf16=True or float32"),
+    "bf16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
+    "fp16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
     "gradient_checkpointing": ((False, None), "leave it out and lower tokens_per_rank if memory is short"),
     "activation_checkpointing": ((False, None), "leave it out and lower tokens_per_rank if memory is short"),
     "deepspeed": ((None, ""), "start without a DeepSpeed config; parameters are replicated (DDP)"),

@@ -277,7 +277,8 @@ class LongContextMixin(_TrainerBase):
     def _training_executor(self, model: nn.Module) -> StepExecutor:
         """The executor of the wrapped model; kept while that stays the same, since it owns gradient buffers."""
         if self._executor is None or self._executor.model is not model:
-            self._executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
+            fp32_gradients = self.longctx_config.fp32_gradients
+            self._executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device, fp32_gradients)
         return self._executor
 
     def _explained(self) -> AbstractContextManager[None]:

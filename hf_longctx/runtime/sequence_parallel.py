@@ -71,6 +71,8 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, 
             f"attention got batch {q_1HTD.shape[0]} of {q_1HTD.shape[2]} tokens, the plan gives this rank one row of "
             f"{context.shard_tokens[context.index]}"
         )
+    # autocast leaves q and k in fp32 behind the rotary embedding; attention would round them anyway, so round before sending
+    q_1HTD, k_1GTD = q_1HTD.to(v_1GTD.dtype), k_1GTD.to(v_1GTD.dtype)
     if context.degree == 1:
         return packed_attention(q_1HTD, k_1GTD, v_1GTD, 0, num_heads // num_kv_heads, scale, context.cu_seqlens)
     shares = head_shares(num_heads, num_kv_heads, context.degree)

@@ -32,6 +32,8 @@ class ModelCase:
     dtype: torch.dtype = torch.float64
     attention: str = "sdpa"
     tied: bool = False
+    autocast: bool = False
+    fp32_gradients: bool = True
 
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
@@ -50,11 +52,15 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         **extra,
     )
     torch.manual_seed(case.seed)
-    model = model_class(config).to(case.dtype)
+    model = model_class(config).double()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     model.tie_weights()
+    # drawn in fp64 and rounded, so that models of all dtypes have the same weights up to rounding
+    model = model.to(case.dtype)
+    if case.autocast:
+        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     if case.promoted:
         promote_norms(model)
     return model.train()

@@ -65,7 +65,7 @@ def step_on_rank(
         model = build_model(case)
         patch_model(model)
         wrapped = DistributedDataParallel(model) if pool.num_ranks > 1 else model
-        executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"))
+        executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"), case.fp32_gradients)
         batch = rank_inputs(plan, rows, pool.rank)
         num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
         result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)

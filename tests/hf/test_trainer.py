@@ -53,6 +53,15 @@ def test_training_lowers_the_loss(ranks, rows) -> None:
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16 weights"])
+def test_bf16_training_follows_fp32(ranks, rows, dtype: torch.dtype) -> None:
+    config = {"tokens_per_rank": 64}
+    fp32, _, _ = ranks(2).run(train_on_rank, ModelCase(dtype=torch.float32), rows, config, {})[0]
+    bf16, _, _ = ranks(2).run(train_on_rank, ModelCase(dtype=dtype), rows, config, {"bf16": dtype == torch.float32})[0]
+    assert bf16 != fp32
+    assert bf16 == pytest.approx(fp32, rel=0.03)
+
+
 def test_token_budget_makes_the_steps(ranks, rows) -> None:
     config = {"tokens_per_rank": 96, "tokens_per_step": 120}
     ((losses, _, _),) = ranks(1).run(train_on_rank, ModelCase(), rows, config, {"max_steps": -1, "num_train_epochs": 2})
@@ -141,7 +150,7 @@ def start(rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: d
 BAD_STARTS = {
     "accumulation": ({}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
     "checkpointing": ({}, {"gradient_checkpointing": True}, "checkpointing=True"),
-    "bf16": ({}, {"bf16": True}, "bf16=True"),
+    "fp16": ({}, {"fp16": True}, "fp16=True"),
     "compile": ({}, {"torch_compile": True}, "torch_compile=True"),
     "positions": ({"max_length": 4096}, {}, "max_length 4096 is above the model's max_position_embeddings 512"),
     "degree of the world": ({"degrees": [1, 4]}, {}, "degree 4 needs 4 ranks, the run has 2"),
