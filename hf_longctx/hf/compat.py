@@ -24,7 +24,10 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     """Why this model cannot run correctly, by name; empty for a tested class with a tested attention pattern."""
     name, config = type(model).__name__, model.config
     if hasattr(model, "peft_config") or name.startswith("Peft"):
-        return [f"{name}: LoRA and other adapters are not supported yet; train the full model, or merge the adapter first"]
+        return [
+            f"{name}: LoRA and other adapters are not supported yet; train the full model, or merge the adapter "
+            f"(merge_and_unload) and unfreeze it (requires_grad_(True))"
+        ]
     if name not in TESTED_MODELS:
         return [
             f"model class {name} is not in the tested list ({', '.join(TESTED_MODELS)}): its attention may have a pattern that "
@@ -53,6 +56,13 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             "activation (gradient) checkpointing is enabled on the model and not supported yet; call "
             "model.activation_checkpointing_disable(), and lower tokens_per_rank if memory is short"
         )
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        problems.append("the model is compiled, which is not supported yet; pass it as it was before compile()")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        problems.append("no parameter of the model requires a gradient; unfreeze what is to be trained")
+    if len(dtypes := {parameter.dtype for parameter in model.parameters()}) > 1:
+        problems.append(f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))}; load it in one dtype")
     if model.dtype == torch.float16:
         problems.append(
             "the model's weights are torch.float16, which is not supported; load it with dtype='bfloat16' or 'float32'"

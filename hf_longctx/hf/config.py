@@ -121,13 +121,28 @@ class LongContextConfig:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """What the launcher told this process."""
+    """What the launcher told this process; accelerate hands its YAML over in variables that it acts on by itself."""
 
     num_ranks: int
     ranks_per_node: int
+    mixed_precision: str
+    compile_backend: str
+    uses_fsdp: bool
+    uses_deepspeed: bool
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """From the variables that torchrun and accelerate set; one rank where they are missing."""
+        """From the variables that torchrun and accelerate set; one plain rank where they are missing."""
+
+        def text(name: str, default: str) -> str:
+            return os.environ.get(name, default).lower()
+
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(num_ranks=num_ranks, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks))))
+        return cls(
+            num_ranks=num_ranks,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks))),
+            mixed_precision=text("ACCELERATE_MIXED_PRECISION", "no"),
+            compile_backend=text("ACCELERATE_DYNAMO_BACKEND", "no"),
+            uses_fsdp=text("ACCELERATE_USE_FSDP", "false") == "true",
+            uses_deepspeed=text("ACCELERATE_USE_DEEPSPEED", "false") == "true",
+        )

@@ -6,7 +6,8 @@ differ between ranks, so no other rank ever solves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -27,11 +28,13 @@ from hf_longctx.runtime.mesh import GroupPool
 class PlanSource:
     """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new one.
 
-    While nothing is measured, `explore` steps favour one degree after the other, so that every degree's cost gets samples.
+    The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
+    samples.
     """
 
-    def __init__(self, pool: GroupPool, costs: CostModel, config: PlannerConfig) -> None:
+    def __init__(self, pool: GroupPool, costs: CostModel, config: PlannerConfig, explore_steps: int = 5) -> None:
         self.pool, self.costs, self.config = pool, costs, config
+        self._explore_steps = explore_steps
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-planner")
 
     def plans(self, steps: Iterable[tuple[int, list[int]]], explore: bool) -> Iterator[StepPlan]:
@@ -48,8 +51,9 @@ class PlanSource:
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """The plan of one step, on this rank alone."""
         costs, config = self.costs, self.config
-        if not explore or costs.coefficients.is_measured or config.static_degree:
+        if not explore or not self._explore_steps or costs.coefficients.is_measured or config.static_degree:
             return plan_step(step, lengths, costs, config)
+        self._explore_steps -= 1
         degree = config.degrees[step % len(config.degrees)]
         config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree))
         plan = plan_step(step, lengths, _favour(degree, costs), config)
@@ -112,11 +116,20 @@ class PlannedBatchSampler:
     """A batch sampler whose batches are planned steps; goes where `DataLoader` wants a `batch_sampler`.
 
     Plans are drawn in the main process of every rank, ahead of the loader's workers, which then fetch this rank's
-    sequences only.
+    sequences only. `steps_done` says how many steps of the run are over when an epoch starts: a trainer that resumes
+    throws the first batches of its epoch away, so these are not planned.
     """
 
-    def __init__(self, sampler: LengthAwareSampler, lengths: IntArray, source: PlanSource, explore: bool) -> None:
+    def __init__(
+        self,
+        sampler: LengthAwareSampler,
+        lengths: IntArray,
+        source: PlanSource,
+        explore: bool,
+        steps_done: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.sampler, self.lengths, self.source, self.explore = sampler, lengths, source, explore
+        self.steps_done = steps_done
         # the trainer skips steps on resume through a copy of the loader that looks these two up
         self.batch_size, self.drop_last = None, False
 
@@ -128,8 +141,14 @@ class PlannedBatchSampler:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[PlannedStep]]:
-        batches = list(self.sampler)
-        first = self.sampler.epoch * len(batches)
-        steps = ((first + i, [int(self.lengths[s]) for s in batch]) for i, batch in enumerate(batches))
-        for batch, plan in zip(batches, self.source.plans(steps, self.explore), strict=True):
+        first = self.sampler.epoch * len(self.sampler)
+        num_skipped = max(0, self.steps_done() - first)
+        for _ in range(num_skipped):
+            yield []
+        planned, ahead = itertools.tee(itertools.islice(self.sampler, num_skipped, None))
+        steps = (
+            (step, [int(self.lengths[sequence]) for sequence in batch])
+            for step, batch in enumerate(ahead, start=first + num_skipped)
+        )
+        for batch, plan in zip(planned, self.source.plans(steps, self.explore), strict=True):
             yield [PlannedStep(plan, tuple(batch), self.source.pool.rank)]

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.compat import model_problems, version_problems
-from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.plan.specs import check_degrees
 
 # argument -> the values that are fine, and what to do about others
@@ -49,6 +49,8 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
             problems.append(f"{name}={value!r} is not supported yet; {remedy}")
     if args.fsdp:
         problems.append(f"fsdp={args.fsdp!r} is not supported yet; leave it out, parameters are replicated (DDP)")
+    if str(args.optim).rsplit(".", 1)[-1].lower().startswith(("lomo", "adalomo")) or "layerwise" in str(args.optim).lower():
+        problems.append(f"optim={args.optim!s} steps inside backward, before gradients are summed over ranks; choose another one")
     if args.n_gpu > 1:
         problems.append(
             f"one process sees {args.n_gpu} GPUs and would use DataParallel; start one process per GPU with "
@@ -61,6 +63,52 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
     for name, remedy in _TRAINER_ARGUMENTS.items():
         if trainer_arguments.get(name) is not None:
             problems.append(f"the trainer argument {name} is not supported; {remedy}")
+    return problems
+
+
+def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[str]:
+    """What the launcher's own configuration asks for that would change the run behind the trainer's back."""
+    problems = []
+    if launch.num_ranks != args.world_size:
+        problems.append(
+            f"the launcher started {launch.num_ranks} processes, but each would train alone (world size {args.world_size}); "
+            f"without a GPU set use_cpu=True in TrainingArguments"
+        )
+    declared = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if launch.mixed_precision not in ("no", "", declared):
+        problems.append(
+            f"mixed_precision {launch.mixed_precision!r} of the accelerate configuration differs from the training arguments "
+            f"({declared!r}); set it to 'no' there and bf16=True in TrainingArguments if bf16 is wanted"
+        )
+    if launch.compile_backend not in ("no", ""):
+        problems.append(
+            f"the accelerate configuration compiles the model (dynamo_backend {launch.compile_backend!r}), which is not "
+            f"supported yet; leave dynamo out of it"
+        )
+    for name, used in (("FSDP", launch.uses_fsdp), ("DeepSpeed", launch.uses_deepspeed)):
+        if used:
+            problems.append(
+                f"the accelerate configuration asks for {name}, which is not supported yet; use distributed_type MULTI_GPU "
+                f"without it, parameters are replicated (DDP)"
+            )
+    return problems
+
+
+def override_problems(trainer: type, mixin: type) -> list[str]:
+    """Methods of a Trainer subclass that would never be called."""
+    mro = trainer.__mro__
+    behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not cls.__module__.startswith("transformers.")]
+    problems = []
+    for name in ("compute_loss", "prediction_step", "_get_train_sampler", "_get_eval_sampler"):
+        owner = next((cls for cls in mro if name in vars(cls)), None)
+        if owner is not None and not owner.__module__.startswith("transformers."):
+            problems.append(f"{owner.__name__}.{name} would never be called; a plan's loss is the token mean of cross-entropy")
+    for name in ("training_step", "evaluation_loop", "get_train_dataloader", "get_eval_dataloader", "get_batch_samples"):
+        if any(name in vars(cls) for cls in behind):
+            problems.append(
+                f"{trainer.__name__} inherits its own {name} behind {mixin.__name__}, where it would never be called; override "
+                f"it in {trainer.__name__} itself and call super().{name}()"
+            )
     return problems
 
 

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.plan.calibration import ChunkSample, fit_coefficients
+from hf_longctx.plan.calibration import ChunkSample, fit_coefficients, mean_relative_error
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.sharding import num_dummy_tokens
@@ -114,7 +114,8 @@ class RunReport(TrainerCallback):
         self._pending: tuple[StepPlan, StepResult] | None = None
         self._warm_up: list[StepRecord] = []
         self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
-        self._since_log: list[StepRecord] = []
+        # bounded, for runs that never log
+        self._since_log: deque[StepRecord] = deque(maxlen=1000)
         self._num_steps = 0
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
@@ -148,7 +149,8 @@ class RunReport(TrainerCallback):
 
     def take_metrics(self) -> dict[str, float]:
         """Means over the steps since the last call, for the trainer's log; empty where no step ran."""
-        records, self._since_log = self._since_log, []
+        records = list(self._since_log)
+        self._since_log.clear()
         if not records:
             return {}
         measured_s = mean(record.measured_s for record in records)
@@ -180,6 +182,9 @@ class RunReport(TrainerCallback):
         step_s = median(min(rank[step][1] for rank in everyone) for step in range(len(everyone[0])))
         coefficients = fit_coefficients(samples, step_s, source="measured")
         self.source.costs = replace(self.source.costs, coefficients=coefficients)
+        if self.config.report_steps and self.source.pool.rank == 0:
+            error = mean_relative_error(samples, coefficients)
+            tqdm.write(f"cost model fitted on {len(samples)} chunks of {steps} steps, mean error {error:.0%}")
 
     def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:
         """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""

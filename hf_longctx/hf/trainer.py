@@ -8,16 +8,18 @@ executor keeps its reducer out and reduces once. Every override is of a public m
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -33,16 +35,24 @@ from hf_longctx.hf.agreement import (
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
-from hf_longctx.hf.data import dataset_problems, token_rows, too_long
+from hf_longctx.hf.data import DatasetScan, scan_dataset, token_rows, too_long
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
-from hf_longctx.hf.refusals import argument_problems, config_problems, setup_problems
+from hf_longctx.hf.refusals import (
+    argument_problems,
+    config_problems,
+    launch_problems,
+    override_problems,
+    setup_problems,
+)
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.specs import PlannerConfig, default_degrees
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
+
+logger = logging.getLogger(__name__)
 
 # the mixin stands in front of any Trainer subclass; to a type checker it is one
 if TYPE_CHECKING:
@@ -80,11 +90,14 @@ class LongContextMixin(_TrainerBase):
         """
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         self.longctx_config = longctx_config if longctx_config is not None else LongContextConfig()
+        # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
+        PartialState().wait_for_everyone()
         self._control = control_group(self.longctx_config.collective_timeout_s)
         refused = {"data_collator": data_collator, **kwargs}
         degrees = self._check_setup(model, args, processing_class, refused)
         costs = self._prepare_planning(model, args, degrees)
-        self._row_lengths: dict[str, tuple[Any, IntArray]] = {}
+        self._scans: dict[str, tuple[Any, DatasetScan]] = {}
+        self._told: set[str] = set()
         self._check_data(model, args, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
         patch_model(model)
         self._num_attention_layers = num_attention_layers(model)
@@ -99,7 +112,9 @@ class LongContextMixin(_TrainerBase):
         )
         self._executor: StepExecutor | None = None
         self._pool = GroupPool(degrees, self.longctx_config.collective_timeout_s, self._control)
-        self._source = PlanSource(self._pool, costs, self._planner_config)
+        # one more than are fitted: the first step pays for start-up and is left out
+        explore_steps = self.longctx_config.calibration_steps and self.longctx_config.calibration_steps + 1
+        self._source = PlanSource(self._pool, costs, self._planner_config, explore_steps)
         self._report = RunReport(self.longctx_config, self._source)
         self.add_callback(self._report)
 
@@ -121,7 +136,8 @@ class LongContextMixin(_TrainerBase):
                 f"dataloader_drop_last leaves no step: {len(index)} sequences are fewer than one step of "
                 f"{sampler.sequences_per_step}; set it to False or lower per_device_train_batch_size"
             )
-        return self._loader(self.train_dataset, index, sampler, explore=self.longctx_config.calibration_steps > 0)
+        done = (lambda: 0) if self.args.ignore_data_skip else (lambda: self.state.global_step)
+        return self._loader(self.train_dataset, index, PlannedBatchSampler(sampler, index.lengths, self._source, True, done))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Planned steps of an evaluation set, in its order; the set given here is checked as those given at start."""
@@ -131,7 +147,7 @@ class LongContextMixin(_TrainerBase):
         index = self._index("eval_dataset", dataset)
         per_step = self.args.per_device_eval_batch_size * self.args.world_size
         sampler = LengthAwareSampler(index.lengths, per_step, self.longctx_config.tokens_per_step, shuffle=False)
-        return self._loader(dataset, index, sampler, explore=False)
+        return self._loader(dataset, index, PlannedBatchSampler(sampler, index.lengths, self._source, explore=False))
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences of one optimizer step over all ranks; with a token budget, on average."""
@@ -172,12 +188,13 @@ class LongContextMixin(_TrainerBase):
         self.callback_handler.eval_dataloader = dataloader
         executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
         loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
-        for batch in dataloader:
-            step = batch["step"]
-            loss_sum += float(executor.evaluate(step.plan.for_rank(self._pool.rank), batch["chunks"]))
-            num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])
-            num_samples += len(step.sequences)
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        with self._explained():
+            for batch in dataloader:
+                step = batch["step"]
+                loss_sum += float(executor.evaluate(step.plan.for_rank(self._pool.rank), batch["chunks"]))
+                num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])
+                num_samples += len(step.sequences)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss = loss_sum / max(num_label_tokens, 1)
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
         no_predictions: Any = None
@@ -201,6 +218,7 @@ class LongContextMixin(_TrainerBase):
         heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
         degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads))))
         problems = argument_problems(args, trainer_arguments) + config_problems(config, args)
+        problems += launch_problems(LaunchEnvironment.read(), args) + override_problems(type(self), LongContextMixin)
         problems += setup_problems(model, processing_class, config, args.world_size, degrees)
         # settings before problems: a rank with other settings may be the only one with a problem
         problems += differing_settings({**asdict(config), **_shared_arguments(args)}, self._control)
@@ -232,39 +250,47 @@ class LongContextMixin(_TrainerBase):
     def _check_data(self, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
         problems: list[str] = []
-        settings = {"model config": model.config.to_json_string(), "world size": args.world_size}
+        settings = {"model config": model.config.to_json_string(), "initial weights": _weights_digest(model)}
         for name, dataset in datasets.items():
             if dataset is not None:
-                lengths, found = self._read_lengths(name, dataset)
-                problems += found
-                self._row_lengths[name] = (dataset, lengths)
-                settings[f"{name} lengths"] = hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
+                scan = self._scan(name, dataset)
+                problems += scan.problems
+                self._scans[name] = (dataset, scan)
+                settings[f"tokens of {name}"] = scan.digest
+        # a scan may take as long on one rank as it likes
+        PartialState().wait_for_everyone()
         problems += differing_settings(settings, self._control)
         raise_together(problems, self._control)
 
-    def _read_lengths(self, name: str, dataset: Any) -> tuple[IntArray, list[str]]:
-        config, planner = self.longctx_config, self._planner_config
-        lengths, problems = dataset_problems(dataset, name, self._vocab_size)
-        if not problems and config.long_sequences == "error":
-            room = planner.tokens_per_rank * planner.degrees[-1]
-            problems = too_long(lengths, self._max_length, room, planner.tokens_per_rank, name)
-        return lengths, problems
+    def _scan(self, name: str, dataset: Any) -> DatasetScan:
+        """Lengths and problems of a set, sequences that are too long included where these are errors."""
+        planner = self._planner_config
+        scan = scan_dataset(dataset, name, self._vocab_size)
+        if scan.problems or self.longctx_config.long_sequences != "error":
+            return scan
+        room = planner.tokens_per_rank * planner.degrees[-1]
+        return replace(scan, problems=too_long(scan.lengths, self._max_length, room, planner.tokens_per_rank, name))
 
     def _index(self, name: str, dataset: Any) -> SequenceIndex:
         """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
-        known, lengths = self._row_lengths.get(name, (None, np.zeros(0, dtype=np.int64)))
-        if known is not dataset:
-            lengths, problems = self._read_lengths(name, dataset)
+        known, scan = self._scans.get(name, (None, None))
+        if scan is None or known is not dataset:
+            scan = self._scan(name, dataset)
+            problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self._control)
             raise_together(problems, self._control)
         planner = self._planner_config
         limit = min(self._max_length, planner.tokens_per_rank * planner.degrees[-1])
-        return SequenceIndex.build(lengths, limit, self.longctx_config.long_sequences)
+        index = SequenceIndex.build(scan.lengths, limit, self.longctx_config.long_sequences)
+        if self.args.process_index == 0 and known is not None and name not in self._told:
+            self._told.add(name)
+            _tell_cuts(name, scan.lengths, index, limit)
+        return index
 
-    def _loader(self, dataset: Any, index: SequenceIndex, sampler: LengthAwareSampler, explore: bool) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, index: SequenceIndex, steps: PlannedBatchSampler) -> DataLoader[Any]:
         args, num_workers = self.args, self.args.dataloader_num_workers
         return LongContextDataLoader(
             PlannedDataset(token_rows(dataset), index),
-            batch_sampler=PlannedBatchSampler(sampler, index.lengths, self._source, explore),
+            batch_sampler=steps,
             collate_fn=LongContextCollator(),
             num_workers=num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
@@ -315,27 +341,30 @@ class LongContextTrainer(LongContextMixin, Trainer):
     """
 
 
-# paths and logging may differ between ranks; what shapes the run may not
-_SHARED_ARGUMENTS = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "num_train_epochs",
-    "max_steps",
-    "seed",
-    "data_seed",
-    "learning_rate",
-    "weight_decay",
-    "max_grad_norm",
-    "warmup_steps",
-    "lr_scheduler_type",
-    "optim",
-    "dataloader_drop_last",
-    "eval_strategy",
-    "eval_steps",
-    "save_strategy",
-    "save_steps",
+def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:
+    """Says once how many rows were cut, and what that cost."""
+    num_long = int((row_lengths > limit).sum())
+    if num_long:
+        dropped = int(row_lengths.sum() - index.lengths.sum())
+        what = (
+            f"truncated, {dropped} tokens dropped" if dropped else f"split, {len(index)} sequences from {len(row_lengths)} rows"
+        )
+        logger.warning("%s: %d rows above %d tokens %s", name, num_long, limit, what)
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """A hash over one sum per parameter: equal on all ranks if they start from the same weights."""
+    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
+    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+# what may differ between ranks: places, names and how much is said
+_OWN_ARGUMENTS = re.compile(
+    r"local_rank|.*_dir$|run_name|log_level.*|disable_tqdm|report_to|project|trackio.*|hub_.*|push_to_hub.*|debug|"
+    r"logging_first_step|resume_from_checkpoint|ddp_backend|.*token.*|use_cpu|dataloader_pin_memory|_n_gpu"
 )
 
 
-def _shared_arguments(args: TrainingArguments) -> dict[str, Any]:
-    return {name: str(getattr(args, name, None)) for name in _SHARED_ARGUMENTS}
+def _shared_arguments(args: TrainingArguments) -> dict[str, str]:
+    """Every training argument that shapes the run, as text."""
+    return {name: str(value) for name, value in args.to_dict().items() if not _OWN_ARGUMENTS.fullmatch(name)}

@@ -19,8 +19,12 @@ from hf_longctx.plan.cost import FloatArray
 from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, rank_layouts
 
 _MAX_PACKINGS = 2000
-_MAX_MOVES = 200
+# matrix entries that the search of one start may look at, and what a matrix costs besides: about a tenth of a second
+_SEARCH_BUDGET = 3_000_000
+_CALL_COST = 3_000
 _MAX_STARTS = 2
+_MAX_SEARCHES = 4
+_MANY_SEQUENCES = 64
 _NEAR = 0.1
 _LEAST_GAIN = 1e-4
 _MAX_RUN_SEQUENCES = 12
@@ -76,7 +80,7 @@ def _promising(problem: GroupingProblem, layouts: list[Layout]) -> list[Layout]:
     for layout in layouts:
         if problem.step_seconds(layout) <= limit_s:
             starts.setdefault(len(layout), []).append(layout)
-    return [layout for same in starts.values() for layout in same[:_MAX_STARTS]]
+    return [layout for same in starts.values() for layout in same[:_MAX_STARTS]][:_MAX_SEARCHES]
 
 
 def _best_runs(problem: GroupingProblem) -> Layout:
@@ -119,7 +123,8 @@ def _candidate_runs(problem: GroupingProblem, trials: int, num_ranks: int) -> li
             [list(range(start, end)) for start, end in zip((0, *cut[:-1]), cut, strict=True)] for cut in sorted(ends - {()})
         ]
         found += [bins for fullest in (False, True) if (bins := _fill(problem.lengths, number, room, fullest))]
-        if found and number >= fewest + trials - 1:
+        # every candidate costs time, and with many sequences they differ little
+        if found and number >= fewest + (min(trials, 3) if count > _MANY_SEQUENCES else trials) - 1:
             break
     # grouping may fail where tokens alone fit: one sequence per micro-batch is always feasible
     return [*found, [[i] for i in range(count)]]
@@ -241,14 +246,15 @@ def _fewest_ranks(
 
 def _improve(problem: GroupingProblem, layout: Layout) -> Layout:
     """Moves and swaps of sequences across micro-batches, then every micro-batch grouped anew, while the step gets faster."""
+    budget = _SEARCH_BUDGET
     while True:
-        state = _State(problem, layout)
-        for _ in range(_MAX_MOVES):
-            if not state.improve_once():
-                break
+        state = _State(problem, layout, budget)
+        while state.budget > 0 and state.improve_once():
+            pass
+        budget = state.budget
         moved = state.layout()
         layout = [_regroup(problem, groups) for groups in moved]
-        if problem.step_seconds(layout) >= problem.step_seconds(moved) * (1 - _LEAST_GAIN):
+        if budget <= 0 or problem.step_seconds(layout) >= problem.step_seconds(moved) * (1 - _LEAST_GAIN):
             return layout
 
 
@@ -259,10 +265,13 @@ def _regroup(problem: GroupingProblem, groups: list[Group]) -> list[Group]:
 
 
 class _State:
-    """A layout under local search, as arrays over groups: degree index, micro-batch, load, tokens, room."""
+    """A layout under local search, as arrays over groups: degree index, micro-batch, load, tokens, room.
 
-    def __init__(self, problem: GroupingProblem, layout: Layout) -> None:
-        self.problem = problem
+    `budget` falls by the size of every matrix looked at, so that the search ends after the same work on every machine.
+    """
+
+    def __init__(self, problem: GroupingProblem, layout: Layout, budget: int) -> None:
+        self.problem, self.budget = problem, budget
         self.lengths = np.array(problem.lengths)
         kinds, homes, self.members = [], [], []
         for home, groups in enumerate(layout):
@@ -291,18 +300,20 @@ class _State:
         return [groups for groups in result if any(part for _, part in groups)]
 
     def improve_once(self) -> bool:
-        """Takes the best move (else the best swap) out of the slowest group of some micro-batch; False if none helps."""
+        """Takes the best move (else the best swap) out of the slowest group of every micro-batch; False if none helps."""
         least_gain = 1e-9 * float(self.loads.max())
-        for find in (self._best_move, self._best_swap):
-            found = [find(home) for home in range(int(self.homes.max()) + 1)]
-            gain, i, target, j = max(found)
-            if gain > least_gain:
+        improved = False
+        for home in range(int(self.homes.max()) + 1):
+            gain, i, target, j = self._best_move(home)
+            if gain <= least_gain:
+                gain, i, target, j = self._best_swap(home)
+            if gain > least_gain and self.budget > 0:
                 source = int(self.owner[i])
                 self._shift(i, target)
                 if j >= 0:
                     self._shift(j, source)
-                return True
-        return False
+                improved = True
+        return improved
 
     def _best_move(self, home: int) -> tuple[float, int, int, int]:
         """(gain in seconds, sequence, target group, -1) of the best move out of the slowest group of `home`."""
@@ -310,6 +321,7 @@ class _State:
         chosen = np.array(self.members[source], dtype=np.int64)
         if not len(chosen):
             return 0.0, -1, -1, -1
+        self.budget -= _CALL_COST + len(chosen) * len(self.loads)
         seconds = self.problem.seconds[:, chosen]
         rest = self.loads[source] - seconds[self.kinds[source]] if len(chosen) > 1 else np.zeros(1)
         entry = np.where([bool(m) for m in self.members], 0.0, self.fixed)
@@ -328,6 +340,7 @@ class _State:
         others = np.flatnonzero(self.owner != source)
         if not len(chosen) or not len(others):
             return 0.0, -1, -1, -1
+        self.budget -= _CALL_COST + len(chosen) * len(others)
         targets = self.owner[others]
         kinds, kind = self.kinds[targets], self.kinds[source]
         grows = self.lengths[chosen][:, None] - self.lengths[others]

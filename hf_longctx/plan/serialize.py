@@ -24,7 +24,6 @@ from hf_longctx.plan.types import (
     LayerPolicy,
     LayerRange,
     MicroBatch,
-    RankPlan,
     SequenceGroup,
     Span,
     StagePlan,
@@ -77,11 +76,6 @@ def plan_digest(plan: StepPlan) -> str:
     """16 hexadecimal digits over everything but the estimate."""
     identity = dataclasses.replace(plan, estimate=Estimate())
     return hashlib.sha256(plan_to_json(identity).encode()).hexdigest()[:16]
-
-
-def rank_plan_digest(plan: RankPlan) -> str:
-    """16 hexadecimal digits over one rank's path."""
-    return hashlib.sha256(json.dumps(_encode(plan), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _encode(value: Any) -> Any:

@@ -32,6 +32,10 @@ class ChunkInputs:
     position_ids: Tensor
     shift_labels: Tensor
 
+    def pin_memory(self) -> ChunkInputs:
+        """The same shard in pinned memory; called by the loader's pinning thread."""
+        return ChunkInputs(*(t.pin_memory() for t in (self.input_ids, self.position_ids, self.shift_labels)))
+
     def to(self, device: torch.device) -> ChunkInputs:
         """The same shard on `device`; from pinned memory the copies do not block the host."""
         return ChunkInputs(*(t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.shift_labels)))
@@ -107,6 +111,7 @@ class StepExecutor:
             position_ids=chunk.position_ids,
             attention_mask=self._no_mask,
             use_cache=False,
+            return_dict=True,
             longctx=context,
         )
         if context.calls.count != self.num_attention_layers:

@@ -18,7 +18,8 @@ class GroupPool:
     """Owns the process groups of a run and hands out contexts. Never creates a group after construction.
 
     A collective that waits longer than `timeout_s` fails on the waiting ranks; for gloo this bound holds only for groups
-    created with it, which is why nothing in a step uses the default group.
+    created with it, so plans, forwards, backwards and the gradient reduction all run on these. (The trainer's own gather
+    of the logged loss runs on the default group, with its time-out.)
     """
 
     def __init__(self, degrees: tuple[int, ...], timeout_s: float, control: dist.ProcessGroup | None = None) -> None:

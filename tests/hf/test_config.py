@@ -94,6 +94,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "micro_batch_trials": 3,
         "calibration_steps": 0,
         "collective_timeout_s": 7.5,
+        "fp32_gradients": False,
         "report_steps": False,
         "timeline_steps": 0,
     }

@@ -13,7 +13,14 @@ import torch
 from transformers import BatchEncoding
 
 from hf_longctx.hf import data
-from hf_longctx.hf.data import dataset_problems, token_rows, too_long
+from hf_longctx.hf.data import scan_dataset, token_rows, too_long
+
+
+def dataset_problems(dataset: Any, name: str, vocab_size: int) -> tuple[Any, list[str]]:
+    """The lengths and the problems of a scan."""
+    scan = scan_dataset(dataset, name, vocab_size)
+    return scan.lengths, scan.problems
+
 
 VOCAB_SIZE = 64
 Rows = list[dict[str, Any]]

@@ -103,7 +103,14 @@ def degrees_with_work(plan: StepPlan) -> set[int]:
 
 def test_exploring_steps_favour_one_degree_after_the_other() -> None:
     source = lone_source(tiny_costs(4))
-    assert [degrees_with_work(source.solve(step, MANY, True)) for step in range(6)] == [{1}, {2}, {4}] * 2
+    assert [degrees_with_work(source.solve(step, MANY, True)) for step in range(5)] == [{1}, {2}, {4}, {1}, {2}]
+
+
+def test_exploring_ends_after_its_steps_even_if_nothing_was_fitted_yet() -> None:
+    # loader workers draw plans far ahead of the steps that are measured
+    source = lone_source(tiny_costs(4))
+    plans = [source.solve(step, MANY, True) for step in range(9)]
+    assert [plan.estimate.step_s > 0 for plan in plans] == [False] * 5 + [True] * 4
 
 
 def test_exploring_still_gives_long_sequences_the_ranks_they_need() -> None:

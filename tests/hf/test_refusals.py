@@ -255,7 +255,7 @@ LORA = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
 def test_a_lora_model_is_refused_with_the_ways_out() -> None:
     (problem,) = problems_of(get_peft_model(llama(), LORA))
     assert problem.startswith("PeftModel: LoRA and other adapters are not supported yet")
-    assert "train the full model, or merge the adapter first" in problem
+    assert "merge the adapter (merge_and_unload) and unfreeze it (requires_grad_(True))" in problem
 
 
 def test_a_causal_lora_model_is_refused() -> None:
@@ -271,7 +271,10 @@ def test_an_adapter_added_to_the_model_itself_is_refused() -> None:
 
 
 def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:
-    assert problems_of(get_peft_model(llama(), LORA).merge_and_unload()) == []
+    # peft leaves the merged model frozen
+    merged = get_peft_model(llama(), LORA).merge_and_unload()
+    assert problems_of(merged) == ["no parameter of the model requires a gradient; unfreeze what is to be trained"]
+    assert problems_of(merged.requires_grad_(True)) == []
 
 
 @pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.1-8B", torch.nn.Linear(2, 2)], ids=["nothing", "name", "module"])

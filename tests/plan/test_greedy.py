@@ -174,7 +174,7 @@ def test_every_move_of_the_local_search_makes_the_step_faster(kind: str) -> None
         ((900, 500, 40, 30, 8), [[(2, (0,)), (1, (2,)), (1, (3,))], [(4, (1,))], [(4, (4,))]]),
     ]
     for lengths, start in starts:
-        state = _State(build(lengths, kind, capacity=1000), start)
+        state = _State(build(lengths, kind, capacity=1000), start, budget=10**9)
         costs = cost_model(kind, 4)
         seconds = layout_seconds(state.layout(), lengths, costs)
         for _ in range(20):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from plan_cases import FIXTURE_NAMES, edited, fixture, fixture_text
 
-from hf_longctx.plan.serialize import SCHEMA_VERSION, plan_digest, plan_from_json, plan_to_json, rank_plan_digest
+from hf_longctx.plan.serialize import SCHEMA_VERSION, plan_digest, plan_from_json, plan_to_json
 from hf_longctx.plan.types import Estimate
 
 
@@ -100,15 +100,6 @@ def test_the_digest_changes_with_the_order_of_actions_and_of_micro_batches() -> 
     assert dataclasses.replace(plan, micro_batches=plan.micro_batches[::-1]).digest != plan.digest
     path = "micro_batches__1__groups__0__stages__0__actions"
     assert edited("nested", **{path: "0F0 0F1 0B1 0B0"}).digest != plan.digest
-
-
-def test_a_rank_digest_changes_with_the_rank_and_its_work() -> None:
-    plan = fixture("flexsp")
-    digests = {rank_plan_digest(plan.for_rank(rank)) for rank in range(4)}
-    assert len(digests) == 4
-    other = edited("flexsp", micro_batches__2__groups__3__stages__0__actions="0F0")
-    assert rank_plan_digest(other.for_rank(3)) != rank_plan_digest(plan.for_rank(3))
-    assert rank_plan_digest(other.for_rank(0)) == rank_plan_digest(plan.for_rank(0))
 
 
 def test_fields_that_hold_their_default_may_be_left_out() -> None:
