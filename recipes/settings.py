@@ -24,8 +24,16 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0].endswith((".yaml", ".yml")):
         words = [*_words_of_file(Path(words[0])), *words[1:]]
+    elif late := [word for word in words if word.endswith((".yaml", ".yml"))]:
+        raise SystemExit(f"{late[0]} stands behind other settings; give the YAML file first")
     parser = _Parser(dataclasses, allow_abbrev=False)
-    *settings, unknown = parser.parse_args_into_dataclasses(args=words, look_for_args_file=False, return_remaining_strings=True)
+    try:
+        *settings, unknown = parser.parse_args_into_dataclasses(
+            args=words, look_for_args_file=False, return_remaining_strings=True
+        )
+    except ValueError as error:
+        # a dataclass refused its values: the message is made for the user, the traceback is not
+        raise SystemExit(f"settings: {error}") from error
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0], known, n=3)
@@ -40,10 +48,26 @@ class _Parser(HfArgumentParser):
         raise SystemExit(f"settings: {message} (--help lists all settings)")
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key may stand once; the plain loader lets the later one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
 def _words_of_file(path: Path) -> list[str]:
     if not path.is_file():
         raise SystemExit(f"{path}: no such file; give a YAML file with one setting per line, for example max_length: 4096")
-    settings = yaml.safe_load(path.read_text()) or {}
+    try:
+        settings = yaml.load(path.read_text(), Loader=_UniqueKeys) or {}
+    except yaml.YAMLError as error:
+        raise SystemExit(f"{path}: {error}") from None
     if not isinstance(settings, dict):
         raise SystemExit(f"{path}: expected one `key: value` per line, found a {type(settings).__name__}")
     words: list[str] = []

@@ -42,6 +42,10 @@ class RecipeArguments:
         default=None,
         metadata={"help": "A config as JSON with model_type: start from random weights instead of a checkpoint."},
     )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "Changes to the checkpoint's config as JSON, for example {sliding_window: null} for Mistral."},
+    )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Tokenizer on the hub or a local folder; 'bytes' for UTF-8 bytes. Default: the model's."}
     )
@@ -60,6 +64,11 @@ class RecipeArguments:
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_config is None):
             raise ValueError("give either model_name_or_path (a checkpoint) or model_config (random weights), not both or none")
+        for name in ("model_config", "config_overrides"):
+            try:
+                json.loads(getattr(self, name) or "{}")
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name} is not JSON: {error}") from None
         if not self.dataset:
             raise ValueError("dataset is missing; give a hub name, a local file or folder, or 'python-stdlib'")
 
@@ -121,7 +130,10 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
 def load_model(recipe: RecipeArguments) -> PreTrainedModel:
     """The checkpoint, or random weights of the given config, in float32 with sdpa attention."""
     if recipe.model_name_or_path is not None:
-        return AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, dtype="float32", attn_implementation="sdpa")
+        config = AutoConfig.from_pretrained(recipe.model_name_or_path, **json.loads(recipe.config_overrides or "{}"))
+        return AutoModelForCausalLM.from_pretrained(
+            recipe.model_name_or_path, config=config, dtype="float32", attn_implementation="sdpa"
+        )
     assert recipe.model_config is not None
     config = AutoConfig.for_model(**json.loads(recipe.model_config))
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -134,7 +146,9 @@ def load_documents(recipe: RecipeArguments, seed: int) -> datasets.Dataset:
         documents = datasets.Dataset.from_dict({recipe.text_column: standard_library_sources()})
     elif path.is_dir() and (path / "dataset_info.json").exists():
         documents = datasets.load_from_disk(recipe.dataset)
-    elif path.suffix in _FILE_KINDS and path.exists():
+    elif path.suffix in _FILE_KINDS:
+        if not path.is_file() or not path.stat().st_size:
+            raise SystemExit(f"dataset {recipe.dataset} is {'empty' if path.is_file() else 'no file here'}; check the path")
         documents = datasets.load_dataset(_FILE_KINDS[path.suffix], data_files=str(path), split="train")
     else:
         documents = datasets.load_dataset(recipe.dataset, recipe.dataset_config, split=recipe.dataset_split)
@@ -143,9 +157,17 @@ def load_documents(recipe: RecipeArguments, seed: int) -> datasets.Dataset:
             f"dataset {recipe.dataset} has no column {recipe.text_column!r}; it has {', '.join(documents.column_names)} "
             f"(set text_column)"
         )
+    kind = documents.features[recipe.text_column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        raise SystemExit(f"column {recipe.text_column!r} of {recipe.dataset} holds {kind}, expected text (set text_column)")
     longest = recipe.max_document_chars or sys.maxsize
     documents = documents.filter(lambda text: 0 < len(text or "") <= longest, input_columns=[recipe.text_column])
     order = list(range(len(documents)))
+    if len(order) <= recipe.eval_documents:
+        raise SystemExit(
+            f"{len(order)} documents with text are left, {recipe.eval_documents} are to be held out and the rest trained on; "
+            f"lower eval_documents or give more documents"
+        )
     random.Random(seed).shuffle(order)
     return documents.select(order[: recipe.max_documents])
 

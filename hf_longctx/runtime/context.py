@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -19,7 +21,8 @@ class GroupContext:
     """One rank's view of one chunk on its sequence group.
 
     process_group: the group's handle, None for a single rank. index: this rank's place in the group. shard_tokens: tokens
-    of every rank of the group, in order. cu_seqlens: document boundaries in the whole chunk, starting at 0.
+    of every rank of the group, in order. cu_seqlens: document boundaries in the whole chunk, starting at 0. indices:
+    index tensors that the layers of this forward share, so that only the first of them builds and copies one.
     """
 
     process_group: dist.ProcessGroup | None
@@ -27,10 +30,17 @@ class GroupContext:
     shard_tokens: tuple[int, ...]
     cu_seqlens: tuple[int, ...]
     calls: AttentionCalls = field(default_factory=AttentionCalls)
+    indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if sum(self.shard_tokens) != self.cu_seqlens[-1]:
             raise ValueError(f"shards of {self.shard_tokens} tokens do not add up to the chunk's {self.cu_seqlens[-1]} tokens")
+
+    def index_tensor(self, values: tuple[int, ...], device: torch.device) -> Tensor:
+        """`values` as an int64 tensor on `device`, made once per chunk."""
+        if values not in self.indices:
+            self.indices[values] = torch.tensor(values, device=device)
+        return self.indices[values]
 
     @property
     def degree(self) -> int:

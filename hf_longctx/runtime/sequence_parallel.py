@@ -106,7 +106,7 @@ def _scatter_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One exchange: all heads of this rank's tokens in, this rank's heads of all tokens out."""
     num_heads, num_kv_heads, head_dim = q_1HTD.shape[1], k_1GTD.shape[1], q_1HTD.shape[3]
-    order = [
+    order = tuple(
         head
         for share in shares
         for head in (
@@ -114,9 +114,9 @@ def _scatter_heads(
             *range(num_heads + share.kv_start, num_heads + share.kv_stop),
             *range(num_heads + num_kv_heads + share.kv_start, num_heads + num_kv_heads + share.kv_stop),
         )
-    ]
+    )
     heads_NTD = torch.cat([q_1HTD, k_1GTD, v_1GTD], dim=1)[0]
-    send_NTD = heads_NTD.index_select(0, torch.tensor(order, device=heads_NTD.device))
+    send_NTD = heads_NTD.index_select(0, context.index_tensor(order, heads_NTD.device))
     num_own = context.shard_tokens[context.index]
     send_sizes = [(share.num_q + 2 * share.num_kv) * num_own * head_dim for share in shares]
     mine = shares[context.index]

@@ -18,6 +18,13 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None, "head_dim": 8}),
 }
 VOCAB_SIZE = 64
+_SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": {"rope_type": "yarn", **_SCALED},
+    "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_SCALED},
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class ModelCase:
     tied: bool = False
     autocast: bool = False
     fp32_gradients: bool = True
+    rope_type: str = "default"
 
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
@@ -49,6 +57,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         max_position_embeddings=512,
         tie_word_embeddings=case.tied,
         attn_implementation=case.attention,
+        rope_parameters=ROPE[case.rope_type],
         **extra,
     )
     torch.manual_seed(case.seed)

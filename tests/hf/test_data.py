@@ -307,3 +307,39 @@ def test_a_row_above_memory_names_the_setting_behind_the_limit() -> None:
 def test_a_row_above_both_limits_names_max_length() -> None:
     (problem,) = too_long(np.array([50]), 30, 20, 10, "train_dataset")
     assert "above max_length 30" in problem
+
+
+@pytest.mark.parametrize("column", ["position_ids", "completion_mask", "shift_labels"])
+def test_a_column_that_would_change_what_is_trained_is_refused(make, column: str) -> None:
+    rows = [{"input_ids": [1, 2], column: [0, 1]}]
+    (problem,) = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)[1]
+    assert f"has a column {column!r}, which is not supported and would change what is trained" in problem
+
+
+def test_a_set_without_any_label_is_refused(make) -> None:
+    (problem,) = dataset_problems(make([{"input_ids": [1, 2], "labels": [-100, -100]}]), "train_dataset", VOCAB_SIZE)[1]
+    assert "has no token with a label" in problem
+    # the first token of a row is nobody's next token
+    (problem,) = dataset_problems(make([{"input_ids": [1, 2], "labels": [1, -100]}]), "train_dataset", VOCAB_SIZE)[1]
+    assert "has no token with a label" in problem
+
+
+def test_a_transform_is_refused() -> None:
+    dataset = datasets.Dataset.from_list(GOOD).with_transform(lambda rows: rows)
+    (problem,) = dataset_problems(dataset, "train_dataset", VOCAB_SIZE)[1]
+    assert "has a transform" in problem
+
+
+def test_lists_of_one_length_are_fine() -> None:
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int64"), length=2)})
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]}, features=features)
+    lengths, problems = dataset_problems(dataset, "train_dataset", VOCAB_SIZE)
+    assert (lengths.tolist(), problems) == ([2, 2], [])
+
+
+def test_the_digest_tells_the_order_and_the_cuts(make) -> None:
+    def digest(*rows: list[int]) -> str:
+        return scan_dataset(make([{"input_ids": row} for row in rows]), "d", VOCAB_SIZE).digest
+
+    assert digest([1, 2], [3, 4]) == digest([1, 2], [3, 4])
+    assert len({digest([1, 2], [3, 4]), digest([3, 4], [1, 2]), digest([1, 2, 3], [4])}) == 3

@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from helpers.models import ModelCase, build_model, random_rows, reference_step
-from helpers.training import LossRecorder, make_trainer, plain_training, train_on_rank
+from helpers.training import LossRecorder, make_trainer, plain_training, train_on_rank, training_arguments
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
@@ -206,3 +206,93 @@ def test_default_config_needs_nothing(rows) -> None:
         trainer = make_trainer(ModelCase(), rows, folder, {"report_steps": True, "timeline_steps": 3}, {"max_steps": 2})
         assert isinstance(trainer.longctx_config, LongContextConfig)
         trainer.train()
+
+
+def differ_on_rank_one(rows: list[dict[str, list[int]]], what: str) -> str:
+    """Rank 1 starts with something else; the message that this rank refuses with."""
+    import torch.distributed as dist
+
+    other = dist.get_rank() == 1
+    case = ModelCase(dtype=torch.float32, seed=1 if other and what == "weights" else 0)
+    arguments = {"adam_beta2": 0.5} if other and what == "settings" else {}
+    if other and what == "rows":
+        # the same rows in another order, all of one length
+        rows = rows[::-1]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            make_trainer(case, rows, folder, {}, arguments)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "what,message",
+    [("weights", "initial weights differs"), ("rows", "tokens of train_dataset differs"), ("settings", "adam_beta2 differs")],
+)
+def test_ranks_that_would_drift_apart_are_refused(ranks, what: str, message: str) -> None:
+    for found in ranks(2).run(differ_on_rank_one, random_rows([16] * 8), what):
+        assert message in found
+
+
+def start_under(rows: list[dict[str, list[int]]], variable: str, value: str) -> str:
+    """The message with which a run under a launcher's setting is refused."""
+    import os
+
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        return start(rows, {}, {}, None)
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
+
+
+@pytest.mark.parametrize(
+    "variable,value,message",
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision 'bf16' of the accelerate configuration differs"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_backend 'eager'"),
+        ("ACCELERATE_USE_FSDP", "true", "asks for FSDP"),
+        ("WORLD_SIZE", "4", "the launcher started 4 processes, but each would train alone (world size 2)"),
+    ],
+)
+def test_what_only_the_launcher_knows_is_refused(ranks, rows, variable: str, value: str, message: str) -> None:
+    for found in ranks(2).run(start_under, rows, variable, value):
+        assert message in found
+
+
+def test_methods_that_would_never_be_called_are_refused(rows) -> None:
+    class OwnLoss(LongContextTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 0
+
+    class OwnStep(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return 0
+
+    class Behind(LongContextMixin, OwnStep):
+        pass
+
+    for cls, message in ((OwnLoss, "OwnLoss.compute_loss would never be called"), (Behind, "its own training_step behind")):
+        with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match=message):
+            cls(model=build_model(ModelCase()), args=training_arguments(folder), train_dataset=datasets.Dataset.from_list(rows))
+
+
+def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str) -> tuple[int, int]:
+    """How many steps a run resumed at step 4 of an epoch of 5 plans, and how many it runs."""
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4}
+    make_trainer(ModelCase(), rows, folder, {}, arguments).train()
+    resumed = make_trainer(ModelCase(), rows, folder, {}, arguments)
+    recorder = LossRecorder()
+    recorder.attach(resumed)
+    solved: list[int] = []
+    original = resumed._source.solve
+    resumed._source.solve = lambda step, *rest: solved.append(step) or original(step, *rest)
+    resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
+    return len(solved), len(recorder.losses)
+
+
+def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path) -> None:
+    assert plans_of_resumed_run(rows, str(tmp_path)) == (1, 1)

@@ -65,7 +65,25 @@ def test_bad_words_are_refused_in_one_line(config_file: str, arguments: list[str
     assert "\n" not in str(error.value)
 
 
+def test_values_that_a_dataclass_refuses_are_said_without_a_traceback(config_file: str) -> None:
+    with pytest.raises(SystemExit, match="settings: max_length is 0; give a positive number"):
+        read_settings(ALL, [config_file, "--max_length", "0"])
+    with pytest.raises(SystemExit, match="settings: model_config is not JSON"):
+        read_settings(ALL, [config_file, "--model_config", "{a"])
+
+
+def test_file_stands_first(config_file: str) -> None:
+    with pytest.raises(SystemExit, match="give the YAML file first"):
+        read_settings(ALL, ["--max_length", "7", config_file])
+
+
 def test_bad_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.yaml").write_text("max_length: 1\nmax_length: 2\n")
+    with pytest.raises(SystemExit, match="key 'max_length' stands twice"):
+        read_settings(ALL, [str(tmp_path / "twice.yaml")])
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(SystemExit, match=r"broken\.yaml"):
+        read_settings(ALL, [str(tmp_path / "broken.yaml")])
     with pytest.raises(SystemExit, match="no such file"):
         read_settings(ALL, [str(tmp_path / "none.yaml")])
     (tmp_path / "list.yaml").write_text("- a\n- b\n")

@@ -80,6 +80,12 @@ def test_tied_embeddings_match(ranks) -> None:
     check(ranks(num_ranks), ModelCase(tied=True), layout, lengths)
 
 
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_scaled_rope_matches(ranks, rope_type: str) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]
+    check(ranks(num_ranks), ModelCase(rope_type=rope_type), layout, lengths)
+
+
 def test_eager_models_match(ranks) -> None:
     # the context road replaces eager attention too, whose own softmax is fp32: compare with sdpa
     num_ranks, layout, lengths = LAYOUTS["<2>"]
