@@ -79,7 +79,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+@pytest.mark.parametrize("name", [name for name in REFUSED_ARGUMENTS if hasattr(TrainingArguments, name) or name == "deepspeed"])
 def test_an_argument_that_would_lose_its_meaning_is_refused(tmp_path, name: str) -> None:
     value, message = REFUSED_ARGUMENTS[name]
     problems = argument_problems(arguments(tmp_path, **{name: value}), {})
@@ -237,8 +237,9 @@ def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:
     model.gradient_checkpointing_enable()
     (problem,) = problems_of(model)
     assert "checkpointing is enabled on the model" in problem
-    assert "model.activation_checkpointing_disable()" in problem
-    model.activation_checkpointing_disable()
+    # a deprecated alias in newer versions, but the only name in the oldest one that is supported
+    assert "model.gradient_checkpointing_disable()" in problem
+    model.gradient_checkpointing_disable()
     assert problems_of(model) == []
 
 
