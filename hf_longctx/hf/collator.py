@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_longctx.hf.sampler import SequenceIndex
-from hf_longctx.plan.sharding import num_dummy_tokens, shard_bounds
+from hf_longctx.plan.sharding import rank_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.executor import ChunkInputs
 from hf_longctx.runtime.loss import IGNORE_INDEX
@@ -88,19 +88,15 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
 
     Dummy tokens have id 0, position 0 and no label, and lie behind the real tokens.
     """
-    start, stop = shard_bounds(chunk.num_tokens, group.degree, group.positions.index(position))
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    place = 0
-    for span in chunk.spans:
-        first, last = max(start, place), min(stop, place + span.num_tokens)
-        if first < last:
-            begin, end = span.start + first - place, span.start + last - place
+    for piece in rank_pieces(chunk, group.degree, group.method)[group.positions.index(position)]:
+        if piece.document < len(chunk.spans):
+            span = chunk.spans[piece.document]
+            begin, end = span.start + piece.start, span.start + piece.stop
             sequence = sequences[span.sequence]
             parts.append((sequence.input_ids[begin:end], torch.arange(begin, end), sequence.shift_labels[begin:end]))
-        place += span.num_tokens
-    dummies = min(stop, place + num_dummy_tokens(chunk.num_tokens, group.degree)) - max(start, place)
-    if dummies > 0:
-        zeros = torch.zeros(dummies, dtype=torch.int64)
-        parts.append((zeros, zeros, torch.full_like(zeros, IGNORE_INDEX)))
+        else:
+            zeros = torch.zeros(piece.num_tokens, dtype=torch.int64)
+            parts.append((zeros, zeros, torch.full_like(zeros, IGNORE_INDEX)))
     input_ids, position_ids, shift_labels = (torch.cat(column).unsqueeze(0) for column in zip(*parts, strict=True))
     return ChunkInputs(input_ids, position_ids, shift_labels)

@@ -20,7 +20,7 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.calibration import ChunkSample, fit_coefficients, mean_relative_error
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.sharding import num_dummy_tokens
+from hf_longctx.plan.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.types import StepPlan
 from hf_longctx.runtime.executor import StepResult
 from hf_longctx.runtime.profiler import Interval
@@ -55,7 +55,7 @@ class StepRecord:
     def padding_share(self) -> float:
         """Dummy tokens among all tokens that run."""
         dummies = sum(
-            num_dummy_tokens(chunk.num_tokens, group.degree)
+            sum(held_tokens(rank_pieces(chunk, group.degree, group.method))) - chunk.num_tokens
             for micro_batch in self.plan.micro_batches
             for group in micro_batch.groups
             for chunk in group.chunks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.types import Action, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.sharding import held_tokens, rank_pieces
+from hf_longctx.plan.types import Action, Chunk, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.timeline import TimelineEvent
 
 
@@ -36,7 +36,7 @@ def evaluate_plan(plan: StepPlan, costs: CostModel) -> Evaluation:
             group_events = _run_group(group, group.stages[0], costs, start_s)
             events += group_events
             stop_s = max(event.stop_s for event in group_events)
-            held = [sum(shards) for shards in zip(*(_shards(group, c.num_tokens) for c in group.chunks), strict=True)]
+            held = [sum(shards) for shards in zip(*(_shards(group, chunk) for chunk in group.chunks), strict=True)]
             for index, position in enumerate(group.positions):
                 clocks[position] = stop_s
                 busy[position] += stop_s - start_s
@@ -51,8 +51,8 @@ def evaluate_plan(plan: StepPlan, costs: CostModel) -> Evaluation:
     )
 
 
-def _shards(group: SequenceGroup, num_tokens: int) -> tuple[int, ...]:
-    return shard_tokens(num_tokens, group.degree)
+def _shards(group: SequenceGroup, chunk: Chunk) -> tuple[int, ...]:
+    return held_tokens(rank_pieces(chunk, group.degree, group.method))
 
 
 def _run_group(group: SequenceGroup, stage: StagePlan, costs: CostModel, clock_s: float) -> list[TimelineEvent]:

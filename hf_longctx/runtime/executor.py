@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_longctx.plan.sharding import document_bounds, shard_tokens
+from hf_longctx.plan.sharding import document_bounds, rank_pieces
 from hf_longctx.plan.types import Action, RankPlan, SequenceGroup
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
@@ -159,7 +159,9 @@ class _Round:
     def _forward(self, action: Action) -> None:
         chunk = self.group.chunks[action.chunk]
         context = self.executor.pool.context(
-            self.group, shard_tokens(chunk.num_tokens, self.group.degree), document_bounds(chunk, self.group.degree)
+            self.group,
+            rank_pieces(chunk, self.group.degree, self.group.method),
+            document_bounds(chunk, self.group.degree),
         )
         inputs = self.inputs[action.chunk].to(self.executor.device)
         logits = self.executor.forward_chunk(inputs, context)
@@ -179,8 +181,8 @@ def refuse_unsupported(plan: RankPlan) -> None:
     for group, stage in plan.rounds:
         if len(group.stages) > 1:
             raise ValueError(f"a plan of {len(group.stages)} pipeline stages is not executed yet; only one stage is")
-        if group.method not in ("local", "ulysses"):
-            raise ValueError(f"method {group.method!r} is not executed yet; only 'local' and 'ulysses' are")
+        if group.method not in ("local", "ulysses", "ring"):
+            raise ValueError(f"method {group.method!r} is not executed yet; only 'local', 'ulysses' and 'ring' are")
         if len(stage.parts) > 1:
             raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
         if any(policy.layers or policy.tile_tokens for policy in stage.activations):

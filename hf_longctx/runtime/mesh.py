@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hf_longctx.plan.sharding import Piece, held_tokens
 from hf_longctx.plan.types import SequenceGroup
 from hf_longctx.runtime.context import GroupContext
 
@@ -48,9 +49,21 @@ class GroupPool:
             )
         return self._groups[positions]
 
-    def context(self, group: SequenceGroup, shard_tokens: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> GroupContext:
-        """This rank's context for a chunk of `group`."""
-        return GroupContext(self.group(group.positions), group.positions.index(self.rank), shard_tokens, cu_seqlens)
+    def context(self, group: SequenceGroup, pieces: tuple[tuple[Piece, ...], ...], cu_seqlens: tuple[int, ...]) -> GroupContext:
+        """This rank's context for a chunk of `group` that lies as `pieces` say.
+
+        A ring needs no group of its own: it passes messages on the group of all ranks, so any positions will do.
+        """
+        is_ring = group.method == "ring"
+        return GroupContext(
+            process_group=self.everyone if is_ring else self.group(group.positions),
+            index=group.positions.index(self.rank),
+            shard_tokens=held_tokens(pieces),
+            cu_seqlens=() if is_ring else cu_seqlens,
+            method=group.method,
+            ranks=group.positions,
+            pieces=pieces,
+        )
 
 
 def aligned_groups(num_ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.ring import ring_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, 
         )
     # autocast leaves q and k in fp32 behind the rotary embedding; attention would round them anyway, so round before sending
     q_1HTD, k_1GTD = q_1HTD.to(v_1GTD.dtype), k_1GTD.to(v_1GTD.dtype)
+    if context.method == "ring":
+        return ring_attention(q_1HTD, k_1GTD, v_1GTD, scale, context)
     if context.degree == 1:
         return packed_attention(q_1HTD, k_1GTD, v_1GTD, 0, num_heads // num_kv_heads, scale, context.cu_seqlens)
     shares = head_shares(num_heads, num_kv_heads, context.degree)

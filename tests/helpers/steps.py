@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from hf_longctx.plan.grouping import Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.types import MicroBatch, StepPlan
 from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
@@ -34,9 +35,22 @@ def tiny_costs(num_ranks: int, spec: ModelSpec = TINY) -> CostModel:
     return CostModel(spec, cluster, default_coefficients(spec, cluster))
 
 
-def plan_of(layout: Layout, lengths: list[int], num_ranks: int) -> StepPlan:
-    """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy."""
-    return validate_plan(build_plan(0, lengths, layout, tiny_costs(num_ranks), "replicated"))
+def plan_of(layout: Layout, lengths: list[int], num_ranks: int, rings: str = "none") -> StepPlan:
+    """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy.
+
+    rings: which groups of two or more ranks are rings, "none", "all", or "second" of every micro-batch.
+    """
+    plan = build_plan(0, lengths, layout, tiny_costs(num_ranks), "replicated")
+    micro_batches = tuple(
+        MicroBatch(
+            tuple(
+                replace(group, method="ring") if group.degree > 1 and (rings == "all" or (rings == "second" and place)) else group
+                for place, group in enumerate(micro_batch.groups)
+            )
+        )
+        for micro_batch in plan.micro_batches
+    )
+    return validate_plan(replace(plan, micro_batches=micro_batches))
 
 
 def group_pool(timeout_s: float = 60.0) -> GroupPool:

@@ -84,7 +84,7 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
     """name -> (changes of a plan that is executed, what the refusal says)."""
     slices = (Chunk(0, (Span(0, 0, 3),)), Chunk(1, (Span(0, 3, 6), Span(1, 0, 4))))
     return {
-        "ring": ({"method": "ring"}, "method 'ring' is not executed yet"),
+        "hybrid": ({"method": "hybrid"}, "method 'hybrid' is not executed yet"),
         "parts": ({"parts": stage_field("interleaved", "parts")}, "a stage of 2 interleaved parts is not executed yet"),
         "policies": ({"activations": stage_field("layer_first", "activations")}, "activation policies"),
         "tiles": (

@@ -9,6 +9,7 @@ from helpers.steps import group_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_longctx.plan.sharding import Piece
 from hf_longctx.plan.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.mesh import GroupPool, aligned_groups
 
@@ -50,14 +51,19 @@ def test_a_process_without_a_launcher_is_one_rank() -> None:
     assert pool.group((0,)) is None
 
 
+def shards(*num_tokens: int) -> tuple[tuple[Piece, ...], ...]:
+    """Every rank holds so many tokens, each rank's of a document of its own."""
+    return tuple((Piece(rank, 0, count, 0),) for rank, count in enumerate(num_tokens))
+
+
 def test_context_of_one_rank() -> None:
-    context = GroupPool((1,), timeout_s=1.0).context(sequence_group(0), (8,), (0, 5, 8))
+    context = GroupPool((1,), timeout_s=1.0).context(sequence_group(0), shards(8), (0, 5, 8))
     assert (context.process_group, context.index, context.degree, context.calls.count) == (None, 0, 1, 0)
 
 
 def test_shards_that_do_not_cover_the_chunk_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(7,\) tokens do not add up to the chunk's 8 tokens"):
-        GroupPool((1,), timeout_s=1.0).context(sequence_group(0), (7,), (0, 8))
+        GroupPool((1,), timeout_s=1.0).context(sequence_group(0), shards(7), (0, 8))
 
 
 def sums_of_ranks(groups: list[tuple[int, ...]]) -> list[int]:
@@ -97,7 +103,7 @@ def test_a_group_outside_the_pool_is_refused_with_the_known_ones(ranks, position
 def context_facts() -> tuple[int, int, int, int]:
     pool = group_pool()
     half = (0, 1) if pool.rank < 2 else (2, 3)
-    context = pool.context(sequence_group(*half), (5, 3), (0, 8))
+    context = pool.context(sequence_group(*half), shards(5, 3), (0, 8))
     return context.index, context.degree, dist.get_world_size(context.process_group), dist.get_rank(context.process_group)
 
 
@@ -110,7 +116,7 @@ def num_groups_made_by_contexts() -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     for positions in ((0, 1), (2, 3), (0, 1, 2, 3)):
         if pool.rank in positions:
-            pool.context(sequence_group(*positions), (8 // len(positions),) * len(positions), (0, 8))
+            pool.context(sequence_group(*positions), shards(*[8 // len(positions)] * len(positions)), (0, 8))
     return len(dist.distributed_c10d._world.pg_map) - before
 
 

@@ -1,0 +1,155 @@
+"""Ring attention: exact at any degree, balanced in token pairs, no masked block computed, each KV head sent once a hop."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.ranks import RankPool
+from helpers.steps import plan_of, run_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_equality import LAYOUTS, TOLERANCE
+
+from hf_longctx.plan.sharding import held_tokens, rank_pieces
+from hf_longctx.plan.types import Chunk, Span
+from hf_longctx.runtime import ring
+from hf_longctx.runtime.ring import visible_blocks
+
+RINGS = {
+    **{name: LAYOUTS[name] for name in LAYOUTS if any(d > 1 for mb in LAYOUTS[name][1] for d, _ in mb)},
+    "<3,1> of three": (4, [[(3, (0, 1)), (1, (2,))], [(3, (3,)), (1, (4,))]], [43, 7, 11, 29, 3]),
+}
+
+
+def check(pool: RankPool, case: ModelCase, layout: Any, lengths: list[int], rings: str = "all") -> None:
+    rows = random_rows(lengths)
+    expected_loss, expected = reference_step(build_model(case), rows)
+    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks, rings), rows):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", RINGS)
+def test_ring_matches_one_plain_process(ranks, name: str, family: str) -> None:
+    num_ranks, layout, lengths = RINGS[name]
+    check(ranks(num_ranks), ModelCase(family), layout, lengths)
+
+
+def test_ring_and_ulysses_stand_beside_each_other(ranks) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
+    check(ranks(num_ranks), ModelCase(), layout, lengths, rings="second")
+
+
+@pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (1, 1)])
+def test_ring_asks_nothing_of_the_heads(ranks, num_heads: int, num_kv_heads: int) -> None:
+    num_ranks, layout, lengths = RINGS["<4>"]
+    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths)
+
+
+def test_plain_matrices_match_too(ranks) -> None:
+    num_ranks, layout, lengths = RINGS["<2>"]
+    rows = random_rows(lengths)
+    _, expected = reference_step(build_model(ModelCase()), rows)
+    results = ranks(num_ranks).run(step_with_plain_blocks, plan_of(layout, lengths, num_ranks, "all"), rows)
+    for gradients in results:
+        assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
+
+
+def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
+    """One step whose blocks run as on a device without the CPU's operator."""
+    from helpers.steps import step_on_rank
+
+    from hf_longctx.plan.serialize import plan_to_json
+
+    with patch.object(ring, "_has_cpu_operator", lambda tensor: False):
+        return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
+
+
+PLANTED = {
+    "wrong merge": ("_merge", lambda out, lse, other, other_lse: (out.add_(other), lse.copy_(torch.logaddexp(lse, other_lse)))),
+    "wrong zigzag order": (
+        "visible_blocks",
+        lambda queries, keys: [
+            (q.tokens, k.tokens, k.start == q.start)
+            for q in queries
+            for k in keys
+            if q.document == k.document and k.start >= q.start
+        ],
+    ),
+}
+
+
+def step_with_bug(name: str, plan: Any, rows: Any) -> dict[str, torch.Tensor]:
+    from helpers.steps import step_on_rank
+
+    from hf_longctx.plan.serialize import plan_to_json
+
+    function, replacement = PLANTED[name]
+    with patch.object(ring, function, replacement):
+        return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug_is_noticed(ranks, name: str) -> None:
+    num_ranks, layout, lengths = RINGS["<2>"]
+    rows = random_rows(lengths)
+    _, expected = reference_step(build_model(ModelCase()), rows)
+    for gradients in ranks(num_ranks).run(step_with_bug, name, plan_of(layout, lengths, num_ranks, "all"), rows):
+        assert max(relative_error(gradients[key], expected[key]) for key in expected) > 1e-3
+
+
+lengths_of_documents = st.lists(st.integers(1, 90), max_size=6)
+
+
+def chunk_of(lengths: list[int]) -> Chunk:
+    return Chunk(0, tuple(Span(number, 0, length) for number, length in enumerate(lengths)))
+
+
+@given(lengths_of_documents, st.integers(1, 7), st.sampled_from(["ulysses", "ring"]))
+def test_pieces_cover_every_token_once_and_no_rank_is_empty(lengths: list[int], degree: int, method: Any) -> None:
+    pieces = rank_pieces(chunk_of(lengths), degree, method)
+    found = sorted((p.document, token) for rank in pieces for p in rank for token in range(p.start, p.stop))
+    real = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
+    dummies = found[len(real) :]
+    assert found[: len(real)] == real
+    assert [document for document, _ in dummies] == list(range(len(lengths), len(lengths) + len(dummies)))
+    assert min(held_tokens(pieces)) >= 1
+    for rank in pieces:
+        assert [piece.first for piece in rank] == [sum(p.num_tokens for p in rank[:i]) for i in range(len(rank))]
+
+
+@given(st.lists(st.integers(64, 400), min_size=1, max_size=3), st.integers(2, 6))
+def test_zigzag_gives_all_ranks_the_same_pairs(lengths: list[int], degree: int) -> None:
+    pieces = rank_pieces(chunk_of(lengths), degree, "ring")
+    pairs = [sum((p.stop + p.start + 1) * p.num_tokens / 2 for p in rank) for rank in pieces]
+    # a token more or less at each cut of each document
+    assert max(pairs) - min(pairs) <= 4 * sum(lengths)
+
+
+@settings(max_examples=50)
+@given(lengths_of_documents.filter(bool), st.integers(2, 5))
+def test_every_visible_pair_is_computed_once_and_no_masked_block(lengths: list[int], degree: int) -> None:
+    pieces = rank_pieces(chunk_of(lengths), degree, "ring")
+    seen = set()
+    for queries in pieces:
+        for keys in pieces:
+            for rows, columns, causal in visible_blocks(queries, keys):
+                query = next(p for p in queries if p.tokens == rows)
+                key = next(p for p in keys if p.tokens == columns)
+                block = {
+                    (query.document, i, j)
+                    for i in range(query.start, query.stop)
+                    for j in range(key.start, key.stop)
+                    if not causal or j <= i
+                }
+                assert block and not block & seen
+                assert all(j <= i for _, i, j in block)
+                seen |= block
+    expected = {(document, i, j) for document, length in enumerate(lengths) for i in range(length) for j in range(i + 1)}
+    assert {pair for pair in seen if pair[0] < len(lengths)} == expected
