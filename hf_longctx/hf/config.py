@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_longctx.plan.specs import SOLVERS
+from hf_longctx.plan.specs import GROUP_METHODS, SOLVERS
 
 LONG_SEQUENCES = ("error", "truncate", "split")
 
@@ -49,8 +49,15 @@ class LongContextConfig:
     degrees: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Allowed sizes of sequence groups: powers of two or all ranks, none above the number of attention heads. "
-            "Default: all of these."
+            "help": "Allowed sizes of sequence groups. Ulysses: powers of two or all ranks, none above the number of attention "
+            "heads. Ring: any. Default: powers of two and all ranks."
+        },
+    )
+    method: Literal["ulysses", "ring"] = field(
+        default="ulysses",
+        metadata={
+            "help": "How a group of two or more ranks shares attention. 'ulysses': all-to-all between tokens and heads, at most "
+            "as many ranks as heads. 'ring': keys and values pass from rank to rank, any degree."
         },
     )
     solver: Literal["auto", "greedy", "static"] = field(
@@ -100,6 +107,10 @@ class LongContextConfig:
                 raise ValueError(f"{name} is {value}; give a positive number of tokens or leave it out")
         if self.long_sequences not in LONG_SEQUENCES:
             raise ValueError(f"long_sequences is {self.long_sequences!r}; choose one of {', '.join(LONG_SEQUENCES)}")
+        if self.method not in GROUP_METHODS:
+            raise ValueError(
+                f"method is {self.method!r}; choose one of {', '.join(GROUP_METHODS)} ('hybrid' is not available yet)"
+            )
         if self.solver not in SOLVERS:
             raise ValueError(
                 f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)} ('lp' and 'milp' are not available yet)"

@@ -144,7 +144,7 @@ def setup_problems(
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
     try:
-        check_degrees(degrees, num_ranks, model.config.num_attention_heads)
+        check_degrees(degrees, num_ranks, model.config.num_attention_heads, config.method)
     except ValueError as error:
         problems.append(str(error))
     if config.solver == "static" and config.static_degree and config.static_degree not in degrees:

@@ -180,10 +180,10 @@ class RunReport(TrainerCallback):
         samples = [sample for rank in everyone for chunk_samples, _ in rank for sample in chunk_samples]
         # the rank that came last did not wait: its reduction is the transfer alone
         step_s = median(min(rank[step][1] for rank in everyone) for step in range(len(everyone[0])))
-        coefficients = fit_coefficients(samples, step_s, source="measured")
+        coefficients = fit_coefficients(samples, step_s, "measured", self.source.costs.method)
         self.source.costs = replace(self.source.costs, coefficients=coefficients)
         if self.config.report_steps and self.source.pool.rank == 0:
-            error = mean_relative_error(samples, coefficients)
+            error = mean_relative_error(samples, coefficients, self.source.costs.method)
             tqdm.write(f"cost model fitted on {len(samples)} chunks of {steps} steps, mean error {error:.0%}")
 
     def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:

@@ -111,7 +111,9 @@ class LongContextMixin(_TrainerBase):
             **kwargs,
         )
         self._executor: StepExecutor | None = None
-        self._pool = GroupPool(degrees, self.longctx_config.collective_timeout_s, self._control)
+        # a ring passes messages on the group of all ranks and needs no group of its own
+        pooled = () if self.longctx_config.method == "ring" else degrees
+        self._pool = GroupPool(pooled, self.longctx_config.collective_timeout_s, self._control)
         # one more than are fitted: the first step pays for start-up and is left out
         explore_steps = self.longctx_config.calibration_steps and self.longctx_config.calibration_steps + 1
         self._source = PlanSource(self._pool, costs, self._planner_config, explore_steps)
@@ -216,7 +218,7 @@ class LongContextMixin(_TrainerBase):
         """The allowed degrees; raises on every rank if settings, model or ranks do not fit together."""
         config = self.longctx_config
         heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
-        degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads))))
+        degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads, config.method))))
         problems = argument_problems(args, trainer_arguments) + config_problems(config, args)
         problems += launch_problems(LaunchEnvironment.read(), args) + override_problems(type(self), LongContextMixin)
         problems += setup_problems(model, processing_class, config, args.world_size, degrees)
@@ -245,7 +247,7 @@ class LongContextMixin(_TrainerBase):
             micro_batch_trials=config.micro_batch_trials,
         )
         self._max_length, self._vocab_size = config.max_length or spec.max_positions, spec.vocab_size
-        return CostModel(spec, cluster, default_coefficients(spec, cluster))
+        return CostModel(spec, cluster, default_coefficients(spec, cluster), config.method)
 
     def _check_data(self, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""

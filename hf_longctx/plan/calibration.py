@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.cost import CostCoefficients, FloatArray, PassCoefficients
+from hf_longctx.plan.cost import CostCoefficients, FloatArray, PassCoefficients, tokens_moved
+from hf_longctx.plan.specs import GroupMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,9 @@ class ChunkSample:
     backward_s: float
 
 
-def fit_coefficients(samples: Sequence[ChunkSample], step_s: float, source: str) -> CostCoefficients:
+def fit_coefficients(
+    samples: Sequence[ChunkSample], step_s: float, source: str, method: GroupMethod = "ulysses"
+) -> CostCoefficients:
     """The coefficients that explain `samples` best, weighted so that short chunks count as much as long ones.
 
     `step_s` is the seconds a step spends outside chunks. Raises ValueError without samples. With degree 1 only, the cost
@@ -33,13 +36,16 @@ def fit_coefficients(samples: Sequence[ChunkSample], step_s: float, source: str)
     forward = np.array([sample.forward_s for sample in samples])
     backward = np.array([sample.backward_s for sample in samples])
     return CostCoefficients(
-        forward=_fit_pass(samples, forward), backward=_fit_pass(samples, backward), step_s=step_s, source=source
+        forward=_fit_pass(samples, forward, method),
+        backward=_fit_pass(samples, backward, method),
+        step_s=step_s,
+        source=source,
     )
 
 
-def mean_relative_error(samples: Sequence[ChunkSample], coefficients: CostCoefficients) -> float:
+def mean_relative_error(samples: Sequence[ChunkSample], coefficients: CostCoefficients, method: GroupMethod = "ulysses") -> float:
     """Mean |predicted / measured - 1| over forward and backward of `samples`."""
-    features = _features(samples)
+    features = _features(samples, method)
     errors = []
     for costs, seconds in (
         (coefficients.forward, np.array([sample.forward_s for sample in samples])),
@@ -50,8 +56,8 @@ def mean_relative_error(samples: Sequence[ChunkSample], coefficients: CostCoeffi
     return float(np.mean(errors))
 
 
-def _fit_pass(samples: Sequence[ChunkSample], seconds: FloatArray) -> PassCoefficients:
-    features = _features(samples)
+def _fit_pass(samples: Sequence[ChunkSample], seconds: FloatArray, method: GroupMethod) -> PassCoefficients:
+    features = _features(samples, method)
     weights = 1.0 / np.maximum(seconds, 1e-9)
     pair_s, token_s, chunk_s, exchange_s, exchange_chunk_s = _non_negative_least_squares(
         features * weights[:, None], seconds * weights
@@ -59,11 +65,11 @@ def _fit_pass(samples: Sequence[ChunkSample], seconds: FloatArray) -> PassCoeffi
     return PassCoefficients(pair_s, token_s, chunk_s, exchange_chunk_s, ((2, exchange_s),))
 
 
-def _features(samples: Sequence[ChunkSample]) -> FloatArray:
+def _features(samples: Sequence[ChunkSample], method: GroupMethod) -> FloatArray:
     rows = []
     for sample in samples:
         degree, tokens = sample.degree, max(sample.num_tokens, sample.degree)
-        moved = tokens / degree * (degree - 1) / degree
+        moved = float(tokens_moved(np.asarray(float(tokens)), degree, method))
         rows.append([sample.num_pairs / degree, tokens / degree, 1.0, moved, float(degree > 1)])
     return np.array(rows, dtype=np.float64)
 

@@ -1,9 +1,9 @@
 """Seconds and bytes of a chunk on a sequence group, forward and backward apart.
 
 The time of one pass over n tokens with c causal pairs on d ranks (FlexSP, arXiv 2412.01523, section 4.1, with causal
-pairs n^2 / 2 for its s^2 and the all-to-all reduced to the share that leaves a rank):
+pairs n^2 / 2 for its s^2 and the exchange reduced to the tokens m(n, d) that leave a rank, see `tokens_moved`):
 
-    pair_s * c / d  +  token_s * n / d  +  chunk_s  +  [d > 1] (exchange_s(d) * (n / d) * (d - 1) / d + exchange_chunk_s)
+    pair_s * c / d  +  token_s * n / d  +  chunk_s  +  [d > 1] (exchange_s(d) * m(n, d) + exchange_chunk_s)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.specs import ClusterSpec, ModelSpec
+from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
 from hf_longctx.plan.types import Chunk
 
 FloatArray = NDArray[np.float64]
@@ -57,11 +57,12 @@ class CostCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts chunks of `model` on groups of `cluster`."""
+    """Predicts chunks of `model` on groups of `cluster` that share attention by `method`."""
 
     model: ModelSpec
     cluster: ClusterSpec
     coefficients: CostCoefficients
+    method: GroupMethod = "ulysses"
 
     def forward_s(self, chunk: Chunk, degree: int, num_layers: int) -> float:
         """Seconds of one forward of `chunk` over `num_layers` layers on a group of `degree` ranks.
@@ -80,7 +81,7 @@ class CostModel:
         total = np.zeros_like(tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * tokens / 2 + costs.token_s * tokens) / degree
-            total += costs.exchange_token_s(degree) * _tokens_moved(tokens, degree)
+            total += costs.exchange_token_s(degree) * tokens_moved(tokens, degree, self.method)
         return total
 
     def group_s(self, degree: int) -> float:
@@ -97,7 +98,7 @@ class CostModel:
         tokens = float(max(chunk.num_tokens, degree))
         seconds = (costs.pair_s * chunk.num_pairs + costs.token_s * tokens) / degree + costs.chunk_s
         if degree > 1:
-            moved = float(_tokens_moved(np.asarray(tokens), degree))
+            moved = float(tokens_moved(np.asarray(tokens), degree, self.method))
             seconds += costs.exchange_token_s(degree) * moved + costs.exchange_chunk_s
         return seconds * num_layers / self.model.num_layers
 
@@ -123,6 +124,9 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     )
 
 
-def _tokens_moved(tokens: FloatArray, degree: int) -> FloatArray:
-    """Tokens that leave each rank of a group in one exchange."""
-    return np.asarray(tokens / degree * (degree - 1) / degree, dtype=np.float64)
+def tokens_moved(tokens: FloatArray, degree: int, method: GroupMethod) -> FloatArray:
+    """Tokens that leave each rank of a group in one exchange: all but its own share of its shard under Ulysses, a shard a
+    hop in a ring.
+    """
+    hops = degree - 1 if method == "ring" else (degree - 1) / degree
+    return np.asarray(tokens / degree * hops, dtype=np.float64)

@@ -40,7 +40,7 @@ def plan_step(
     PlanError if a pass broke an invariant.
     """
     started_s = time.perf_counter()
-    check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads)
+    check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
     problem = GroupingProblem.build(lengths, costs, config)
     layout, solver = choose_layout(problem, config)
     plan = validate_plan(build_plan(step, lengths, layout, costs, parameters))
@@ -71,7 +71,7 @@ def build_plan(step: int, lengths: Sequence[int], layout: Layout, costs: CostMod
     """The plan tree of a layout: one packed chunk per group, forward then backward, ranks without work on the dummy chunk."""
     num_ranks = costs.cluster.num_ranks
     micro_batches = [
-        _place_groups(groups, lengths, num_ranks, costs.model.num_layers)
+        _place_groups(groups, lengths, num_ranks, costs)
         # the most tokens on a rank first, so that a run that does not fit fails at once
         for groups in sorted(layout, key=lambda groups: -max((sum(lengths[i] for i in g[1]) / g[0] for g in groups), default=0))
     ]
@@ -85,7 +85,7 @@ def build_plan(step: int, lengths: Sequence[int], layout: Layout, costs: CostMod
     )
 
 
-def _place_groups(groups: Sequence[Group], lengths: Sequence[int], num_ranks: int, num_layers: int) -> MicroBatch:
+def _place_groups(groups: Sequence[Group], lengths: Sequence[int], num_ranks: int, costs: CostModel) -> MicroBatch:
     """Groups on consecutive positions in descending order of degree, so that each starts at a multiple of its degree."""
     busy = sorted((group for group in groups if group[1]), key=lambda group: (-group[0], group[1]))
     spare = num_ranks - sum(degree for degree, _ in busy)
@@ -95,9 +95,9 @@ def _place_groups(groups: Sequence[Group], lengths: Sequence[int], num_ranks: in
         placed.append(
             SequenceGroup(
                 positions=tuple(range(position, position + degree)),
-                method="local" if degree == 1 else "ulysses",
+                method="local" if degree == 1 else costs.method,
                 chunks=(Chunk(0, spans),),
-                stages=(StagePlan(0, (LayerRange(0, num_layers),), (Action("F", 0, 0), Action("B", 0, 0))),),
+                stages=(StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0))),),
             )
         )
         position += degree

@@ -9,6 +9,10 @@ from typing import Any, Literal
 Solver = Literal["auto", "greedy", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "static")
 
+# how groups of two or more ranks share attention
+GroupMethod = Literal["ulysses", "ring"]
+GROUP_METHODS: tuple[str, ...] = ("ulysses", "ring")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -138,28 +142,28 @@ class PlannerConfig:
             raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least one is needed")
 
 
-def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int) -> None:
-    """Raises ValueError unless every degree can be an aligned Ulysses group of `num_ranks` ranks.
+def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, method: GroupMethod = "ulysses") -> None:
+    """Raises ValueError unless groups of every degree can run `method` on `num_ranks` ranks.
 
-    Groups start at a multiple of their degree, so that a fixed pool of process groups serves every plan; that needs
-    powers of two, or all ranks at once.
+    A ring takes any degree. Ulysses groups start at a multiple of their degree, so that a fixed pool of process groups
+    serves every plan, which needs powers of two or all ranks at once; and every rank gets at least one head.
     """
     for degree in degrees:
         if degree > num_ranks:
             raise ValueError(f"degree {degree} needs {degree} ranks, the run has {num_ranks}; lower `degrees` or start more")
-        if degree & (degree - 1) and degree != num_ranks:
+        if method == "ulysses" and degree & (degree - 1) and degree != num_ranks:
             raise ValueError(
-                f"degree {degree} is neither a power of two nor all {num_ranks} ranks; other degrees come with ring "
-                f"attention, which is not available yet"
+                f"degree {degree} is neither a power of two nor all {num_ranks} ranks; only method 'ring' takes other degrees"
             )
-        if degree > num_heads:
+        if method == "ulysses" and degree > num_heads:
             raise ValueError(
                 f"degree {degree} exceeds the model's {num_heads} attention heads, and Ulysses gives every rank at least one; "
-                f"lower `degrees` to {num_heads} or less"
+                f"lower `degrees` to {num_heads} or less, or use method 'ring'"
             )
 
 
-def default_degrees(num_ranks: int, num_heads: int) -> tuple[int, ...]:
-    """Every degree that `check_degrees` allows."""
+def default_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "ulysses") -> tuple[int, ...]:
+    """Powers of two and all ranks, as far as `check_degrees` allows them."""
     powers = {1 << bit for bit in range(num_ranks.bit_length())} | {num_ranks}
-    return tuple(sorted(degree for degree in powers if degree <= min(num_ranks, num_heads)))
+    limit = num_ranks if method == "ring" else min(num_ranks, num_heads)
+    return tuple(sorted(degree for degree in powers if degree <= limit))

@@ -26,6 +26,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "data parallel": (2, {"solver": "static", "static_degree": 1, "tokens_per_rank": 64}),
     "all ranks together": (2, {"solver": "static", "static_degree": 2, "tokens_per_rank": 48}),
     "heterogeneous": (4, {"tokens_per_rank": 32}),
+    "rings of three": (4, {"tokens_per_rank": 32, "method": "ring", "degrees": [1, 3]}),
 }
 
 
@@ -44,6 +45,8 @@ def test_twenty_steps_follow_one_plain_process(ranks, rows, name: str, promoted:
         assert losses == pytest.approx(expected_losses, rel=tolerance)
         error = max(float((weights[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected)
         assert error <= tolerance
+        if name == "rings of three":
+            assert any("3" in layout for layout in layouts)
         if name == "heterogeneous":
             degrees = {degree for layout in layouts for degree in layout if degree.isdigit()}
             assert degrees >= {"1", "2"}, layouts

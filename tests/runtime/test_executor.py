@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "multiplexed": ({"parameters": "replicated"}, "a plan of 2 pipeline stages is not executed yet; only one stage is"),
     "sppo": ({"parameters": "replicated"}, "activation policies (recompute, offload, tiles) are not executed yet"),
     "layer_first": ({}, "activation policies (recompute, offload, tiles) are not executed yet; everything is kept"),
-    "nested": ({}, "method 'hybrid' is not executed yet; only 'local' and 'ulysses' are"),
+    "nested": ({}, "method 'hybrid' is not executed yet; only 'local', 'ulysses' and 'ring' are"),
 }
 
 
