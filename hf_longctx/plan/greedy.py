@@ -135,7 +135,8 @@ def _fill(lengths: Sequence[int], number: int, room: float, fullest: bool) -> li
 
     Empty if one fits nowhere.
     """
-    loads, bins = [0.0] * number, [[] for _ in range(number)]  # type: tuple[list[float], list[list[int]]]
+    loads = [0.0] * number
+    bins: list[list[int]] = [[] for _ in range(number)]
     for i, length in enumerate(lengths):
         open_bins = [(loads[b], b) for b in range(number) if loads[b] + length <= room]
         if not open_bins:

@@ -1,8 +1,8 @@
 """Which token of a chunk lies at which position of its group: one rule for collator, runtime and simulator.
 
 Ulysses: tokens are laid out in span order and cut into contiguous shards that differ by at most one token, longer shards
-first. Ring: every document is cut into two pieces per rank, and rank i holds pieces i and 2d - 1 - i (zigzag), so that all
-ranks have about the same number of causal query-key pairs in every document.
+first. Ring: every document is cut into 2d pieces for d ranks, and one rank holds pieces i and 2d - 1 - i (zigzag), so that
+all ranks have about the same number of causal query-key pairs in every document.
 
 A rank without a token would crash HF layers (they reject empty tensors), so it gets a dummy token: a document of its own,
 without loss, behind the real tokens.
@@ -62,8 +62,10 @@ def _zigzag_pieces(chunk: Chunk, degree: int) -> tuple[tuple[Piece, ...], ...]:
     held = [0] * degree
     for document, span in enumerate(chunk.spans):
         cuts = [span.num_tokens * place // (2 * degree) for place in range(2 * degree + 1)]
-        for index in range(degree):
-            for place in (index, 2 * degree - 1 - index):
+        for pair in range(degree):
+            # from document to document another rank gets the odd tokens, else many short ones would pile up on one rank
+            index = (pair + document) % degree
+            for place in (pair, 2 * degree - 1 - pair):
                 if cuts[place] < cuts[place + 1]:
                     ranks[index].append(Piece(document, cuts[place], cuts[place + 1], held[index]))
                     held[index] += cuts[place + 1] - cuts[place]

@@ -132,6 +132,12 @@ def test_zigzag_gives_all_ranks_the_same_pairs(lengths: list[int], degree: int) 
     assert max(pairs) - min(pairs) <= 4 * sum(lengths)
 
 
+@pytest.mark.parametrize("length", [1, 3, 5, 9])
+def test_many_short_documents_do_not_pile_up_on_one_rank(length: int) -> None:
+    held = held_tokens(rank_pieces(chunk_of([length] * 64), 4, "ring"))
+    assert max(held) - min(held) <= 2 * length
+
+
 @settings(max_examples=50)
 @given(lengths_of_documents.filter(bool), st.integers(2, 5))
 def test_every_visible_pair_is_computed_once_and_no_masked_block(lengths: list[int], degree: int) -> None:
