@@ -121,7 +121,8 @@ def _columns(dataset: Any) -> list[str]:
 
 def _tables(dataset: Any) -> Iterator[tuple[int, pa.Table | str]]:
     """(number of the first row, rows) batch by batch; instead of rows, what is wrong with them."""
-    columns = [column for column in ("attention_mask", "input_ids", "labels") if column in _columns(dataset)]
+    present = _columns(dataset)
+    columns = [column for column in ("attention_mask", "input_ids", "labels") if column in present]
     first_row = 0
     if isinstance(dataset, datasets.Dataset):
         for table in dataset.select_columns(columns).with_format("arrow").iter(_BATCH_ROWS):
@@ -169,7 +170,7 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
         f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter"
         for row in np.flatnonzero(lengths == 0)
     ]
-    problems += _range_problems(name, "token id", table["input_ids"], 0, vocab_size)
+    problems += _range_problems(name, "token id", _values(table["input_ids"]), vocab_size)
     if "labels" in table.column_names:
         label_lengths = _list_lengths(table["labels"])
         problems += [
@@ -178,7 +179,7 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
             for row in np.flatnonzero(label_lengths != lengths)
         ]
         flat = _values(table["labels"])
-        problems += _range_problems(name, "label", pc.filter(flat, pc.not_equal(flat, IGNORE_INDEX)), 0, vocab_size)
+        problems += _range_problems(name, "label", pc.filter(flat, pc.not_equal(flat, IGNORE_INDEX)), vocab_size)
     if "attention_mask" in table.column_names:
         mask_lengths = _list_lengths(table["attention_mask"])
         problems += [
@@ -213,13 +214,12 @@ def _list_lengths(column: pa.ChunkedArray) -> IntArray:
     return lengths
 
 
-def _range_problems(name: str, what: str, column: pa.ChunkedArray, lowest: int, limit: int) -> list[str]:
-    """A problem if some value is missing or outside [lowest, limit)."""
-    values = _values(column) if pa.types.is_nested(column.type) else column
+def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -> list[str]:
+    """A problem if some value is missing or outside [0, limit)."""
     if values.null_count and what == "token id":
         return [f"{name} holds a missing {what} inside a row; tokenise again or remove the row"]
     bounds = pc.min_max(values).as_py()
-    if bounds["min"] is None or (bounds["min"] >= lowest and bounds["max"] < limit):
+    if bounds["min"] is None or (bounds["min"] >= 0 and bounds["max"] < limit):
         return []
     wrong = bounds["max"] if bounds["max"] >= limit else bounds["min"]
     none = f" ({IGNORE_INDEX} means no label)" if what == "label" else ""

@@ -98,7 +98,7 @@ class LongContextMixin(_TrainerBase):
         costs = self._prepare_planning(model, args, degrees)
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
         self._told: set[str] = set()
-        self._check_data(model, args, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
+        self._check_data(model, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
         patch_model(model)
         self._num_attention_layers = num_attention_layers(model)
         super().__init__(
@@ -249,7 +249,7 @@ class LongContextMixin(_TrainerBase):
         self._max_length, self._vocab_size = config.max_length or spec.max_positions, spec.vocab_size
         return CostModel(spec, cluster, default_coefficients(spec, cluster), config.method)
 
-    def _check_data(self, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
+    def _check_data(self, model: Any, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
         problems: list[str] = []
         settings = {"model config": model.config.to_json_string(), "initial weights": _weights_digest(model)}
@@ -363,7 +363,7 @@ def _weights_digest(model: nn.Module) -> str:
 # what may differ between ranks: places, names and how much is said
 _OWN_ARGUMENTS = re.compile(
     r"local_rank|.*_dir$|run_name|log_level.*|disable_tqdm|report_to|project|trackio.*|hub_.*|push_to_hub.*|debug|"
-    r"logging_first_step|resume_from_checkpoint|ddp_backend|.*token.*|use_cpu|dataloader_pin_memory|_n_gpu"
+    r"resume_from_checkpoint|ddp_backend|use_cpu|dataloader_pin_memory|_n_gpu"
 )
 
 

@@ -36,9 +36,7 @@ def plan_greedy(problem: GroupingProblem, trials: int) -> Layout:
     ordered, order = problem.longest_first()
     layouts = [_plan_one_degree(ordered, trials, ordered.degrees)]
     for runs in _candidate_runs(ordered, trials, ordered.num_ranks):
-        groups = [_group_micro_batch(ordered, run) for run in runs]
-        if all(micro_batch is not None for micro_batch in groups):
-            layouts.append([micro_batch for micro_batch in groups if micro_batch is not None])
+        layouts += _if_complete([_group_micro_batch(ordered, run) for run in runs])
     if len(ordered.lengths) <= _MAX_RUN_SEQUENCES:
         layouts.append(_best_runs(ordered))
     improved = [_improve(ordered, layout) for layout in _promising(ordered, layouts)]
@@ -62,14 +60,18 @@ def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[in
             f"a sequence of {longest} tokens does not fit {max(degrees)} ranks of {problem.capacity} tokens each; raise "
             f"static_degree or tokens_per_rank"
         )
-    candidates = []
+    candidates: list[Layout] = []
     for degree in usable:
         layout = (degree,) * (problem.num_ranks // degree)
         for runs in _candidate_runs(problem, trials, len(layout) * degree):
-            groups = [_pack(problem, run, layout) for run in runs]
-            if all(micro_batch is not None for micro_batch in groups):
-                candidates.append([micro_batch for micro_batch in groups if micro_batch is not None])
+            candidates += _if_complete([_pack(problem, run, layout) for run in runs])
     return min(candidates, key=problem.step_seconds)
+
+
+def _if_complete(micro_batches: list[list[Group] | None]) -> list[Layout]:
+    """The layout of these micro-batches as the only item, or nothing if one of them fits no groups."""
+    fitting = [groups for groups in micro_batches if groups is not None]
+    return [fitting] if len(fitting) == len(micro_batches) else []
 
 
 def _promising(problem: GroupingProblem, layouts: list[Layout]) -> list[Layout]:

@@ -37,11 +37,19 @@ LAYOUTS = {
 }
 
 
-def check(pool: RankPool, case: ModelCase, layout: list, lengths: list[int], masked: tuple[int, ...] = (), bug: str = "") -> None:
+def check(
+    pool: RankPool,
+    case: ModelCase,
+    layout: list,
+    lengths: list[int],
+    masked: tuple[int, ...] = (),
+    bug: str = "",
+    rings: str = "none",
+) -> None:
     """Asserts that every rank ends with the reference's loss and gradients."""
     rows = random_rows(lengths, masked=masked)
     expected_loss, expected = reference_step(build_model(case), rows)
-    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks), rows, bug):
+    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks, rings), rows, bug):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert gradients.keys() == expected.keys()
         errors = {name: relative_error(gradients[name], expected[name]) for name in expected}

@@ -8,11 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.ranks import RankPool
-from helpers.steps import plan_of, run_step
+from helpers.steps import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equality import LAYOUTS, TOLERANCE
+from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.types import Chunk, Span
@@ -25,20 +24,11 @@ RINGS = {
 }
 
 
-def check(pool: RankPool, case: ModelCase, layout: Any, lengths: list[int], rings: str = "all") -> None:
-    rows = random_rows(lengths)
-    expected_loss, expected = reference_step(build_model(case), rows)
-    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks, rings), rows):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
-        assert max(errors.values()) <= TOLERANCE, errors
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", RINGS)
 def test_ring_matches_one_plain_process(ranks, name: str, family: str) -> None:
     num_ranks, layout, lengths = RINGS[name]
-    check(ranks(num_ranks), ModelCase(family), layout, lengths)
+    check(ranks(num_ranks), ModelCase(family), layout, lengths, rings="all")
 
 
 def test_ring_and_ulysses_stand_beside_each_other(ranks) -> None:
@@ -49,7 +39,7 @@ def test_ring_and_ulysses_stand_beside_each_other(ranks) -> None:
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (1, 1)])
 def test_ring_asks_nothing_of_the_heads(ranks, num_heads: int, num_kv_heads: int) -> None:
     num_ranks, layout, lengths = RINGS["<4>"]
-    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths)
+    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, rings="all")
 
 
 def test_plain_matrices_match_too(ranks) -> None:
