@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.context import Ring
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.tiles import tile_backward, tile_forward
 
 
 def ring_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, readers: KVReaders, scale: float, ring: Ring) -> Tensor:
@@ -54,7 +55,7 @@ class _RingAttention(torch.autograd.Function):
         for source, kv in _around(own_kv, ring):
             for rows, columns, causal in visible_tiles(ring.pieces[ring.index], ring.pieces[source]):
                 k, v = readers.expand(kv[:, :, columns], 1)
-                out, lse = _tile_forward(q_HTD[:, rows], k, v, scale, causal)
+                out, lse = tile_forward(q_HTD[:, rows], k, v, scale, causal)
                 _merge(out_HTD[:, rows], lse_HT[:, rows], out.to(wide), lse.to(wide))
         output = out_HTD.to(q_HTD.dtype)
         ctx.save_for_backward(q_HTD, own_kv, output, lse_HT)
@@ -72,7 +73,7 @@ class _RingAttention(torch.autograd.Function):
         for source, kv in _around(own_kv, ring):
             for rows, columns, causal in visible_tiles(ring.pieces[ring.index], ring.pieces[source]):
                 k, v = readers.expand(kv[:, :, columns], 1)
-                dq, dk, dv = _tile_backward(
+                dq, dk, dv = tile_backward(
                     gradient_HTD[:, rows], q_HTD[:, rows], k, v, out_HTD[:, rows], lse_HT[:, rows], scale, causal
                 )
                 dq_HTD[:, rows] += dq
@@ -114,43 +115,3 @@ def _merge(out_HTD: Tensor, lse_HT: Tensor, other_HTD: Tensor, other_lse_HT: Ten
     total_HT = torch.logaddexp(lse_HT, other_lse_HT)
     out_HTD.mul_((lse_HT - total_HT).exp().unsqueeze(-1)).add_(other_HTD * (other_lse_HT - total_HT).exp().unsqueeze(-1))
     lse_HT.copy_(total_HT)
-
-
-def _has_cpu_operator(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _tile_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [H, T, D] and LSE [H, T] of one tile; on the CPU by its flash operator, elsewhere by plain matrices."""
-    if _has_cpu_operator(q):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, causal, scale=scale
-        )
-        return out[0], lse[0]
-    scores = _scores(q, k, scale, causal)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
-
-
-def _tile_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one tile, given the merged output and LSE of all tiles."""
-    if _has_cpu_operator(q):
-        inputs = [x.contiguous().unsqueeze(0) for x in (gradient, q, k, v, out, lse)]
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal, scale=scale)
-        return found[0][0], found[1][0], found[2][0]
-    weights = (_scores(q, k, scale, causal) - lse.unsqueeze(-1)).exp()
-    wide_gradient = gradient.to(weights.dtype)
-    delta = (wide_gradient * out).sum(-1, keepdim=True)
-    ds = weights * (wide_gradient @ v.to(weights.dtype).transpose(1, 2) - delta) * scale
-    return ds @ k.to(ds.dtype), ds.transpose(1, 2) @ q.to(ds.dtype), weights.transpose(1, 2) @ wide_gradient
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).transpose(1, 2) * scale
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores
