@@ -79,20 +79,25 @@ def _zigzag_pieces(chunk: Chunk, num_blocks: int) -> tuple[list[list[Piece]], li
     return blocks, held
 
 
+def even_shards(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
+    """Tokens of every rank of a block that holds `num_tokens`: at most one token apart, larger shards first."""
+    base, remainder = divmod(num_tokens, num_ranks)
+    return tuple(base + (index < remainder) for index in range(num_ranks))
+
+
 def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, ...]]:
     """A block's tokens in contiguous shards, one per rank; the block holds at least as many tokens as ranks."""
-    base, remainder = divmod(sum(piece.num_tokens for piece in block), num_ranks)
-    ranks, start = [], 0
-    for index in range(num_ranks):
-        stop = start + base + (index < remainder)
-        shard = []
-        for piece in block:
-            low, high = max(start, piece.first), min(stop, piece.first + piece.num_tokens)
-            if low < high:
-                begin = piece.start + low - piece.first
-                shard.append(Piece(piece.document, begin, begin + high - low, low - start))
+    ranks, waiting = [], list(reversed(block))
+    for room in even_shards(sum(piece.num_tokens for piece in block), num_ranks):
+        shard, held = [], 0
+        while held < room:
+            piece = waiting.pop()
+            cut = min(piece.stop, piece.start + room - held)
+            shard.append(Piece(piece.document, piece.start, cut, held))
+            held += cut - piece.start
+            if cut < piece.stop:
+                waiting.append(Piece(piece.document, cut, piece.stop, 0))
         ranks.append(tuple(shard))
-        start = stop
     return ranks
 
 

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.heads import HeadShare, KVReaders
 
+# tokens of the query piece and of the key piece, as slices of their blocks, and whether it is causal (the same piece)
+Tile = tuple[slice, slice, bool]
+
 
 @dataclass(slots=True)
 class AttentionCalls:
@@ -37,12 +40,14 @@ class Ring:
 
     process_group: the group of all ranks, whose links messages use (any ranks form a ring without a group of their own).
     index: this rank's block. ranks: the global ranks of the ring. pieces: what every block holds of the documents.
+    known_tiles: filled by `tiles`, for all layers of a chunk.
     """
 
     process_group: dist.ProcessGroup | None
     index: int
     ranks: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
+    known_tiles: dict[int, list[Tile]] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -50,7 +55,27 @@ class Ring:
 
     def num_tokens(self, block: int) -> int:
         """Tokens of a block."""
-        return sum(piece.num_tokens for piece in self.pieces[block])
+        last = self.pieces[block][-1]
+        return last.first + last.num_tokens
+
+    def tiles(self, block: int) -> list[Tile]:
+        """What this rank's queries see of the keys of a block."""
+        if block not in self.known_tiles:
+            self.known_tiles[block] = visible_tiles(self.pieces[self.index], self.pieces[block])
+        return self.known_tiles[block]
+
+
+def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[Tile]:
+    """Every tile that is not fully masked: a query piece sees key pieces of its document that do not start behind it."""
+    of_document: dict[int, list[Piece]] = {}
+    for key in keys:
+        of_document.setdefault(key.document, []).append(key)
+    return [
+        (query.tokens, key.tokens, key.start == query.start)
+        for query in queries
+        for key in of_document.get(query.document, ())
+        if key.start <= query.start
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import block_pieces, document_bounds, held_tokens, rank_pieces
+from hf_longctx.plan.sharding import block_pieces, document_bounds, even_shards
 from hf_longctx.plan.types import Chunk, SequenceGroup
 from hf_longctx.runtime.context import Block, GroupContext, Ring
 from hf_longctx.runtime.heads import HeadShare, KVReaders
@@ -63,7 +63,7 @@ class GroupPool:
         pieces = block_pieces(chunk, shape)
         first = index * shape.ulysses
         neighbours = group.positions[first : first + shape.ulysses]
-        tokens = held_tokens(rank_pieces(chunk, shape))[first : first + shape.ulysses]
+        tokens = even_shards(sum(piece.num_tokens for piece in pieces[index]), shape.ulysses)
         return GroupContext(
             block=Block(self.group(neighbours), inside, tokens),
             ring=Ring(self.everyone, index, group.positions[inside :: shape.ulysses], pieces),

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.context import Ring
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.tiles import tile_backward, tile_forward
@@ -35,16 +34,6 @@ def ring_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, readers: KVRe
     return output.transpose(0, 1).unsqueeze(0)
 
 
-def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[tuple[slice, slice, bool]]:
-    """(query tokens, key tokens, causal) of every tile that is not fully masked, as slices of the two blocks' tokens."""
-    tiles = []
-    for query in queries:
-        for key in keys:
-            if query.document == key.document and key.start <= query.start:
-                tiles.append((query.tokens, key.tokens, key.start == query.start))
-    return tiles
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, readers: KVReaders, scale: float, ring: Ring) -> Tensor:
@@ -53,7 +42,7 @@ class _RingAttention(torch.autograd.Function):
         lse_HT = torch.full(q_HTD.shape[:2], float("-inf"), dtype=wide, device=q_HTD.device)
         own_kv = torch.stack([k_GTD, v_GTD])
         for source, kv in _around(own_kv, ring):
-            for rows, columns, causal in visible_tiles(ring.pieces[ring.index], ring.pieces[source]):
+            for rows, columns, causal in ring.tiles(source):
                 k, v = readers.expand(kv[:, :, columns], 1)
                 out, lse = tile_forward(q_HTD[:, rows], k, v, scale, causal)
                 _merge(out_HTD[:, rows], lse_HT[:, rows], out.to(wide), lse.to(wide))
@@ -71,7 +60,7 @@ class _RingAttention(torch.autograd.Function):
         # gradients travel behind their keys and values and are home again after the last hop
         travelling = torch.zeros_like(own_kv, dtype=wide)
         for source, kv in _around(own_kv, ring):
-            for rows, columns, causal in visible_tiles(ring.pieces[ring.index], ring.pieces[source]):
+            for rows, columns, causal in ring.tiles(source):
                 k, v = readers.expand(kv[:, :, columns], 1)
                 dq, dk, dv = tile_backward(
                     gradient_HTD[:, rows], q_HTD[:, rows], k, v, out_HTD[:, rows], lse_HT[:, rows], scale, causal

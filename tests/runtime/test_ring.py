@@ -15,8 +15,8 @@ from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.sharding import block_pieces
 from hf_longctx.plan.types import Chunk, GroupShape, Span
-from hf_longctx.runtime import ring, tiles
-from hf_longctx.runtime.ring import visible_tiles
+from hf_longctx.runtime import context, ring, tiles
+from hf_longctx.runtime.context import visible_tiles
 
 RINGS = {
     **{name: LAYOUTS[name] for name in LAYOUTS if any(d > 1 for mb in LAYOUTS[name][1] for d, _ in mb)},
@@ -61,9 +61,15 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 
+def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    out.add_(other)
+    lse.copy_(torch.logaddexp(lse, other_lse))
+
+
 PLANTED = {
-    "wrong merge": ("_merge", lambda out, lse, other, other_lse: (out.add_(other), lse.copy_(torch.logaddexp(lse, other_lse)))),
+    "wrong merge": (ring, "_merge", unweighted_merge),
     "wrong zigzag order": (
+        context,
         "visible_tiles",
         lambda queries, keys: [
             (q.tokens, k.tokens, k.start == q.start)
@@ -80,8 +86,8 @@ def step_with_bug(name: str, plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
     from hf_longctx.plan.serialize import plan_to_json
 
-    function, replacement = PLANTED[name]
-    with patch.object(ring, function, replacement):
+    module, function, replacement = PLANTED[name]
+    with patch.object(module, function, replacement):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 
