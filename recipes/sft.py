@@ -61,9 +61,7 @@ class RecipeArguments:
     )
     chat_template: str | None = field(
         default=None,
-        metadata={
-            "help": "Jinja file with generation markers that replaces the tokenizer's chat template, also when saved."
-        },
+        metadata={"help": "Jinja file with generation markers that replaces the tokenizer's chat template, also when saved."},
     )
     dataset: str | None = field(
         default=None,

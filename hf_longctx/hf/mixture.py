@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import datasets
+import numpy as np
 from datasets import Dataset
 
 from hf_longctx.hf.chat import DataError
-from hf_longctx.hf.tokenise import with_labels
+from hf_longctx.hf.tokenise import uniform
 
 Stopping = Literal["first_exhausted", "all_exhausted"]
 
@@ -73,9 +74,8 @@ def mix_datasets(
 
 def concatenated(sets: Sequence[Dataset]) -> Dataset:
     """All rows of tokenised datasets, with labels in all of them or in none."""
-    if any("labels" in part.column_names for part in sets):
-        sets = [with_labels(part) for part in sets]
-    return datasets.concatenate_datasets(list(sets))
+    has_labels = any("labels" in part.column_names for part in sets)
+    return datasets.concatenate_datasets([uniform(part, has_labels) for part in sets])
 
 
 def held_out_counts(total: int, sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
@@ -113,4 +113,4 @@ def without_copies(train: Dataset, held_out: Dataset) -> Dataset:
 def _row_digests(dataset: Dataset) -> Iterator[bytes]:
     for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000):
         for ids in table["input_ids"]:
-            yield hashlib.blake2b(ids.values.to_numpy().tobytes(), digest_size=16).digest()
+            yield hashlib.blake2b(ids.values.to_numpy().astype(np.int64).tobytes(), digest_size=16).digest()

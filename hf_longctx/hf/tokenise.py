@@ -101,11 +101,13 @@ def joined(texts: Sequence[str | None], separator: str) -> str:
     return separator.join(text for text in texts if text)
 
 
-def with_labels(dataset: Dataset) -> Dataset:
-    """A tokenised dataset in which every token is its own label where it had no labels."""
-    if "labels" in dataset.column_names:
-        return dataset
-    return dataset.map(lambda batch: {"labels": batch["input_ids"]}, batched=True, features=_TOKENS_AND_LABELS)
+def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
+    """A tokenised dataset with `input_ids` as int32 and, if wanted, `labels`: every token its own where there were none."""
+    if has_labels and "labels" not in dataset.column_names:
+        dataset = dataset.select_columns(["input_ids"])
+        dataset = dataset.map(lambda batch: {"labels": batch["input_ids"]}, batched=True, desc="add labels")
+    features = _TOKENS_AND_LABELS if has_labels else _TOKENS
+    return dataset.select_columns(list(features)).cast(features) if dataset.features != features else dataset
 
 
 def count_tokens(dataset: Dataset) -> TokenCounts:
