@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from hf_longctx import DataError, LongContextConfig, LongContextTrainer
-from hf_longctx.recipes.data import Documents, Source, check_sources, load_tokens
 from hf_longctx.recipes.settings import read_settings
+from hf_longctx.recipes.sources import Documents, Source, check_sources, load_tokens
 
 # short forms of the keys of one entry of `datasets`
 _SHORT_FORMS = {

@@ -103,10 +103,10 @@ def joined(texts: Sequence[str | None], separator: str) -> str:
 
 def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
     """A tokenised dataset with `input_ids` as int32 and, if wanted, `labels`: every token its own where there were none."""
-    if has_labels and "labels" not in dataset.column_names:
-        dataset = dataset.select_columns(["input_ids"])
-        dataset = dataset.map(lambda batch: {"labels": batch["input_ids"]}, batched=True, desc="add labels")
     features = _TOKENS_AND_LABELS if has_labels else _TOKENS
+    if has_labels and "labels" not in dataset.column_names:
+        tokens = dataset.select_columns(["input_ids"])
+        return tokens.map(lambda batch: {"labels": batch["input_ids"]}, batched=True, features=features, desc="add labels")
     return dataset.select_columns(list(features)).cast(features) if dataset.features != features else dataset
 
 

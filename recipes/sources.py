@@ -190,7 +190,7 @@ def _load(source: Source) -> datasets.Dataset:
     if path.suffix not in _FILE_KINDS:
         try:
             return datasets.load_dataset(source.path, source.config, split=source.split)
-        except (FileNotFoundError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise DataError(f"dataset {source.path} cannot be loaded: {str(error).splitlines()[0]}") from error
     if not path.is_file() or not path.stat().st_size:
         raise DataError(f"dataset {source.path} is {'empty' if path.is_file() else 'no file here'}; check the path")
