@@ -17,6 +17,7 @@ from helpers.chats import (
     rendered_by_hand,
     word_tokenizer,
 )
+from tokenizers import processors
 from transformers import ByT5Tokenizer
 
 from hf_longctx import DataError, tokenise_chat, tokenise_completions, tokenise_text
@@ -140,6 +141,21 @@ def test_completions_have_labels_on_the_completion_and_the_end() -> None:
         assert row["labels"] == labels_by_bytes(tokenizer, row["input_ids"], spans)
     with pytest.raises(DataError, match="cannot say where the completion begins"):
         tokenise_completions(dataset, ByT5Tokenizer(extra_ids=0))
+
+
+def test_special_tokens_of_the_tokenizer_are_added_to_completions_and_not_to_chats() -> None:
+    """A template writes its own; those around a completion stand for no character, the end is learnt all the same."""
+    tokenizer = byte_tokenizer()
+    start, end = tokenizer.convert_tokens_to_ids(["<|pad|>", "<|end|>"])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A <|end|>", special_tokens=[("<|pad|>", start), ("<|end|>", end)]
+    )
+    (row,) = tokenise_completions(datasets.Dataset.from_dict({"prompt": [""], "completion": ["hello"]}), tokenizer)
+    assert row["input_ids"][0] == start and row["labels"][0] == -100
+    assert row["input_ids"][1:] == row["labels"][1:] and row["labels"].count(end) == 1 and row["labels"][-1] == end
+    messages = conversation("what is this?", "it is")
+    (row,) = tokenise_chat(chats(messages), tokenizer)
+    assert tokenizer.decode(row["input_ids"]) == rendered_by_hand(messages)[0]
 
 
 def test_text_columns_are_joined_and_empty_rows_left_out(caplog) -> None:
