@@ -86,6 +86,13 @@ class Source:
         named = (*self.text_column, self.messages_column, self.prompt_column, self.completion_column)
         return tuple(name for name in named if name)
 
+    @property
+    def column_setting(self) -> str:
+        """The setting that names these columns."""
+        if self.messages_column:
+            return "messages_column"
+        return "prompt_column and completion_column" if self.prompt_column else "text_column"
+
 
 @dataclass(frozen=True, slots=True)
 class Documents:
@@ -129,12 +136,10 @@ def load_tokens(
     others: datasets.Dataset | None = None
     if isinstance(held_out, Source):
         others = _tokenised(held_out, tokenizer, seed, max_document_chars)
-    else:
-        # one document of each is left to train on even where none is held out
+    elif held_out:
         counts = held_out_counts(held_out, [len(part) for part in parts], weights)
-        if held_out:
-            others = concatenated([part.select(range(count)) for part, count in zip(parts, counts, strict=True)])
-            parts = [part.select(range(count, len(part))) for part, count in zip(parts, counts, strict=True)]
+        others = concatenated([part.select(range(count)) for part, count in zip(parts, counts, strict=True)])
+        parts = [part.select(range(count, len(part))) for part, count in zip(parts, counts, strict=True)]
     lines = [_line(source.path, part) for source, part in zip(sources, parts, strict=True)]
     if others is not None:
         lines.append(_line("held out", others))
@@ -142,8 +147,9 @@ def load_tokens(
         if num_copies := sum(map(len, parts)) - sum(map(len, unique)):
             lines.append(f"{num_copies} training documents left out, copies of held-out ones")
         parts = unique
-    train = mix_datasets(parts, weights, stopping=mix_until, seed=seed)
+    train = parts[0]
     if len(sources) > 1:
+        train = mix_datasets(parts, weights, stopping=mix_until, seed=seed)
         how = "all documents" if weights is None else f"weights {', '.join(f'{weight:g}' for weight in weights)}, {mix_until}"
         lines.append(_line(f"mix ({how})", train))
     return Documents(train, others, tuple(lines))
@@ -180,13 +186,16 @@ def _load(source: Source) -> datasets.Dataset:
     path = Path(source.path)
     if source.path == STANDARD_LIBRARY:
         return datasets.Dataset.from_dict({source.text_column[0]: standard_library_sources()})
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        loaded = datasets.load_from_disk(source.path)
-        if isinstance(loaded, datasets.Dataset):
-            return loaded
-        if source.split not in loaded:
-            raise DataError(f"dataset {source.path} has no split {source.split!r}; it has {', '.join(map(str, loaded))}")
-        return loaded[source.split]
+    if (path / "dataset_dict.json").exists():
+        splits = datasets.load_from_disk(source.path)
+        if source.split not in splits:
+            raise DataError(f"dataset {source.path} has no split {source.split!r}; it has {', '.join(map(str, splits))}")
+        return splits[source.split]
+    is_saved = (path / "dataset_info.json").exists()
+    if (is_saved or path.suffix in _FILE_KINDS) and source.split != "train":
+        raise DataError(f"dataset {source.path} has no splits, so none called {source.split!r}; leave the split out")
+    if is_saved:
+        return datasets.load_from_disk(source.path)
     if path.suffix not in _FILE_KINDS:
         try:
             return datasets.load_dataset(source.path, source.config, split=source.split)
@@ -194,8 +203,6 @@ def _load(source: Source) -> datasets.Dataset:
             raise DataError(f"dataset {source.path} cannot be loaded: {str(error).splitlines()[0]}") from error
     if not path.is_file() or not path.stat().st_size:
         raise DataError(f"dataset {source.path} is {'empty' if path.is_file() else 'no file here'}; check the path")
-    if source.split != "train":
-        raise DataError(f"dataset {source.path} is a file, which has no split {source.split!r}; leave the split out")
     kind = _FILE_KINDS[path.suffix]
     try:
         return datasets.load_dataset(kind, data_files=str(path), split="train")
@@ -207,11 +214,10 @@ def _load(source: Source) -> datasets.Dataset:
 def _check_columns(documents: datasets.Dataset, source: Source) -> None:
     for column in source.columns:
         if column not in documents.column_names:
-            hints = [setting for name, setting in _HINTS.items() if source.text_column and name in documents.column_names]
-            setting = next(field.name for field in fields(source) if _names(getattr(source, field.name), column))
+            found = [_HINTS[name] for name in documents.column_names if name in _HINTS] if source.text_column else []
             raise DataError(
                 f"dataset {source.path} has no column {column!r}; it has {', '.join(documents.column_names)} "
-                f"(set {hints[0] if hints else setting})"
+                f"(set {(found or [source.column_setting])[0]})"
             )
         kind = documents.features[column]
         if column != source.messages_column and getattr(kind, "dtype", None) not in ("string", "large_string"):
@@ -219,10 +225,6 @@ def _check_columns(documents: datasets.Dataset, source: Source) -> None:
                 f"column {column!r} of {source.path} holds {kind}, expected text (set another column; messages go into "
                 f"messages_column, a prompt and its completion of messages joined into one column)"
             )
-
-
-def _names(value: Any, column: str) -> bool:
-    return value == column or (isinstance(value, tuple) and column in value)
 
 
 def _check_type(name: str, value: Any, where: str) -> None:

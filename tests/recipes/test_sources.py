@@ -90,6 +90,8 @@ def test_folders_written_by_datasets_are_read(folder: Path) -> None:
     assert len(load(Source("both", text_column=("body",), split="test")).train) == 3
     with pytest.raises(DataError, match="has no split 'dev'; it has train, test"):
         load(Source("both", text_column=("body",), split="dev"))
+    with pytest.raises(DataError, match="has no splits, so none called 'test'"):
+        load(Source("one", text_column=("body",), split="test"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_folders_written_by_datasets_are_read(folder: Path) -> None:
         (Source("empty.jsonl"), "empty.jsonl is empty"),
         (Source("broken.jsonl"), "broken.jsonl cannot be read as json"),
         (Source("missing/folder"), "missing/folder cannot be loaded"),
-        (Source("lines.txt", split="test"), "is a file, which has no split 'test'; leave the split out"),
+        (Source("lines.txt", split="test"), "has no splits, so none called 'test'; leave the split out"),
         (Source("chats.jsonl"), r"has no column 'text'; it has messages \(set messages_column\)"),
         (Source("pairs.parquet"), r"it has prompt, completion \(set prompt_column and completion_column\)"),
         (Source("lines.txt", messages_column="chat"), r"has no column 'chat'; it has text \(set messages_column\)"),
