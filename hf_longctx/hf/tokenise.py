@@ -161,7 +161,7 @@ class _CompletionEncoder:
         end = self.tokenizer.eos_token_id
         for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
             if end is not None:
-                if ids[-1] != end:
+                if ids[-1:] != [end]:
                     ids.append(end)
                     labels.append(end)
                 labels[-1] = end

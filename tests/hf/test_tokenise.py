@@ -139,6 +139,9 @@ def test_completions_have_labels_on_the_completion_and_the_end() -> None:
         assert row["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
         spans = [(len((prompt or "").encode()), len(text.encode()))]
         assert row["labels"] == labels_by_bytes(tokenizer, row["input_ids"], spans)
+    # white space may have no token at all: the end is still learnt
+    blank = datasets.Dataset.from_dict({"prompt": [""], "completion": [" "]})
+    assert list(tokenise_completions(blank, word_tokenizer())) == [{"input_ids": [1], "labels": [1]}]
     with pytest.raises(DataError, match="cannot say where the completion begins"):
         tokenise_completions(dataset, ByT5Tokenizer(extra_ids=0))
 
