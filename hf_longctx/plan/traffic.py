@@ -58,17 +58,18 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
     """
     if degree == 1:
         return (GroupShape(1),)
+    # fewest messages first: callers take the first of equals
     shapes = []
-    if method in ("auto", "ring"):
-        shapes.append(GroupShape(degree))
+    has_group = degree & (degree - 1) == 0 or degree == cluster.num_ranks
+    if method in ("auto", "ulysses") and degree <= model.num_heads and has_group:
+        shapes.append(GroupShape(degree, degree))
     if method in ("auto", "hybrid"):
         block = 1
         while model.num_kv_heads % (2 * block) == degree % (2 * block) == cluster.ranks_per_node % (2 * block) == 0:
             block *= 2
         shapes.append(GroupShape(degree, block))
-    has_group = degree & (degree - 1) == 0 or degree == cluster.num_ranks
-    if method in ("auto", "ulysses") and degree <= model.num_heads and has_group:
-        shapes.append(GroupShape(degree, degree))
+    if method in ("auto", "ring"):
+        shapes.append(GroupShape(degree))
     return tuple(dict.fromkeys(shapes))
 
 

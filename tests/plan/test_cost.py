@@ -109,6 +109,8 @@ def test_a_packed_chunk_costs_its_sequences_and_its_group(kind: str, shape: Grou
         (16, 16, {"link_byte_s": 1e-9}, "hybrid"),
         # the network is all that counts: keys and values alone cross it, and each only once
         (8, 2, {"network_byte_s": 1e-9}, "hybrid"),
+        # nothing is known of exchanges: the fewest messages
+        (8, 8, {}, "ulysses"),
         # only the number of messages counts
         (8, 8, {"message_s": 1e-3}, "ulysses"),
         # no block of two divides three ranks, and Ulysses takes powers of two
