@@ -13,6 +13,9 @@ that is NaN or +inf shows as NaN in the result.
 Shapes: H heads, T tokens, D head size, n parts. Any strides; all offsets are int64.
 """
 
+# arguments of Triton kernels have no Python types
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ _TILE_VALUES = 2048
 
 
 @jit("num_tokens")
-def _merge_kernel(  # type: ignore[no-untyped-def]
+def _merge_kernel(
     outs, lses, merged, merged_lse, strides, merged_strides, num_tokens,
     NUM_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +52,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit("num_tokens")
-def _merge_backward_kernel(  # type: ignore[no-untyped-def]
+def _merge_backward_kernel(
     gradient, lse_gradient, outs, lses, lse, out_gradients, lse_gradients, own_strides, strides, num_tokens,
     NUM_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -77,9 +80,7 @@ def _merge_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _tile(  # type: ignore[no-untyped-def]
-    num_tokens, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _tile(num_tokens, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """(tokens, places in the head, head, tokens that exist, values that exist) of this program."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_D)
@@ -88,25 +89,19 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _load_lse(  # type: ignore[no-untyped-def]
-    lses, strides, head, rows, inside, PART: tl.constexpr, WIDE: tl.constexpr
-):
+def _load_lse(lses, strides, head, rows, inside, PART: tl.constexpr, WIDE: tl.constexpr):
     place = lses[PART] + head * strides[5 * PART + 3] + rows * strides[5 * PART + 4]
     return tl.load(place, mask=inside, other=0.0).to(WIDE)
 
 
 @jit()
-def _load_out(  # type: ignore[no-untyped-def]
-    outs, strides, head, rows, columns, tile, PART: tl.constexpr, WIDE: tl.constexpr
-):
+def _load_out(outs, strides, head, rows, columns, tile, PART: tl.constexpr, WIDE: tl.constexpr):
     offsets = head * strides[5 * PART] + rows[:, None] * strides[5 * PART + 1] + columns[None, :] * strides[5 * PART + 2]
     return tl.load(outs[PART] + offsets, mask=tile, other=0.0).to(WIDE)
 
 
 @jit()
-def _log_sum_exp(  # type: ignore[no-untyped-def]
-    lses, strides, head, rows, inside, NUM_PARTS: tl.constexpr, BLOCK_T: tl.constexpr, WIDE: tl.constexpr
-):
+def _log_sum_exp(lses, strides, head, rows, inside, NUM_PARTS: tl.constexpr, BLOCK_T: tl.constexpr, WIDE: tl.constexpr):
     """log sum exp of the parts' LSE, -inf where all are."""
     largest = tl.full([BLOCK_T], float("-inf"), WIDE)
     for i in tl.static_range(NUM_PARTS):
@@ -260,9 +255,7 @@ def accumulate_attention_(out_HTD: Tensor, lse_HT: Tensor, other_out_HTD: Tensor
     _check_part(out_HTD, lse_HT, out_HTD.shape)
     _check_part(other_out_HTD, other_lse_HT, out_HTD.shape)
     if out_HTD.dtype not in (torch.float32, torch.float64) or lse_HT.dtype != out_HTD.dtype:
-        raise ValueError(
-            f"the sum is of {out_HTD.dtype} with a LSE of {lse_HT.dtype}; both must be float32, or both float64"
-        )
+        raise ValueError(f"the sum is of {out_HTD.dtype} with a LSE of {lse_HT.dtype}; both must be float32, or both float64")
     _accumulate(out_HTD, lse_HT, other_out_HTD, other_lse_HT)
 
 

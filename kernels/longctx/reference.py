@@ -49,11 +49,14 @@ def merge_attention_backward(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of every part's output and LSE, given the merged LSE.
 
-    With p = exp(part LSE - LSE) and g the gradient of the output: dO = p g, dLSE = p (g . O - sum over parts of p g . O + lse gradient).
+    With p = exp(part LSE - LSE), g the gradient of the output and l that of the LSE, per part:
+    dO = p g and dLSE = p (g . O - sum over parts of p (g . O) + l).
     """
     wide = lse_HT.dtype
     gradient_HTD = out_gradient_HTD.to(wide)
-    products_HT = [_weighted((gradient_HTD * out.to(wide)).sum(-1), lse, lse_HT) for out, lse in zip(outputs_HTD, lses_HT, strict=True)]
+    products_HT = [
+        _weighted((gradient_HTD * out.to(wide)).sum(-1), lse, lse_HT) for out, lse in zip(outputs_HTD, lses_HT, strict=True)
+    ]
     total_HT = torch.stack(products_HT).sum(0)
     output_gradients, lse_gradients = [], []
     for out_HTD, part_lse_HT, product_HT in zip(outputs_HTD, lses_HT, products_HT, strict=True):

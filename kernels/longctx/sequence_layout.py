@@ -16,6 +16,9 @@ Shapes: H query heads, G KV heads, N heads of any kind, T tokens of this rank, S
 may have any strides, flat buffers are contiguous, all offsets are int64.
 """
 
+# arguments of Triton kernels have no Python types
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -32,7 +35,7 @@ _TILE_VALUES = 4096
 
 
 @jit("num_blocks", "num_q", "num_kv", "num_tokens")
-def _heads_kernel(  # type: ignore[no-untyped-def]
+def _heads_kernel(
     q, k, v, flat, strides, table, num_blocks, num_q, num_kv, num_tokens,
     DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr, IS_SUM: tl.constexpr,
@@ -54,7 +57,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _copy_head(  # type: ignore[no-untyped-def]
+def _copy_head(
     x, flat, strides, table, head, tokens, num_tokens,
     PART: tl.constexpr, DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr, IS_SUM: tl.constexpr,
@@ -67,10 +70,9 @@ def _copy_head(  # type: ignore[no-untyped-def]
     else:
         values = tl.load(x + offsets, mask=tile, other=0.0)
     for rank in tl.static_range(DEGREE):
-        entry: tl.constexpr = 3 * (PART * DEGREE + rank)
-        first = unpack(table[entry])
-        if (head >= first) & (head < unpack(table[entry + 1])):
-            row = (unpack(table[entry + 2]) + head - first) * num_tokens + tokens
+        first = unpack(table[3 * (PART * DEGREE + rank)])
+        if (head >= first) & (head < unpack(table[3 * (PART * DEGREE + rank) + 1])):
+            row = (unpack(table[3 * (PART * DEGREE + rank) + 2]) + head - first) * num_tokens + tokens
             place = flat + row[:, None] * HEAD_DIM + columns[None, :]
             if IS_SUM:
                 total += tl.load(place, mask=tile, other=0.0).to(WIDE)
@@ -81,7 +83,7 @@ def _copy_head(  # type: ignore[no-untyped-def]
 
 
 @jit("num_blocks", "num_rows", "num_middle")
-def _blocks_kernel(  # type: ignore[no-untyped-def]
+def _blocks_kernel(
     parts, flat, strides, row_bounds, bounds, num_blocks, num_rows, num_middle,
     NUM_PARTS: tl.constexpr, NUM_BOUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -103,7 +105,9 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     for i in tl.static_range(NUM_PARTS):
         first_row = unpack(row_bounds[i])
         if (row >= first_row) & (row < unpack(row_bounds[i + 1])):
-            offsets = (row - first_row) * strides[3 * i] + middle[:, None] * strides[3 * i + 1] + columns[None, :] * strides[3 * i + 2]
+            offsets = (
+                (row - first_row) * strides[3 * i] + middle[:, None] * strides[3 * i + 1] + columns[None, :] * strides[3 * i + 2]
+            )
             if IS_SPLIT:
                 tl.store(there, tl.load(parts[i] + offsets, mask=tile, other=0.0), mask=tile)
             else:
@@ -133,7 +137,9 @@ def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> list[int]:
     return parts[0] + parts[1] + parts[2]
 
 
-def _launch_heads(parts_NTD: Sequence[Tensor], flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], is_sum: bool) -> None:
+def _launch_heads(
+    parts_NTD: Sequence[Tensor], flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], is_sum: bool
+) -> None:
     q_HTD, k_GTD, v_GTD = parts_NTD
     num_q, num_tokens, head_dim = q_HTD.shape
     num_blocks, block_t, block_d = _tiling(num_tokens, head_dim)
@@ -310,9 +316,7 @@ def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequenc
     return _scatter_heads(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges))
 
 
-def join_tokens(
-    received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [num_q, S, D], k and v [num_kv, S, D] of all tokens, from one flat block per rank; contiguous and differentiable.
 
     Rank r sent [num_q + 2 num_kv, tokens[r], D]. Raises ValueError if the buffer has another size.
