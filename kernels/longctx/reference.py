@@ -40,7 +40,7 @@ def merge_attention(outputs_HTD: Sequence[Tensor], lses_HT: Sequence[Tensor]) ->
     lse_HT = torch.stack([lse.to(wide) for lse in lses_HT]).logsumexp(0)
     total_HTD = torch.zeros(outputs_HTD[0].shape, dtype=wide, device=lse_HT.device)
     for part_HTD, part_lse_HT in zip(outputs_HTD, lses_HT, strict=True):
-        total_HTD += _weighted(part_HTD.to(wide), part_lse_HT, lse_HT)
+        total_HTD += _weigh_(part_HTD.to(wide, copy=True), part_lse_HT, lse_HT)
     return total_HTD.to(outputs_HTD[0].dtype), lse_HT
 
 
@@ -55,31 +55,32 @@ def merge_attention_backward(
     wide = lse_HT.dtype
     gradient_HTD = out_gradient_HTD.to(wide)
     products_HT = [
-        _weighted((gradient_HTD * out.to(wide)).sum(-1), lse, lse_HT) for out, lse in zip(outputs_HTD, lses_HT, strict=True)
+        _weigh_((gradient_HTD * out.to(wide)).sum(-1), lse, lse_HT) for out, lse in zip(outputs_HTD, lses_HT, strict=True)
     ]
     total_HT = torch.stack(products_HT).sum(0)
     output_gradients, lse_gradients = [], []
     for out_HTD, part_lse_HT, product_HT in zip(outputs_HTD, lses_HT, products_HT, strict=True):
-        output_gradients.append(_weighted(gradient_HTD, part_lse_HT, lse_HT).to(out_HTD.dtype))
-        lse_gradients.append(product_HT + _weighted(lse_gradient_HT - total_HT, part_lse_HT, lse_HT))
+        output_gradients.append(_weigh_(gradient_HTD.clone(), part_lse_HT, lse_HT).to(out_HTD.dtype))
+        lse_gradients.append(product_HT + _weigh_(lse_gradient_HT - total_HT, part_lse_HT, lse_HT))
     return output_gradients, lse_gradients
 
 
 def accumulate_attention_(out_HTD: Tensor, lse_HT: Tensor, other_out_HTD: Tensor, other_lse_HT: Tensor) -> None:
     """Merges another part into (output, LSE) in place; where the LSE is -inf, what the output holds is ignored."""
-    parts_HTD, parts_HT = [out_HTD, other_out_HTD.to(out_HTD.dtype)], [lse_HT, other_lse_HT.to(lse_HT.dtype)]
-    merged_HTD, merged_HT = merge_attention(parts_HTD, parts_HT)
-    out_HTD.copy_(merged_HTD)
-    lse_HT.copy_(merged_HT)
+    total_HT = torch.logaddexp(lse_HT, other_lse_HT.to(lse_HT.dtype))
+    _weigh_(out_HTD, lse_HT, total_HT)
+    out_HTD += _weigh_(other_out_HTD.to(out_HTD.dtype, copy=True), other_lse_HT, total_HT)
+    lse_HT.copy_(total_HT)
 
 
-def _weighted(values: Tensor, part_lse_HT: Tensor, lse_HT: Tensor) -> Tensor:
-    """`values` [H, T] or [H, T, D] times exp(part LSE - LSE), and zero where the part saw no key."""
-    is_empty_HT = part_lse_HT == float("-inf")
-    weight_HT = (part_lse_HT - lse_HT).exp()
+def _weigh_(values: Tensor, part_lse_HT: Tensor, lse_HT: Tensor) -> Tensor:
+    """`values` [H, T] or [H, T, D] times exp(part LSE - LSE), in place, and zero where the part saw no key."""
+    is_empty, weight = part_lse_HT == float("-inf"), (part_lse_HT - lse_HT).exp()
     if values.dim() == 3:
-        is_empty_HT, weight_HT = is_empty_HT.unsqueeze(-1), weight_HT.unsqueeze(-1)
-    return (values * weight_HT).masked_fill(is_empty_HT, 0.0)
+        is_empty, weight = is_empty.unsqueeze(-1), weight.unsqueeze(-1)
+    values *= weight
+    # a pass over all values that few calls need
+    return values.masked_fill_(is_empty, 0.0) if is_empty.any() else values
 
 
 def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:

@@ -99,10 +99,9 @@ def test_a_broken_part_shows() -> None:
 
 
 def test_offsets_do_not_overflow_32_bits() -> None:
-    # two heads 2**31 values apart; the memory between them is never touched
+    # three heads 2**30 values apart: the product of two small integers is too large; memory in between is never touched
     torch.use_deterministic_algorithms(False)
-    far = torch.empty(2**31 + 16, dtype=torch.bfloat16)
-    output = far.as_strided((2, 2, 8), (2**31, 8, 1))
-    output.copy_(torch.randn(2, 2, 8))
-    merged, _ = op.launch_merge([output], [torch.zeros(2, 2)])
-    assert torch.equal(merged, output)
+    far = torch.empty(2**31 + 16, dtype=torch.bfloat16).as_strided((3, 2, 8), (2**30, 8, 1))
+    far.copy_(torch.randn(3, 2, 8))
+    merged, _ = op.launch_merge([far], [torch.zeros(3, 2)])
+    assert torch.equal(merged, far)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ JOINS = [
 ]
 
 
+def with_dtypes(cases: list[Any]) -> list[tuple[Any, torch.dtype]]:
+    """Every case in bf16 and in one more dtype, in turn."""
+    return [(case, dtype) for i, case in enumerate(cases) for dtype in (torch.bfloat16, DTYPES[1 + i % 3])]
+
+
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     with poisoned_memory():
@@ -46,8 +52,7 @@ def strided(rows: int, middle: int, head_dim: int, dtype: torch.dtype, seed: int
     return torch.randn(middle, rows, head_dim + 1, generator=generator).to(dtype)[:, :, 1:].transpose(0, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", SCATTERS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), with_dtypes(SCATTERS), ids=str)
 def test_scatter_heads_is_the_reference(case: tuple[list[int], list[int], int, int, int], dtype: torch.dtype) -> None:
     q_bounds, kv_ranges, num_kv, num_tokens, head_dim = case
     parts = [strided(num, num_tokens, head_dim, dtype, i) for i, num in enumerate((q_bounds[-1], num_kv, num_kv))]
@@ -55,8 +60,7 @@ def test_scatter_heads_is_the_reference(case: tuple[list[int], list[int], int, i
     assert torch.equal(found, reference.scatter_heads(*parts, q_bounds, kv_ranges))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", SCATTERS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), with_dtypes(SCATTERS), ids=str)
 def test_sum_heads_is_the_reference(case: tuple[list[int], list[int], int, int, int], dtype: torch.dtype) -> None:
     q_bounds, kv_ranges, num_kv, num_tokens, head_dim = case
     num_heads = q_bounds[-1] + 2 * (sum(kv_ranges[1::2]) - sum(kv_ranges[::2]))
@@ -70,8 +74,7 @@ def test_sum_heads_is_the_reference(case: tuple[list[int], list[int], int, int, 
         torch.testing.assert_close(one, other, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", JOINS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), with_dtypes(JOINS), ids=str)
 def test_blocks_are_the_reference_both_ways(case: tuple[list[int], list[int], int], dtype: torch.dtype) -> None:
     sizes, rows, head_dim = case
     num_values = sum(rows) * sum(sizes) * head_dim
@@ -85,10 +88,10 @@ def test_blocks_are_the_reference_both_ways(case: tuple[list[int], list[int], in
 
 
 def test_offsets_do_not_overflow_32_bits() -> None:
-    # two rows 2**31 values apart; the memory between them is never touched
+    # three rows 2**30 values apart: the product of two small integers is too large; memory in between is never touched
     torch.use_deterministic_algorithms(False)
-    far = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((2, 3, 8), (2**31, 8, 1))
-    far.copy_(torch.randn(2, 3, 8))
+    far = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((3, 3, 8), (2**30, 8, 1))
+    far.copy_(torch.randn(3, 3, 8))
     assert torch.equal(op.launch_split_blocks([far], [1, 2]), reference.split_blocks([far], [1, 2]))
-    arguments = (far, far[:1], far[:1], [0, 1, 2], [0, 1, 0, 1])
+    arguments = (far, far[:1], far[:1], [0, 1, 3], [0, 1, 0, 1])
     assert torch.equal(op.launch_scatter_heads(*arguments), reference.scatter_heads(*arguments))
