@@ -147,7 +147,7 @@ class PlannedBatchSampler:
             yield []
         planned, ahead = itertools.tee(itertools.islice(self.sampler, num_skipped, None))
         steps = (
-            (step, [int(self.lengths[sequence]) for sequence in batch])
+            (step, self.lengths[batch].tolist())
             for step, batch in enumerate(ahead, start=first + num_skipped)
         )
         for batch, plan in zip(planned, self.source.plans(steps, self.explore), strict=True):

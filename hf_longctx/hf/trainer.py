@@ -35,7 +35,8 @@ from hf_longctx.hf.agreement import (
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
-from hf_longctx.hf.data import DatasetScan, scan_dataset, token_rows, too_long
+from hf_longctx.hf.data import DatasetScan, token_rows, too_long
+from hf_longctx.hf.index_cache import scan_on_every_rank
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.refusals import (
@@ -253,31 +254,33 @@ class LongContextMixin(_TrainerBase):
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
         problems: list[str] = []
         settings = {"model config": model.config.to_json_string(), "initial weights": _weights_digest(model)}
-        for name, dataset in datasets.items():
-            if dataset is not None:
-                scan = self._scan(name, dataset)
-                problems += scan.problems
-                self._scans[name] = (dataset, scan)
-                settings[f"tokens of {name}"] = scan.digest
-        # a scan may take as long on one rank as it likes
-        PartialState().wait_for_everyone()
+        given = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+        for name, scan in self._scan(given).items():
+            problems += scan.problems
+            self._scans[name] = (given[name], scan)
+            settings[f"tokens of {name}"] = scan.digest
         problems += differing_settings(settings, self._control)
         raise_together(problems, self._control)
 
-    def _scan(self, name: str, dataset: Any) -> DatasetScan:
-        """Lengths and problems of a set, sequences that are too long included where these are errors."""
+    def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:
+        """Lengths and problems of named sets, sequences that are too long included where these are errors."""
         planner = self._planner_config
-        scan = scan_dataset(dataset, name, self._vocab_size)
-        if scan.problems or self.longctx_config.long_sequences != "error":
-            return scan
+        scans = scan_on_every_rank(sets, self._vocab_size, show_progress=True)
+        if self.longctx_config.long_sequences != "error":
+            return scans
         room = planner.tokens_per_rank * planner.degrees[-1]
-        return replace(scan, problems=too_long(scan.lengths, self._max_length, room, planner.tokens_per_rank, name))
+        return {
+            name: scan
+            if scan.problems
+            else replace(scan, problems=too_long(scan.lengths, self._max_length, room, planner.tokens_per_rank, name))
+            for name, scan in scans.items()
+        }
 
     def _index(self, name: str, dataset: Any) -> SequenceIndex:
         """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
         known, scan = self._scans.get(name, (None, None))
         if scan is None or known is not dataset:
-            scan = self._scan(name, dataset)
+            scan = self._scan({name: dataset})[name]
             problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self._control)
             raise_together(problems, self._control)
         planner = self._planner_config

@@ -188,18 +188,6 @@ def test_rows_that_are_no_mappings_are_found() -> None:
     assert "no column 'input_ids' (it has list)" in problem
 
 
-def test_iterable_datasets_are_refused() -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(GOOD)
-
-    for stream in (Stream(), datasets.Dataset.from_list(GOOD).to_iterable_dataset()):
-        _, problems = dataset_problems(stream, "train_dataset", VOCAB_SIZE)
-        assert problems == [
-            "train_dataset is an iterable dataset, which is not supported yet; pass a map-style dataset with a length"
-        ]
-
-
 def test_a_dict_of_datasets_is_refused() -> None:
     for several in (datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)), {"a": GOOD}):
         (problem,) = dataset_problems(several, "eval_dataset", VOCAB_SIZE)[1]
