@@ -120,6 +120,26 @@ def token_rows(dataset: Any) -> Any:
     return dataset.select_columns(columns).with_format("numpy")
 
 
+def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> tuple[IntArray, IntArray]:
+    """Token ids and labels of one row, each of shape [n]; the ids are the labels where it has none.
+
+    Raises ValueError for what `scan_dataset` would find. `columns` are those of the first row.
+    """
+    present = list(row) if isinstance(row, Mapping) else [type(row).__name__]
+    if (unusable := column_problem(present, name)) is not None:
+        raise ValueError(unusable)
+    read = [column for column in ("attention_mask", "input_ids", "labels") if column in columns]
+    table = _plain_table([row], read, number)
+    lengths, problems = _table_problems(name, number, table, vocab_size)
+    if problems:
+        raise ValueError(problems[0])
+    assert isinstance(table, pa.Table)
+    input_ids, labels = (
+        _values(table[column]).to_numpy() for column in ("input_ids", "labels" if "labels" in read else "input_ids")
+    )
+    return input_ids, labels
+
+
 def too_long(
     lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str, first_row: int = 0
 ) -> list[str]:
@@ -273,4 +293,3 @@ def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -
     wrong = bounds["max"] if bounds["max"] >= limit else bounds["min"]
     none = f" ({IGNORE_INDEX} means no label)" if what == "label" else ""
     return [f"{name} holds {what} {wrong}, the model's vocabulary has {limit}{none}; tokenise with the model's own tokenizer"]
-

@@ -99,7 +99,11 @@ def _made_from(dataset: datasets.Dataset, files: list[str], name: str, vocab_siz
 
 def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | None:
     """The scan in a file; None, with a line in the log, if it is damaged or was made from something else."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        logger.warning("%s: the index in %s cannot be read (%s); it is built again", name, path, error)
+        return None
     header_start = content.find(b"\n") + 1
     checksum = content[:header_start].decode(errors="replace").strip()
     if checksum != xxhash.xxh3_128_hexdigest(memoryview(content)[header_start:]):
