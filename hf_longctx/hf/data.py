@@ -72,7 +72,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
         problems.append(f"{name} has no token with a label, so there is nothing to learn from it; check its labels")
     if num_more:
         problems.append(f"... and {num_more} more problems")
-    digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths))))
+    digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
     return DatasetScan(lengths, digest.hexdigest(), problems)
 
 
@@ -130,14 +130,11 @@ def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_s
         raise ValueError(unusable)
     read = [column for column in ("attention_mask", "input_ids", "labels") if column in columns]
     table = _plain_table([row], read, number)
-    lengths, problems = _table_problems(name, number, table, vocab_size)
+    _, problems = _table_problems(name, number, table, vocab_size)
     if problems:
         raise ValueError(problems[0])
     assert isinstance(table, pa.Table)
-    input_ids, labels = (
-        _values(table[column]).to_numpy() for column in ("input_ids", "labels" if "labels" in read else "input_ids")
-    )
-    return input_ids, labels
+    return _values(table["input_ids"]).to_numpy(), _values(table["labels" if "labels" in read else "input_ids"]).to_numpy()
 
 
 def too_long(
@@ -158,8 +155,8 @@ def too_long(
         broken = f"memory: tokens_per_rank {tokens_per_rank} on the largest group gives {memory_limit}"
     others = f" ({len(above) - 1} more rows are above it)" if len(above) > 1 else ""
     return [
-        f"{name} row {first_row + row} has {lengths[row]} tokens, above {broken}{others}; set long_sequences='truncate' to drop its "
-        f"tail, long_sequences='split' to cut it into independent documents, or raise the limit"
+        f"{name} row {first_row + row} has {lengths[row]} tokens, above {broken}{others}; set long_sequences='truncate' to drop "
+        f"its tail, long_sequences='split' to cut it into independent documents, or raise the limit"
     ]
 
 

@@ -84,7 +84,7 @@ def _columns(dataset: datasets.Dataset) -> list[str]:
 
 def _made_from(dataset: datasets.Dataset, files: list[str], name: str, vocab_size: int) -> dict[str, Any]:
     """Everything that a scan depends on, as JSON."""
-    states = [(file, os.stat(file)) for file in files]
+    states = [(file, Path(file).stat()) for file in files]
     return {
         "format": _FORMAT,
         "name": name,
@@ -121,14 +121,14 @@ def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) 
     """Checksum, header and lengths, in one file that appears complete or not at all."""
     header = json.dumps({"made_from": made_from, "digest": scan.digest, "problems": scan.problems}).encode() + b"\n"
     checksum = xxhash.xxh3_128(header)
-    checksum.update(scan.lengths)
+    checksum.update(scan.lengths.data)
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             temporary = Path(file.name)
             file.write(checksum.hexdigest().encode() + b"\n" + header)
-            file.write(memoryview(scan.lengths).cast("B"))
+            file.write(scan.lengths.data.cast("B"))
         temporary.replace(path)
     except OSError as error:
         logger.warning("%s: the index could not be kept in %s (%s); the next run reads all rows again", name, path, error)

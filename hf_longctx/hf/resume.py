@@ -12,6 +12,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.streaming import Cursor
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,25 @@ _REMEDIES = {
 }
 
 
+def data_settings(
+    args: TrainingArguments, config: LongContextConfig, train_dataset: str, shuffle_seed: int | None, cut_tokens: int | None
+) -> dict[str, Any]:
+    """Everything that decides which samples a step has, as JSON.
+
+    `train_dataset` is the digest of a map-style one, or "stream"; `cut_tokens` where its longer sequences are cut, if any.
+    """
+    by_tokens = config.tokens_per_step is not None
+    return {
+        "train_dataset": train_dataset,
+        "sequences_per_step": None if by_tokens else args.per_device_train_batch_size * args.world_size,
+        "tokens_per_step": config.tokens_per_step,
+        "shuffle_seed": shuffle_seed,
+        "dataloader_drop_last": args.dataloader_drop_last,
+        # a tail that is dropped changes which samples a step has only through its tokens
+        "cut_tokens": cut_tokens if by_tokens or config.long_sequences == "split" else None,
+    }
+
+
 class DataRecorder(TrainerCallback):
     """Writes beside every checkpoint what decides which samples come next; compares it when a run resumes.
 
@@ -42,9 +62,8 @@ class DataRecorder(TrainerCallback):
 
     def resume(self, checkpoint: str | bool | None, args: TrainingArguments) -> None:
         """Remembers from where the next training goes on, as `Trainer.train` was told."""
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(str(args.output_dir))
-        self.resumed_from = Path(checkpoint) if checkpoint and not args.ignore_data_skip else None
+        folder = get_last_checkpoint(str(args.output_dir)) if checkpoint is True else checkpoint
+        self.resumed_from = Path(folder) if folder and not args.ignore_data_skip else None
 
     def problems(self) -> list[str]:
         """Settings that differ from those of the checkpoint, so that samples would be repeated or skipped; for rank 0."""

@@ -24,15 +24,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from hf_longctx.hf.collator import ChunkInputs, LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
+from hf_longctx.hf.collator import LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data import row_tokens, too_long
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.sampler import IntArray, SequenceIndex
 from hf_longctx.plan.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.types import StepPlan
+from hf_longctx.runtime.executor import ChunkInputs
 from hf_longctx.runtime.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
@@ -282,6 +284,10 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.batches, self.lookahead, self.source, self.steps_done = batches, lookahead, source, steps_done
         self.cursor = batches.start
 
+    def loader(self, pin_memory: bool) -> DataLoader[Any]:
+        """A loader without a length and without workers; not sharded again by accelerate."""
+        return DataLoader(self, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         num_skipped = self.steps_done()
         for _ in range(num_skipped):
@@ -307,10 +313,10 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         for plan in self.source.plans(((step, lengths) for step in itertools.count(first_step)), explore=True):
             batch = in_planning.popleft()
             parts = [_part(plan, rank, batch.sequences) for rank in range(plan.num_ranks)]
-            messages = [
-                dist.isend(_packed(part["chunks"]), rank, self.source.pool.control) for rank, part in enumerate(parts) if rank
-            ]
-            for message in messages:
+            # the tensors must live until they have left
+            packed = {rank: _packed(part["chunks"]) for rank, part in enumerate(parts) if rank}
+            for message in [dist.isend(tensor, rank, self.source.pool.control) for rank, tensor in packed.items()]:
+                assert message is not None
                 message.wait()
             self.cursor = batch.after
             yield parts[0]
@@ -329,6 +335,11 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
             packed = torch.empty(3, sum(map(sum, counts)), dtype=torch.int32)
             dist.recv(packed, 0, pool.control)
             yield step_batch(_planned(plan, pool.rank), _unpacked(packed, counts))
+
+
+def _as_it_is(batch: Any) -> Any:
+    # the dataset makes whole batches; without this, torch would convert what is inside
+    return batch
 
 
 def _planned(plan: StepPlan, rank: int) -> PlannedStep:
@@ -350,11 +361,8 @@ def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
 
 def _packed(chunks: list[list[ChunkInputs]]) -> torch.Tensor:
     """Token ids, positions and labels of all chunks in a row, shape [3, tokens], int32."""
-    columns = [
-        torch.cat([inputs.input_ids, inputs.position_ids, inputs.shift_labels])
-        for round_chunks in chunks
-        for inputs in round_chunks
-    ]
+    flat = [inputs for round_chunks in chunks for inputs in round_chunks]
+    columns = [torch.cat([inputs.input_ids, inputs.position_ids, inputs.shift_labels]) for inputs in flat]
     return torch.cat(columns, dim=1).to(torch.int32)
 
 

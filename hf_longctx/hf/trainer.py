@@ -47,7 +47,7 @@ from hf_longctx.hf.refusals import (
     setup_problems,
 )
 from hf_longctx.hf.report import RunReport
-from hf_longctx.hf.resume import DataRecorder
+from hf_longctx.hf.resume import DataRecorder, data_settings
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.hf.streaming import PlannedStream, StreamBatches, StreamRules, is_stream, stream_problems
 from hf_longctx.plan.cost import CostModel, default_coefficients
@@ -119,9 +119,8 @@ class LongContextMixin(_TrainerBase):
         self._pool = GroupPool(pooled, self.longctx_config.collective_timeout_s, self._control)
         # one more than are fitted: the first step pays for start-up and is left out
         explore_steps = self.longctx_config.calibration_steps and self.longctx_config.calibration_steps + 1
-        self._source = PlanSource(
-            self._pool, costs, self._planner_config, explore_steps, self.longctx_config.collective_timeout_s / 3
-        )
+        alive_s = self.longctx_config.collective_timeout_s / 3
+        self._source = PlanSource(self._pool, costs, self._planner_config, explore_steps, alive_s)
         self._recorder = DataRecorder()
         # before the report, which lets the other ranks go on after a checkpoint
         self.add_callback(self._recorder)
@@ -335,6 +334,7 @@ class LongContextMixin(_TrainerBase):
         """Planned steps of an iterable training set, read by rank 0 alone."""
         args, config, planner = self.args, self.longctx_config, self._planner_config
         assert config.lookahead_batches is not None
+        self._check_resumed("stream", None, config.long_sequences != "error")
         rules = StreamRules(
             name="train_dataset",
             vocab_size=self._vocab_size,
@@ -346,26 +346,17 @@ class LongContextMixin(_TrainerBase):
             tokens_per_step=config.tokens_per_step,
             drop_last=args.dataloader_drop_last,
         )
-        self._check_resumed("stream", None, config.long_sequences != "error")
         batches = StreamBatches(stream, rules, self._recorder.start())
         # an epoch of the trainer is the whole run, since nobody knows when the stream ends
         planned = PlannedStream(batches, config.lookahead_batches, self._source, lambda: self._steps_done() % args.max_steps)
         self._recorder.cursor = lambda: planned.cursor
-        return DataLoader(planned, batch_size=None, collate_fn=_as_it_is, pin_memory=self._pins_memory)
+        return planned.loader(self._pins_memory)
 
     def _check_resumed(self, train_dataset: str, shuffle_seed: int | None, is_cut: bool) -> None:
-        """Says to the checkpoints to come which data this is; raises on every rank if the one resumed from had other data."""
-        config, args = self.longctx_config, self.args
-        by_tokens = config.tokens_per_step is not None
-        self._recorder.settings = {
-            "train_dataset": train_dataset,
-            "sequences_per_step": None if by_tokens else args.per_device_train_batch_size * args.world_size,
-            "tokens_per_step": config.tokens_per_step,
-            "shuffle_seed": shuffle_seed,
-            "dataloader_drop_last": args.dataloader_drop_last,
-            "cut_tokens": self._longest if is_cut and (by_tokens or config.long_sequences == "split") else None,
-        }
-        raise_together(self._recorder.problems() if args.process_index == 0 else [], self._control)
+        """Tells the checkpoints to come which data this is; raises on every rank if the one resumed from had other data."""
+        settings = data_settings(self.args, self.longctx_config, train_dataset, shuffle_seed, self._longest if is_cut else None)
+        self._recorder.settings = settings
+        raise_together(self._recorder.problems() if self.args.process_index == 0 else [], self._control)
 
     def _steps_done(self) -> int:
         return 0 if self.args.ignore_data_skip else self.state.global_step
@@ -424,11 +415,6 @@ def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: in
             f"truncated, {dropped} tokens dropped" if dropped else f"split, {len(index)} sequences from {len(row_lengths)} rows"
         )
         logger.warning("%s: %d rows above %d tokens %s", name, num_long, limit, what)
-
-
-def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
-    """For a loader whose dataset makes whole batches."""
-    return batch
 
 
 def _weights_digest(model: nn.Module) -> str:
