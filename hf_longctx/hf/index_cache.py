@@ -36,17 +36,16 @@ def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: 
     """
     state = PartialState()
     show_progress = show_progress and state.is_main_process
-    found = {
-        name: cached_scan(dataset, name, vocab_size, show_progress)
-        for name, dataset in sets.items()
-        if state.is_local_main_process or not _files(dataset)
-    }
+    early = [name for name in sets if state.is_local_main_process or not _files(sets[name])]
+    found = {name: cached_scan(sets[name], name, vocab_size, show_progress) for name in early}
     state.wait_for_everyone()
-    for name in sets.keys() - found.keys():
-        found[name] = cached_scan(sets[name], name, vocab_size, show_progress)
+    scans = {
+        name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress)
+        for name, dataset in sets.items()
+    }
     # where no file could be written, the others are reading rows now
     state.wait_for_everyone()
-    return found
+    return scans
 
 
 def cached_scan(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
