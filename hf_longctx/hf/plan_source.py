@@ -7,6 +7,7 @@ differ between ranks, so no other rank ever solves.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -23,6 +24,8 @@ from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import PlannerConfig
 from hf_longctx.plan.types import StepPlan
 from hf_longctx.runtime.mesh import GroupPool
+
+logger = logging.getLogger(__name__)
 
 # a step's lengths, or what waits for them in the planner's thread
 Lengths = list[int] | Callable[[], list[int]]
@@ -81,6 +84,7 @@ class PlanSource:
         if self.pool.control is None:
             return pending.result()
         while wait([pending], timeout=self.alive_s).not_done:
+            logger.warning("a plan, or the data that it waits for, takes longer than %g s; all ranks wait", self.alive_s)
             self._broadcast("")
         try:
             message = plan_to_json(pending.result())
