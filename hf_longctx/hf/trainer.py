@@ -271,6 +271,7 @@ class LongContextMixin(_TrainerBase):
 
     def _check_data(self, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
+        self._shows_progress = not args.disable_tqdm
         problems = stream_problems(datasets, self.longctx_config, args)
         settings = {"model config": model.config.to_json_string(), "initial weights": _weights_digest(model)}
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
@@ -284,7 +285,7 @@ class LongContextMixin(_TrainerBase):
     def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:
         """Lengths and problems of named sets, sequences that are too long included where these are errors."""
         planner = self._planner_config
-        scans = scan_on_every_rank(sets, self._vocab_size, show_progress=True)
+        scans = scan_on_every_rank(sets, self._vocab_size, self._shows_progress)
         if self.longctx_config.long_sequences != "error":
             return scans
         room = planner.tokens_per_rank * planner.degrees[-1]
@@ -301,9 +302,9 @@ class LongContextMixin(_TrainerBase):
         if scan is None or known is not dataset:
             raise_together(stream_problems({name: dataset}, self.longctx_config, self.args), self._control)
             scan = self._scan({name: dataset})[name]
-            self._scans[name] = (dataset, scan)
             problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self._control)
             raise_together(problems, self._control)
+            self._scans[name] = (dataset, scan)
         limit = self._longest
         index = SequenceIndex.build(scan.lengths, limit, self.longctx_config.long_sequences)
         if self.args.process_index == 0 and known is not None and name not in self._told:
