@@ -354,7 +354,7 @@ def _part(plan: StepPlan, rank: int, sequences: tuple[TokenSequence, ...]) -> di
 def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
     """Tokens that a rank holds of each of its chunks, round by round."""
     return [
-        [held_tokens(rank_pieces(chunk, group.degree, group.method))[group.positions.index(rank)] for chunk in group.chunks]
+        [held_tokens(rank_pieces(chunk, group.shape))[group.positions.index(rank)] for chunk in group.chunks]
         for group, _ in plan.for_rank(rank).rounds
     ]
 
