@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,34 +22,24 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, seed_worker
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, seed_worker
 
 from hf_longctx.hf.agreement import (
     control_group,
     differing_settings,
     explain_lost_ranks,
-    gather_objects,
     raise_together,
 )
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
-from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data import DatasetScan, scan_dataset, token_rows, too_long
-from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
-from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
-from hf_longctx.hf.refusals import (
-    argument_problems,
-    config_problems,
-    launch_problems,
-    override_problems,
-    setup_problems,
-)
-from hf_longctx.hf.report import RunReport
+from hf_longctx.hf.plan_source import PlannedBatchSampler
+from hf_longctx.hf.refusals import argument_problems, config_problems, override_problems
+from hf_longctx.hf.report import RunReport, plans_done
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
-from hf_longctx.plan.cost import CostModel, default_coefficients
-from hf_longctx.plan.specs import PlannerConfig, default_degrees
+from hf_longctx.hf.setup import PlanningSetup, check_setup, plan_source, planning_setup
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +61,10 @@ class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
 class LongContextMixin(_TrainerBase):
     """Turns a `Trainer` subclass into one that runs plans; put it in front: `class Mine(LongContextMixin, Trainer)`."""
 
+    # whether evaluation runs under plans too, or as in `Trainer`
+    _plans_evaluation = True
+    _executor: StepExecutor | None = None
+
     def __init__(
         self,
         model: Any = None,
@@ -89,18 +82,10 @@ class LongContextMixin(_TrainerBase):
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        self.longctx_config = longctx_config if longctx_config is not None else LongContextConfig()
-        # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
-        PartialState().wait_for_everyone()
-        self._control = control_group(self.longctx_config.collective_timeout_s)
-        refused = {"data_collator": data_collator, **kwargs}
-        degrees = self._check_setup(model, args, processing_class, refused)
-        costs = self._prepare_planning(model, args, degrees)
-        self._scans: dict[str, tuple[Any, DatasetScan]] = {}
-        self._told: set[str] = set()
-        self._check_data(model, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
-        patch_model(model)
-        self._num_attention_layers = num_attention_layers(model)
+        config = longctx_config if longctx_config is not None else LongContextConfig()
+        problems = argument_problems(args, {"data_collator": data_collator, **kwargs})
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        setup = self._check_run(config, model, args, processing_class, datasets, problems)
         super().__init__(
             model=model,
             args=args,
@@ -110,15 +95,13 @@ class LongContextMixin(_TrainerBase):
             processing_class=processing_class,
             **kwargs,
         )
-        self._executor: StepExecutor | None = None
-        # a ring passes messages on the group of all ranks and needs no group of its own
-        pooled = () if self.longctx_config.method == "ring" else degrees
-        self._pool = GroupPool(pooled, self.longctx_config.collective_timeout_s, self._control)
-        # one more than are fitted: the first step pays for start-up and is left out
-        explore_steps = self.longctx_config.calibration_steps and self.longctx_config.calibration_steps + 1
-        self._source = PlanSource(self._pool, costs, self._planner_config, explore_steps)
-        self._report = RunReport(self.longctx_config, self._source)
-        self.add_callback(self._report)
+        self._start_planning(setup)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`."""
+        # a training that stopped inside a step left gradients in the executor's buffers
+        self._executor = None
+        return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps."""
@@ -138,7 +121,9 @@ class LongContextMixin(_TrainerBase):
                 f"dataloader_drop_last leaves no step: {len(index)} sequences are fewer than one step of "
                 f"{sampler.sequences_per_step}; set it to False or lower per_device_train_batch_size"
             )
-        done = (lambda: 0) if self.args.ignore_data_skip else (lambda: self.state.global_step)
+        done = (
+            (lambda: 0) if self.args.ignore_data_skip else (lambda: plans_done(self.state.global_step, len(sampler), self.args))
+        )
         return self._loader(self.train_dataset, index, PlannedBatchSampler(sampler, index.lengths, self._source, True, done))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -154,24 +139,29 @@ class LongContextMixin(_TrainerBase):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences of one optimizer step over all ranks; with a token budget, on average."""
         if self.longctx_config.tokens_per_step is None:
-            return args.per_device_train_batch_size * args.world_size
+            return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
         lengths = self._index("train_dataset", self.train_dataset).lengths
         return max(1, round(self.longctx_config.tokens_per_step / float(lengths.mean())))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
-        """One planned step and the number of its label tokens over all ranks."""
+        """The plans of one optimizer step and the number of their label tokens over all ranks."""
         with self._explained():
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
             return batches, self._sum_over_ranks(sum(batch["num_label_tokens"] for batch in batches))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Runs one planned step; returns the step's mean loss over all ranks' label tokens, the same on every rank."""
+        """Runs one plan of an optimizer step; returns its part of the step's mean loss, the same on every rank.
+
+        Parts add up to the mean over the label tokens of all ranks and plans; the last plan reduces the gradients of all.
+        """
         assert isinstance(num_items_in_batch, int)
         model.train()
         self._switch_optimizer("train")
         plan = inputs["step"].plan
         with self._explained():
-            result = self._training_executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
+            result = self._training_executor(model).run(
+                plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch, self.accelerator.sync_gradients
+            )
         self._report.step_done(plan, result)
         return result.loss
 
@@ -212,42 +202,41 @@ class LongContextMixin(_TrainerBase):
             logs = {**logs, **self._report.take_metrics()}
         super().log(logs, start_time)
 
-    def _check_setup(
-        self, model: Any, args: TrainingArguments, processing_class: Any, trainer_arguments: dict[str, Any]
-    ) -> tuple[int, ...]:
-        """The allowed degrees; raises on every rank if settings, model or ranks do not fit together."""
-        config = self.longctx_config
-        heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
-        degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads, config.method))))
-        problems = argument_problems(args, trainer_arguments) + config_problems(config, args)
-        problems += launch_problems(LaunchEnvironment.read(), args) + override_problems(type(self), LongContextMixin)
-        problems += setup_problems(model, processing_class, config, args.world_size, degrees)
-        # settings before problems: a rank with other settings may be the only one with a problem
-        problems += differing_settings({**asdict(config), **_shared_arguments(args)}, self._control)
-        raise_together(problems, self._control)
-        return (config.static_degree,) if config.static_degree else degrees
+    def _check_run(
+        self,
+        config: LongContextConfig,
+        model: Any,
+        args: TrainingArguments,
+        processing_class: Any,
+        datasets: dict[str, Any],
+        problems: list[str],
+    ) -> PlanningSetup:
+        """Checks everything on every rank and switches the model's attention; nothing of `Trainer` is needed yet.
 
-    def _prepare_planning(self, model: Any, args: TrainingArguments, degrees: tuple[int, ...]) -> CostModel:
-        """Sets the limits of sequences and ranks; returns the cost model to start with."""
-        config, launch = self.longctx_config, LaunchEnvironment.read()
-        cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
-        spec = model_spec(model)
-        fitting = min(gather_objects(tokens_that_fit(spec, cluster), self._control))
-        if config.tokens_per_rank is None and fitting < 1:
-            gib = cluster.hardware.device_bytes / 2**30
-            raise ValueError(
-                f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters leave no room for a "
-                f"token in {gib:.1f} GiB; use a smaller model or a larger device (sharded parameters are not available yet)"
-            )
-        self._planner_config = PlannerConfig(
-            tokens_per_rank=config.tokens_per_rank or fitting,
-            degrees=degrees,
-            solver=config.solver,
-            static_degree=config.static_degree,
-            micro_batch_trials=config.micro_batch_trials,
-        )
-        self._max_length, self._vocab_size = config.max_length or spec.max_positions, spec.vocab_size
-        return CostModel(spec, cluster, default_coefficients(spec, cluster), config.method)
+        `problems` are those already found in the arguments. Raises ValueError on every rank, listing all problems.
+        """
+        self.longctx_config = config
+        # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
+        PartialState().wait_for_everyone()
+        self._control = control_group(config.collective_timeout_s)
+        problems = problems + config_problems(config, args)
+        problems += override_problems(type(self), LongContextMixin, self._plans_evaluation)
+        degrees = check_setup(config, model, args, processing_class, problems, self._control)
+        setup = planning_setup(config, model, args, degrees, self._control)
+        self._planner_config, self._max_length, self._vocab_size = setup.planner, setup.max_length, setup.costs.model.vocab_size
+        self._scans: dict[str, tuple[Any, DatasetScan]] = {}
+        self._told: set[str] = set()
+        self._check_data(model, datasets)
+        patch_model(model)
+        self._num_attention_layers = num_attention_layers(model)
+        return setup
+
+    def _start_planning(self, setup: PlanningSetup) -> None:
+        """Makes process groups, source of plans and report, once `Trainer` is built. Collective over all ranks."""
+        self._source = plan_source(self.longctx_config, setup, self._control)
+        self._pool = self._source.pool
+        self._report = RunReport(self.longctx_config, self._source)
+        self.add_callback(self._report)
 
     def _check_data(self, model: Any, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
@@ -358,15 +347,3 @@ def _weights_digest(model: nn.Module) -> str:
     """A hash over one sum per parameter: equal on all ranks if they start from the same weights."""
     sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
     return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
-
-
-# what may differ between ranks: places, names and how much is said
-_OWN_ARGUMENTS = re.compile(
-    r"local_rank|.*_dir$|run_name|log_level.*|disable_tqdm|report_to|project|trackio.*|hub_.*|push_to_hub.*|debug|"
-    r"resume_from_checkpoint|ddp_backend|use_cpu|dataloader_pin_memory|_n_gpu"
-)
-
-
-def _shared_arguments(args: TrainingArguments) -> dict[str, str]:
-    """Every training argument that shapes the run, as text."""
-    return {name: str(value) for name, value in args.to_dict().items() if not _OWN_ARGUMENTS.fullmatch(name)}
