@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 from hf_longctx._version import __version__
 
 if TYPE_CHECKING:
+    from hf_longctx.hf.callback import LongContextCallback
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
 
 _HOMES = {
+    "LongContextCallback": "hf_longctx.hf.callback",
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
 }
 
-__all__ = ["LongContextConfig", "LongContextMixin", "LongContextTrainer", "__version__"]
+__all__ = ["LongContextCallback", "LongContextConfig", "LongContextMixin", "LongContextTrainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

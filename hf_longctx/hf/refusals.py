@@ -37,8 +37,8 @@ _TRAINER_ARGUMENTS = {
 }
 
 
-def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]) -> list[str]:
-    """Trainer settings that do not work yet or would lose their meaning."""
+def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True) -> list[str]:
+    """Trainer settings that do not work yet or would lose their meaning; `draws_batches`: batches are ours, not the trainer's."""
     problems = version_problems()
     for name, (allowed, remedy) in _ARGUMENTS.items():
         value = getattr(args, name, allowed[0])
@@ -53,7 +53,10 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
             f"one process sees {args.n_gpu} GPUs and would use DataParallel; start one process per GPU with "
             f"`accelerate launch --multi_gpu --num_processes {args.n_gpu}`"
         )
-    if str(getattr(args, "train_sampling_strategy", "random")).rsplit(".", 1)[-1] not in ("random", "sequential"):
+    if draws_batches and str(getattr(args, "train_sampling_strategy", "random")).rsplit(".", 1)[-1] not in (
+        "random",
+        "sequential",
+    ):
         problems.append(
             f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect here; leave it out, plans balance lengths"
         )
