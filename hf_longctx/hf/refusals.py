@@ -105,7 +105,10 @@ _REPLACED_IN_EVALUATION = {
 
 
 def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> list[str]:
-    """Methods of a Trainer subclass that would never be called; `plans_evaluation`: those for evaluation neither."""
+    """Methods of a Trainer subclass that would never be called.
+
+    `plans_evaluation`: those for evaluation neither; false where a callback lends the mixin to a trainer.
+    """
     replaced = [_REPLACED_IN_TRAINING] + ([_REPLACED_IN_EVALUATION] if plans_evaluation else [])
     mro = trainer.__mro__
     behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not cls.__module__.startswith("transformers.")]
@@ -115,7 +118,13 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
         if owner is not None and not owner.__module__.startswith("transformers."):
             problems.append(f"{owner.__name__}.{name} would never be called; a plan's loss is the token mean of cross-entropy")
     for name in (name for names in replaced for name in names["behind"]):
-        if any(name in vars(cls) for cls in behind):
+        owner = next((cls for cls in behind if name in vars(cls)), None)
+        if owner is not None and not plans_evaluation:
+            problems.append(
+                f"{owner.__name__}.{name} would never be called under attached plans; use the callback in callbacks=[...] alone, "
+                f"or put LongContextMixin in front of the class and override {name} there"
+            )
+        elif owner is not None:
             problems.append(
                 f"{trainer.__name__} inherits its own {name} behind {mixin.__name__}, where it would never be called; override "
                 f"it in {trainer.__name__} itself and call super().{name}()"

@@ -63,7 +63,7 @@ class LongContextMixin(_TrainerBase):
 
     # whether evaluation runs under plans too, or as in `Trainer`
     _plans_evaluation = True
-    _executor: StepExecutor | None = None
+    _executor: StepExecutor | None
 
     def __init__(
         self,
@@ -233,6 +233,7 @@ class LongContextMixin(_TrainerBase):
 
     def _start_planning(self, setup: PlanningSetup) -> None:
         """Makes process groups, source of plans and report, once `Trainer` is built. Collective over all ranks."""
+        self._executor = None
         self._source = plan_source(self.longctx_config, setup, self._control)
         self._pool = self._source.pool
         self._report = RunReport(self.longctx_config, self._source)

@@ -15,7 +15,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.hf.report import RunReport, StepRecord, folded_layout
+from hf_longctx.hf.report import RunReport, StepRecord, folded_layout, plans_done
 from hf_longctx.plan.calibration import ChunkSample
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
@@ -188,6 +188,49 @@ def test_one_line_per_step_if_asked_for(capsys, report_steps: bool) -> None:
     finish_step(report, step_plan(), step=12)
     printed = capsys.readouterr().out.splitlines()
     assert printed == ([step_record().line(12)] if report_steps else [])
+
+
+def test_several_plans_of_a_step_are_reported_each_and_logged_as_one_step(capsys) -> None:
+    report = lone_report(calibration_steps=0)
+    parts = [step_plan(step_s=0.45, cost_source="measured", solve_s=0.1), step_plan(step_s=0.55, cost_source="measured")]
+    for loss, plan in zip((2.5, 0.5), parts, strict=True):
+        report.step_done(plan, Finished(torch.tensor(loss), INTERVALS))
+    # what a step takes once was predicted for both plans, and is left out of the first one
+    report.source.costs = replace(report.source.costs, coefficients=replace(TRUTH, source="measured"))
+    report.on_step_end(None, TrainerState(global_step=4, is_world_process_zero=True), TrainerControl())
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step    4 (1/2) | loss  3.0000 | predicted   0.4 s, measured   0.5 s |")
+    assert second.startswith("step    4 (2/2) | loss  3.0000 | predicted  0.55 s, measured   0.5 s |")
+    metrics = report.take_metrics()
+    assert metrics["measured_step_s"] == pytest.approx(1.0)
+    assert metrics["micro_batches"] == 4
+    assert metrics["planning_s"] == pytest.approx(0.1)
+    assert metrics["predicted_step_s"] == pytest.approx(0.95)
+    assert metrics["tokens_per_s"] == pytest.approx(34)
+
+
+def test_calibration_of_several_plans_per_step_counts_only_real_reductions() -> None:
+    report = lone_report(report_steps=False, calibration_steps=1)
+    truth = replace(tiny_costs(2), coefficients=TRUTH)
+    for place in range(3):
+        plan = step_plan()
+        intervals = intervals_of(plan, truth, rank=0)
+        if place < 2:
+            # nothing is reduced behind these, so they pass the reduction at once
+            intervals = (*intervals[:-1], replace(intervals[-1], stop_s=intervals[-1].start_s))
+        report.step_done(plan, Finished(torch.tensor(1.0), intervals))
+    report.on_step_end(None, TrainerState(global_step=1), TrainerControl())
+    assert report.source.costs.coefficients.step_s == pytest.approx(TRUTH.step_s)
+
+
+@pytest.mark.parametrize(
+    "steps,plans_per_epoch,accumulation,expected", [(7, 5, 1, 7), (4, 10, 2, 8), (4, 5, 2, 7), (3, 5, 2, 5), (2, 3, 8, 6)]
+)
+def test_optimizer_steps_take_as_many_plans_as_the_trainer_does(
+    tmp_path, steps: int, plans_per_epoch: int, accumulation: int, expected: int
+) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True)
+    assert plans_done(steps, plans_per_epoch, args) == expected
 
 
 def test_a_step_end_without_a_finished_step_says_nothing(capsys) -> None:
