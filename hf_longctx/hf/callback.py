@@ -22,7 +22,7 @@ from hf_longctx.hf.attention import NAMES, attention_name, num_attention_layers,
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.exchange import SequenceExchange
 from hf_longctx.hf.refusals import argument_problems
-from hf_longctx.hf.report import check_resumed
+from hf_longctx.hf.resume import check_resumed
 from hf_longctx.hf.setup import check_setup, plan_source, planning_setup
 from hf_longctx.hf.stock_collators import collator_problems
 from hf_longctx.hf.trainer import LongContextMixin

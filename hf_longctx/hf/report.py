@@ -13,11 +13,11 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import has_length
 
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.resume import check_resumed
 from hf_longctx.plan.calibration import ChunkSample, fit_coefficients, mean_relative_error
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
@@ -222,36 +222,6 @@ class RunReport(TrainerCallback):
             save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", folder / "timeline.png")
         (folder / "timeline.json").write_text(chrome_trace(panels["measured"]))
         tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
-
-
-def plans_done(num_steps: int, plans_per_epoch: int, args: TrainingArguments) -> int:
-    """Batches of a run (plans, or a loader's) that its first `num_steps` optimizer steps took.
-
-    `Trainer` takes `gradient_accumulation_steps` of them for a step, and what is left for the last step of an epoch.
-    """
-    per_step = args.gradient_accumulation_steps
-    epochs, steps = divmod(num_steps, -(-plans_per_epoch // per_step))
-    return epochs * plans_per_epoch + steps * per_step
-
-
-def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader: Any) -> None:
-    """Raises ValueError if a resumed run would go on at another sequence of the epoch than the one it stopped at.
-
-    `Trainer` counts optimizer steps. They say which sequences are over at any world size and accumulation, as long as an
-    epoch has as many steps as before.
-    """
-    if not state.global_step or not state.epoch or args.ignore_data_skip or not has_length(train_dataloader):
-        return
-    per_epoch = len(train_dataloader)
-    expected = plans_done(state.global_step, per_epoch, args) / per_epoch
-    if abs(expected - state.epoch) > 1e-6:
-        raise ValueError(
-            f"the checkpoint stands at step {state.global_step} and epoch {state.epoch:.4f}, but with the present batch size "
-            f"step {state.global_step} is epoch {expected:.4f}, so other sequences would follow; choose "
-            f"per_device_train_batch_size ({args.per_device_train_batch_size}) x ranks ({args.world_size}) x "
-            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}) as before and keep the dataset, or set "
-            f"ignore_data_skip=True to start with a fresh epoch"
-        )
 
 
 def folded_layout(plan: StepPlan) -> str:

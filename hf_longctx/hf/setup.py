@@ -27,11 +27,6 @@ class PlanningSetup:
     planner: PlannerConfig
     max_length: int
 
-    @property
-    def memory_limit(self) -> int:
-        """Tokens that the largest group holds."""
-        return self.planner.tokens_per_rank * self.planner.degrees[-1]
-
 
 def check_setup(
     config: LongContextConfig,

@@ -36,7 +36,8 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data import DatasetScan, scan_dataset, token_rows, too_long
 from hf_longctx.hf.plan_source import PlannedBatchSampler
 from hf_longctx.hf.refusals import argument_problems, config_problems, override_problems
-from hf_longctx.hf.report import RunReport, plans_done
+from hf_longctx.hf.report import RunReport
+from hf_longctx.hf.resume import plans_done
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup, check_setup, plan_source, planning_setup
 from hf_longctx.runtime.executor import StepExecutor

@@ -15,7 +15,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.hf.report import RunReport, StepRecord, folded_layout, plans_done
+from hf_longctx.hf.report import RunReport, StepRecord, folded_layout
 from hf_longctx.plan.calibration import ChunkSample
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
@@ -221,16 +221,6 @@ def test_calibration_of_several_plans_per_step_counts_only_real_reductions() -> 
         report.step_done(plan, Finished(torch.tensor(1.0), intervals))
     report.on_step_end(None, TrainerState(global_step=1), TrainerControl())
     assert report.source.costs.coefficients.step_s == pytest.approx(TRUTH.step_s)
-
-
-@pytest.mark.parametrize(
-    "steps,plans_per_epoch,accumulation,expected", [(7, 5, 1, 7), (4, 10, 2, 8), (4, 5, 2, 7), (3, 5, 2, 5), (2, 3, 8, 6)]
-)
-def test_optimizer_steps_take_as_many_plans_as_the_trainer_does(
-    tmp_path, steps: int, plans_per_epoch: int, accumulation: int, expected: int
-) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True)
-    assert plans_done(steps, plans_per_epoch, args) == expected
 
 
 def test_a_step_end_without_a_finished_step_says_nothing(capsys) -> None:

@@ -303,9 +303,10 @@ def test_methods_that_would_never_be_called_are_refused(rows) -> None:
             cls(model=build_model(ModelCase()), args=training_arguments(folder), train_dataset=datasets.Dataset.from_list(rows))
 
 
-def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str) -> tuple[int, int]:
-    """How many steps a run resumed at step 4 of an epoch of 5 plans, and how many it runs."""
-    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4}
+def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str, accumulation: int) -> tuple[int, int]:
+    """How many plans a run makes that resumes at step 4 of an epoch of 5 steps, and how many it runs."""
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": accumulation}
+    arguments["per_device_train_batch_size"] = 8 // accumulation
     make_trainer(ModelCase(), rows, folder, {}, arguments).train()
     resumed = make_trainer(ModelCase(), rows, folder, {}, arguments)
     recorder = LossRecorder()
@@ -317,5 +318,6 @@ def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str) -> tuple
     return len(solved), len(recorder.losses)
 
 
-def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path) -> None:
-    assert plans_of_resumed_run(rows, str(tmp_path)) == (1, 1)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path, accumulation: int) -> None:
+    assert plans_of_resumed_run(rows, str(tmp_path), accumulation) == (accumulation, accumulation)
