@@ -46,7 +46,7 @@ class LongContextCallback(TrainerCallback):
 
     def __init__(self, config: LongContextConfig | None = None) -> None:
         self.config = config if config is not None else LongContextConfig()
-        # what this run sees of the exchange; for tests and logs
+        # the hooks of the present training, where the callback works alone
         self.exchange: SequenceExchange | None = None
         self._trainer: Trainer | None = None
         self._undo = ExitStack()
@@ -82,6 +82,8 @@ class LongContextCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._trainer is not None:
+            if self._trainer.state is not state:
+                raise ValueError("the callback is attached to another trainer than this one; make one for each")
             return
         # what a training that raised left behind
         self.detach()

@@ -344,3 +344,30 @@ def test_a_trainer_that_runs_plans_takes_no_second_author(rows, tmp_path: Path) 
     )
     with pytest.raises(ValueError, match="the model runs plans already"):
         ours.train()
+
+
+class Logged(Trainer):
+    """A subclass with methods of its own around those of the trainer."""
+
+    losses: tuple[float, ...] = ()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.losses += (logs["loss"],) if "loss" in logs else ()
+        super().log(logs, *args, **kwargs)
+
+
+def test_a_subclass_keeps_its_methods_and_can_be_attached_again(rows, tmp_path: Path) -> None:
+    trainer = make_stock_trainer(CASE, rows, str(tmp_path), {"max_steps": 3}, trainer_class=Logged)
+    callback = LongContextCallback(quiet_config())
+    # in the list as well, where it stays out of the attached training
+    trainer.add_callback(callback)
+    for num_losses in (3, 6):
+        callback.attach(trainer)
+        trainer.train()
+        assert type(trainer) is Logged and len(trainer.losses) == num_losses
+    expected, _ = plain_training(CASE, rows, 3)
+    assert list(trainer.losses[:3]) == pytest.approx(expected, rel=1e-6)
+    callback.attach(trainer)
+    other = make_stock_trainer(CASE, rows, str(tmp_path), callbacks=[callback])
+    with pytest.raises(ValueError, match="attached to another trainer"):
+        other.train()
