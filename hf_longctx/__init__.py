@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_longctx._version import __version__
 
 if TYPE_CHECKING:
+    from hf_longctx.hf.callback import LongContextCallback
     from hf_longctx.hf.chat import DataError
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.mixture import mix_datasets
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DataError": "hf_longctx.hf.chat",
+    "LongContextCallback": "hf_longctx.hf.callback",
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
@@ -30,6 +32,7 @@ _HOMES = {
 
 __all__ = [
     "DataError",
+    "LongContextCallback",
     "LongContextConfig",
     "LongContextMixin",
     "LongContextTrainer",

@@ -22,7 +22,7 @@ from hf_longctx.runtime.sequence_parallel import sequence_parallel_attention
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 
 # keywords that say nothing about which tokens are attended to, or how: any value, or only the one given here
-_INERT = ("position_ids", "use_cache", "cache_position", "return_dict")
+_INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False}
 
 
@@ -44,6 +44,18 @@ def patch_model(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAMES[current])
     if model.config._attn_implementation != NAMES[current]:
         raise ValueError(f"{type(model).__name__} does not let its attention implementation be set and cannot be run")
+
+
+def attention_name(model: Any) -> str | None:
+    """The attention implementation that `model` runs now; None for something that is not a model of transformers."""
+    name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name
+
+
+def restore_attention(model: Any, name: str | None) -> None:
+    """Gives `model` back the implementation that `attention_name` returned before it was patched. Idempotent."""
+    if name is not None and attention_name(model) != name:
+        model.set_attn_implementation(name)
 
 
 def num_attention_layers(model: PreTrainedModel) -> int:

@@ -122,7 +122,7 @@ class PlannedBatchSampler:
     """A batch sampler whose batches are planned steps; goes where `DataLoader` wants a `batch_sampler`.
 
     Plans are drawn in the main process of every rank, ahead of the loader's workers, which then fetch this rank's
-    sequences only. `steps_done` says how many steps of the run are over when an epoch starts: a trainer that resumes
+    sequences only. `steps_done` says how many plans of the run are over when an epoch starts: a trainer that resumes
     throws the first batches of its epoch away, so these are not planned.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_longctx.hf.compat import model_problems, version_problems
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
@@ -19,10 +19,7 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "activation_checkpointing": ((False, None), "leave it out and lower tokens_per_rank if memory is short"),
     "deepspeed": ((None, ""), "start without a DeepSpeed config; parameters are replicated (DDP)"),
     "torch_compile": ((False,), "leave it out, compiled models are not supported yet"),
-    "gradient_accumulation_steps": (
-        (1,),
-        "set it to 1 and raise per_device_train_batch_size or tokens_per_step instead: every plan makes its own micro-batches",
-    ),
+    "average_tokens_across_devices": ((True,), "leave it True: a step's loss is the mean over the label tokens of all ranks"),
     "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
     "label_smoothing_factor": ((0, 0.0), "set it to 0"),
     "neftune_noise_alpha": ((None,), "leave it out"),
@@ -40,8 +37,8 @@ _TRAINER_ARGUMENTS = {
 }
 
 
-def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]) -> list[str]:
-    """Trainer settings that do not work yet or would lose their meaning."""
+def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True) -> list[str]:
+    """Trainer settings that do not work yet or would lose their meaning; `draws_batches`: batches are ours, not the trainer's."""
     problems = version_problems()
     for name, (allowed, remedy) in _ARGUMENTS.items():
         value = getattr(args, name, allowed[0])
@@ -56,7 +53,10 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
             f"one process sees {args.n_gpu} GPUs and would use DataParallel; start one process per GPU with "
             f"`accelerate launch --multi_gpu --num_processes {args.n_gpu}`"
         )
-    if str(getattr(args, "train_sampling_strategy", "random")).rsplit(".", 1)[-1] not in ("random", "sequential"):
+    if draws_batches and str(getattr(args, "train_sampling_strategy", "random")).rsplit(".", 1)[-1] not in (
+        "random",
+        "sequential",
+    ):
         problems.append(
             f"train_sampling_strategy={args.train_sampling_strategy!r} has no effect here; leave it out, plans balance lengths"
         )
@@ -94,17 +94,38 @@ def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[
     return problems
 
 
-def override_problems(trainer: type, mixin: type) -> list[str]:
-    """Methods of a Trainer subclass that would never be called."""
+_REPLACED_IN_TRAINING = {
+    "anywhere": ("compute_loss", "_get_train_sampler"),
+    "behind": ("training_step", "get_train_dataloader", "get_batch_samples"),
+}
+_REPLACED_IN_EVALUATION = {
+    "anywhere": ("prediction_step", "_get_eval_sampler"),
+    "behind": ("evaluation_loop", "get_eval_dataloader"),
+}
+
+
+def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> list[str]:
+    """Methods of a Trainer subclass that would never be called.
+
+    `plans_evaluation`: those for evaluation neither; false where a callback lends the mixin to a trainer.
+    """
+    replaced = [_REPLACED_IN_TRAINING] + ([_REPLACED_IN_EVALUATION] if plans_evaluation else [])
     mro = trainer.__mro__
-    behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not cls.__module__.startswith("transformers.")]
+    known = (Trainer, mixin)
+    behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not any(issubclass(base, cls) for base in known)]
     problems = []
-    for name in ("compute_loss", "prediction_step", "_get_train_sampler", "_get_eval_sampler"):
+    for name in (name for names in replaced for name in names["anywhere"]):
         owner = next((cls for cls in mro if name in vars(cls)), None)
         if owner is not None and not owner.__module__.startswith("transformers."):
             problems.append(f"{owner.__name__}.{name} would never be called; a plan's loss is the token mean of cross-entropy")
-    for name in ("training_step", "evaluation_loop", "get_train_dataloader", "get_eval_dataloader", "get_batch_samples"):
-        if any(name in vars(cls) for cls in behind):
+    for name in (name for names in replaced for name in names["behind"]):
+        owner = next((cls for cls in behind if name in vars(cls)), None)
+        if owner is not None and not plans_evaluation:
+            problems.append(
+                f"{owner.__name__}.{name} would never be called under attached plans; use the callback in callbacks=[...] alone, "
+                f"or put LongContextMixin in front of the class and override {name} there"
+            )
+        elif owner is not None:
             problems.append(
                 f"{trainer.__name__} inherits its own {name} behind {mixin.__name__}, where it would never be called; override "
                 f"it in {trainer.__name__} itself and call super().{name}()"
@@ -114,12 +135,18 @@ def override_problems(trainer: type, mixin: type) -> list[str]:
 
 def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[str]:
     """Settings that would have no effect beside each other."""
+    problems = []
     if config.tokens_per_step is not None and args.dataloader_drop_last:
-        return [
+        problems.append(
             f"dataloader_drop_last=True has no effect with tokens_per_step={config.tokens_per_step}, which cuts an epoch into "
             f"equal steps; leave one of them out"
-        ]
-    return []
+        )
+    if config.tokens_per_step is not None and args.gradient_accumulation_steps > 1:
+        problems.append(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts tokens_per_step="
+            f"{config.tokens_per_step}, which already says what an optimizer step holds; leave one of them out"
+        )
+    return problems
 
 
 def setup_problems(

@@ -30,16 +30,26 @@ from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished step as rank `rank` saw it."""
+    """One finished plan as rank `rank` saw it: plan number `place` of the `count` plans of an optimizer step.
+
+    `loss` is that of the whole optimizer step.
+    """
 
     plan: StepPlan
     rank: int
     loss: float
     intervals: tuple[Interval, ...]
+    place: int = 0
+    count: int = 1
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether gradients were reduced behind this plan."""
+        return self.place == self.count - 1
 
     @property
     def measured_s(self) -> float:
-        """Seconds from the step's first action to the end of its gradient reduction."""
+        """Seconds from the plan's first action to the end of its gradient reduction."""
         return max(interval.stop_s for interval in self.intervals)
 
     @property
@@ -49,7 +59,7 @@ class StepRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step over all ranks, dummy tokens not counted."""
+        """Tokens of the plan over all ranks, dummy tokens not counted."""
         return sum(self.plan.lengths)
 
     @property
@@ -64,11 +74,12 @@ class StepRecord:
         return dummies / (dummies + self.num_tokens)
 
     def line(self, step: int) -> str:
-        """The step in one line; '-' where nothing was measured to predict from."""
+        """The plan in one line; '-' where nothing was measured to predict from."""
         estimate, count = self.plan.estimate, len(self.plan.micro_batches)
+        place = f" ({self.place + 1}/{self.count})" if self.count > 1 else ""
         predicted = "    -" if estimate.cost_source == "default" else f"{estimate.step_s:5.3g}"
         return (
-            f"step {step:4d} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
+            f"step {step:4d}{place} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
             f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}"
         )
@@ -92,7 +103,7 @@ class StepRecord:
         ]
 
     def events(self) -> list[TimelineEvent]:
-        """This rank's timeline, from the start of the step."""
+        """This rank's timeline, from the start of the plan."""
         rounds = self.plan.for_rank(self.rank).rounds
         return [
             TimelineEvent(
@@ -115,29 +126,35 @@ class RunReport(TrainerCallback):
 
     def __init__(self, config: LongContextConfig, source: PlanSource) -> None:
         self.config, self.source = config, source
-        self._pending: tuple[StepPlan, StepResult] | None = None
+        self._pending: list[tuple[StepPlan, StepResult]] = []
         self._warm_up: list[StepRecord] = []
         self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
         # bounded, for runs that never log
         self._since_log: deque[StepRecord] = deque(maxlen=1000)
-        self._num_steps = 0
+        self._num_plans = 0
+        self._is_fitted = False
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
-        """Called by the trainer after backward; read at the end of the step, when reading no longer delays it."""
-        self._pending = (plan, result)
+        """Called by the trainer after each plan of a step; read at the step's end, when reading no longer delays it."""
+        self._pending.append((plan, result))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # what a training that stopped inside a step left behind
+        self._pending = []
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._pending is None:
-            return
-        plan, result = self._pending
-        self._pending = None
-        record = StepRecord(plan, self.source.pool.rank, float(result.loss), tuple(result.intervals()))
-        self._num_steps += 1
-        self._last.append(record)
-        self._since_log.append(record)
-        if self.config.report_steps and state.is_world_process_zero:
-            tqdm.write(record.line(state.global_step))
-        self._calibrate(record)
+        pending, self._pending = self._pending, []
+        loss = sum(float(result.loss) for _, result in pending)
+        for place, (plan, result) in enumerate(pending):
+            if place < len(pending) - 1:
+                plan = _without_reduction(plan, self.source.costs)
+            record = StepRecord(plan, self.source.pool.rank, loss, tuple(result.intervals()), place, len(pending))
+            self._num_plans += 1
+            self._last.append(record)
+            self._since_log.append(record)
+            if self.config.report_steps and state.is_world_process_zero:
+                tqdm.write(record.line(state.global_step))
+            self._calibrate(record)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # one rank writes the checkpoint, which may take longer than a step's collectives may wait: all wait for it here,
@@ -157,38 +174,39 @@ class RunReport(TrainerCallback):
         self._since_log.clear()
         if not records:
             return {}
-        measured_s = mean(record.measured_s for record in records)
+        measured_s = sum(record.measured_s for record in records)
+        num_steps = sum(record.ends_step for record in records)
         metrics = {
-            "tokens_per_s": sum(record.num_tokens for record in records) / sum(record.measured_s for record in records),
-            "measured_step_s": measured_s,
+            "tokens_per_s": sum(record.num_tokens for record in records) / measured_s,
+            "measured_step_s": measured_s / num_steps,
             "padding_share": mean(record.padding_share for record in records),
-            "micro_batches": mean(len(record.plan.micro_batches) for record in records),
-            "planning_s": mean(record.plan.estimate.solve_s for record in records),
+            "micro_batches": sum(len(record.plan.micro_batches) for record in records) / num_steps,
+            "planning_s": sum(record.plan.estimate.solve_s for record in records) / num_steps,
         }
-        predicted = [r.plan.estimate.step_s for r in records if r.plan.estimate.cost_source != "default"]
-        if len(predicted) == len(records):
-            metrics["predicted_step_s"] = mean(predicted)
+        if all(record.plan.estimate.cost_source != "default" for record in records):
+            metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
         return metrics
 
     def _calibrate(self, record: StepRecord) -> None:
-        """Collects the warm-up steps and fits once after them; the first step is left out, it pays for start-up."""
+        """Collects the warm-up's plans and fits once, after the end of a step; the first plan pays for start-up: left out."""
         steps = self.config.calibration_steps
-        if not 0 < self._num_steps <= steps + 1:
+        if not steps or self._is_fitted:
             return
-        if self._num_steps > 1:
+        if self._num_plans > 1:
             self._warm_up.append(record)
-        if self._num_steps < steps + 1 or not self._warm_up:
+        if self._num_plans < steps + 1 or not record.ends_step:
             return
+        reducing = [place for place, warm in enumerate(self._warm_up) if warm.ends_step]
         everyone = gather_objects([(r.samples(self.source.costs), r.reduce_s) for r in self._warm_up], self.source.pool.control)
-        self._warm_up = []
+        self._warm_up, self._is_fitted = [], True
         samples = [sample for rank in everyone for chunk_samples, _ in rank for sample in chunk_samples]
         # the rank that came last did not wait: its reduction is the transfer alone
-        step_s = median(min(rank[step][1] for rank in everyone) for step in range(len(everyone[0])))
+        step_s = median(min(rank[place][1] for rank in everyone) for place in reducing)
         coefficients = fit_coefficients(samples, step_s, "measured")
         self.source.costs = replace(self.source.costs, coefficients=coefficients)
         if self.config.report_steps and self.source.pool.rank == 0:
             error = mean_relative_error(samples, coefficients)
-            tqdm.write(f"cost model fitted on {len(samples)} chunks of {steps} steps, mean error {error:.0%}")
+            tqdm.write(f"cost model fitted on {len(samples)} chunks of {len(everyone[0])} plans, mean error {error:.0%}")
 
     def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:
         """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""
@@ -196,8 +214,8 @@ class RunReport(TrainerCallback):
         steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
         panels = {"measured": _in_a_row(steps)}
         if self.source.costs.coefficients.is_measured:
-            panels = {"predicted": _in_a_row([_predicted(plan, self.source.costs) for plan in plans]), **panels}
-        first = last_step - len(plans) + 1
+            panels = {"predicted": _in_a_row([_predicted(record, self.source.costs) for record in self._last]), **panels}
+        first = last_step - sum(record.ends_step for record in self._last) + 1
         layouts = "  |  ".join(folded_layout(plan) for plan in plans)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
@@ -218,8 +236,18 @@ def _group_detail(group: Any, stage: Any) -> str:
     return f"<{group.degree}> {group.num_tokens} tokens in {num_sequences} sequence(s)"
 
 
-def _predicted(plan: StepPlan, costs: CostModel) -> list[TimelineEvent]:
-    run = evaluate_plan(plan, costs)
+def _without_reduction(plan: StepPlan, costs: CostModel) -> StepPlan:
+    """The plan with an estimate that leaves out the gradient reduction, which runs once per optimizer step."""
+    estimate = plan.estimate
+    if estimate.cost_source == "default":
+        return plan
+    return replace(plan, estimate=replace(estimate, step_s=estimate.step_s - costs.coefficients.step_s))
+
+
+def _predicted(record: StepRecord, costs: CostModel) -> list[TimelineEvent]:
+    plan, run = record.plan, evaluate_plan(record.plan, costs)
+    if not record.ends_step:
+        return list(run.events)
     start_s = run.step_s - costs.coefficients.step_s
     reduce = [TimelineEvent(rank, "reduce", "gradients", start_s, run.step_s) for rank in range(plan.num_ranks)]
     return [*run.events, *reduce]

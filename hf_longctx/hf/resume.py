@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.streaming import Cursor
@@ -22,7 +22,7 @@ RECORD_NAME = "longctx_data.json"
 # setting -> what to do when it differs; all of them decide which samples a step has
 _REMEDIES = {
     "train_dataset": "resume with the data of the first run",
-    "sequences_per_step": "set per_device_train_batch_size so that times the number of ranks it gives the first value",
+    "sequences_per_step": "choose per_device_train_batch_size x ranks x gradient_accumulation_steps as before",
     "tokens_per_step": "set it back",
     "shuffle_seed": "set data_seed (or seed) and train_sampling_strategy back",
     "dataloader_drop_last": "set it back",
@@ -40,7 +40,7 @@ def data_settings(
     by_tokens = config.tokens_per_step is not None
     return {
         "train_dataset": train_dataset,
-        "sequences_per_step": None if by_tokens else args.per_device_train_batch_size * args.world_size,
+        "sequences_per_step": None if by_tokens else sequences_per_step(args),
         "tokens_per_step": config.tokens_per_step,
         "shuffle_seed": shuffle_seed,
         "dataloader_drop_last": args.dataloader_drop_last,
@@ -106,3 +106,38 @@ class DataRecorder(TrainerCallback):
             return record
         except (OSError, json.JSONDecodeError):
             return None
+
+
+def sequences_per_step(args: TrainingArguments) -> int:
+    """Sequences of one optimizer step over all ranks, where no token budget makes the steps."""
+    return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+
+
+def plans_done(num_steps: int, plans_per_epoch: int, args: TrainingArguments) -> int:
+    """Batches of a run (plans, or a loader's) that its first `num_steps` optimizer steps took.
+
+    `Trainer` takes `gradient_accumulation_steps` of them for a step, and what is left for the last step of an epoch.
+    """
+    per_step = args.gradient_accumulation_steps
+    epochs, steps = divmod(num_steps, -(-plans_per_epoch // per_step))
+    return epochs * plans_per_epoch + steps * per_step
+
+
+def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader: Any) -> None:
+    """Raises ValueError if a run over a stock loader would go on at another sequence than the one it stopped at.
+
+    A stock run writes no record, but `Trainer` counts optimizer steps. They say which sequences are over at any world size
+    and accumulation, as long as an epoch has as many steps as before.
+    """
+    if not state.global_step or not state.epoch or args.ignore_data_skip or not has_length(train_dataloader):
+        return
+    per_epoch = len(train_dataloader)
+    expected = plans_done(state.global_step, per_epoch, args) / per_epoch
+    if abs(expected - state.epoch) > 1e-6:
+        raise ValueError(
+            f"the checkpoint stands at step {state.global_step} and epoch {state.epoch:.4f}, but with the present batch size "
+            f"step {state.global_step} is epoch {expected:.4f}, so other sequences would follow; choose "
+            f"per_device_train_batch_size ({args.per_device_train_batch_size}) x ranks ({args.world_size}) x "
+            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}) as before and keep the dataset, or set "
+            f"ignore_data_skip=True to start with a fresh epoch"
+        )

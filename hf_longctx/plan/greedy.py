@@ -52,6 +52,27 @@ def plan_static(problem: GroupingProblem, trials: int, degree: int = 0) -> Layou
     return _renumber(_plan_one_degree(ordered, trials, (degree,) if degree else ordered.degrees), order)
 
 
+def plan_one_micro_batch(problem: GroupingProblem, one_degree: bool = False) -> Layout:
+    """A good layout with a single micro-batch; `one_degree`: with groups of one size.
+
+    Raises ValueError if none is found that fits the ranks.
+    """
+    ordered, order = problem.longest_first()
+    run = range(len(ordered.lengths))
+    if one_degree:
+        candidates = [_pack(ordered, run, (degree,) * (ordered.num_ranks // degree)) for degree in ordered.degrees]
+    else:
+        candidates = [_group_micro_batch(ordered, run)]
+    layouts: list[Layout] = [[groups] for groups in candidates if groups is not None]
+    if not layouts:
+        raise ValueError(
+            f"{sum(problem.lengths)} tokens in {len(problem.lengths)} sequences (the longest has {max(problem.lengths)}) fit no "
+            f"single micro-batch on {problem.num_ranks} ranks of {problem.capacity} tokens each (tokens_per_rank)"
+        )
+    best = min(layouts, key=ordered.step_seconds)
+    return _renumber(best if one_degree else _improve(ordered, best), order)
+
+
 def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[int]) -> Layout:
     longest = max(problem.lengths)
     usable = [degree for degree in degrees if longest <= degree * problem.capacity]

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.greedy import plan_greedy, plan_static
+from hf_longctx.plan.greedy import plan_greedy, plan_one_micro_batch, plan_static
 from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, can_solve_exactly, solve_exactly
 from hf_longctx.plan.specs import PlannerConfig, check_degrees
 from hf_longctx.plan.types import (
@@ -61,6 +61,8 @@ def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layo
     """The layout that the configured solver finds, and the solver's name. "auto" is exact for few sequences."""
     if not problem.lengths:
         return [[]], "empty"
+    if config.one_micro_batch:
+        return plan_one_micro_batch(problem, one_degree=config.solver == "static"), "one micro-batch"
     if config.solver == "static":
         return plan_static(problem, config.micro_batch_trials, config.static_degree), "static"
     if config.solver == "auto" and can_solve_exactly(problem):

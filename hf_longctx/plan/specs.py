@@ -120,6 +120,7 @@ class PlannerConfig:
     tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many.
     degrees: allowed sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best).
     micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit.
+    one_micro_batch: everything runs at once or not at all, for a caller that makes one forward per plan.
     """
 
     tokens_per_rank: int
@@ -127,6 +128,7 @@ class PlannerConfig:
     solver: Solver = "auto"
     static_degree: int = 0
     micro_batch_trials: int = 5
+    one_micro_batch: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:

@@ -42,7 +42,7 @@ class ChunkInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step leaves behind. `loss` is the step's mean loss over all ranks' label tokens, on every rank."""
+    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank."""
 
     loss: Tensor
     clock: StepClock
@@ -73,12 +73,15 @@ class StepExecutor:
         # a mask of four dimensions is passed on by transformers as it is, so no mask is built over the packed row
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
-    def run(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], num_label_tokens: int) -> StepResult:
+    def run(
+        self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], num_label_tokens: int, reduce: bool = True
+    ) -> StepResult:
         """Forward and backward of every round, then one gradient reduction over all ranks.
 
         `inputs[r][c]` is this rank's shard of chunk c in round r. `num_label_tokens` counts the label tokens of the step
-        over all ranks. Every rank of the pool must call it with its own path of the same plan. Raises ValueError by name
-        for what this version does not execute.
+        over all ranks. `reduce`: false for every plan of an optimizer step but its last, whose reduction then covers the
+        gradients of all of them. Every rank of the pool must call it with its own path of the same plan. Raises ValueError
+        by name for what this version does not execute.
         """
         refuse_unsupported(plan)
         clock = StepClock(self.device)
@@ -87,7 +90,8 @@ class StepExecutor:
             for index, (group, stage) in enumerate(plan.rounds):
                 total += _Round(self, group, inputs[index], num_label_tokens, clock, index).run(stage.actions)
         with clock.measure(-1, "reduce", "gradients"):
-            self.gradients.reduce(self.pool.everyone)
+            if reduce:
+                self.gradients.reduce(self.pool.everyone)
             self._sum_over_ranks(total)
         return StepResult(total, clock)
 

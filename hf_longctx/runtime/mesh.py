@@ -41,6 +41,13 @@ class GroupPool:
             if positions not in self._groups:
                 self._groups[positions] = dist.new_group(list(positions), timeout=timeout)
 
+    def close(self) -> None:
+        """Gives up all groups, the control group too; nothing may run on them any more, on no rank."""
+        groups = [*self._groups.values(), *([self.control] if self.control is not None else [])]
+        self._groups, self.everyone, self.control = {}, None, None
+        for group in groups:
+            dist.destroy_process_group(group)
+
     def group(self, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The handle of the ranks at `positions`; None for one rank. Raises ValueError for a group outside the pool."""
         if len(positions) == 1:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.models import ModelCase, random_rows
 from helpers.training import make_trainer
 
-from hf_longctx.hf.trainer import LongContextDataLoader
+from hf_longctx.hf.planned_data import LongContextDataLoader
 
 LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(31))]
 CONFIG = {"tokens_per_rank": 64}

@@ -62,10 +62,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "gradient_checkpointing": (True, "checkpointing=True is not supported yet; leave it out and lower tokens_per_rank"),
     "activation_checkpointing": (True, "activation_checkpointing=True is not supported yet; leave it out"),
     "torch_compile": (True, "torch_compile=True is not supported yet; leave it out"),
-    "gradient_accumulation_steps": (
-        3,
-        "gradient_accumulation_steps=3 is not supported yet; set it to 1 and raise per_device_train_batch_size",
-    ),
+    "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet; leave it True"),
     "auto_find_batch_size": (True, "auto_find_batch_size=True is not supported yet; leave it out"),
     "label_smoothing_factor": (0.1, "label_smoothing_factor=0.1 is not supported yet; set it to 0"),
     "neftune_noise_alpha": (5.0, "neftune_noise_alpha=5.0 is not supported yet; leave it out"),
@@ -103,7 +100,7 @@ def test_several_gpus_in_one_process_are_refused_with_the_launch_command(tmp_pat
 
 
 def test_all_problems_are_listed_at_once(tmp_path) -> None:
-    problems = argument_problems(arguments(tmp_path, fp16=True, label_smoothing_factor=0.2, gradient_accumulation_steps=2), {})
+    problems = argument_problems(arguments(tmp_path, fp16=True, label_smoothing_factor=0.2, use_liger_kernel=True), {})
     assert len(problems) == 3
 
 

@@ -196,6 +196,39 @@ def test_one_line_per_step_if_asked_for(capsys, report_steps: bool) -> None:
     assert printed == ([step_record().line(12)] if report_steps else [])
 
 
+def test_several_plans_of_a_step_are_reported_each_and_logged_as_one_step(capsys) -> None:
+    report = lone_report(calibration_steps=0)
+    parts = [step_plan(step_s=0.45, cost_source="measured", solve_s=0.1), step_plan(step_s=0.55, cost_source="measured")]
+    for loss, plan in zip((2.5, 0.5), parts, strict=True):
+        report.step_done(plan, Finished(torch.tensor(loss), INTERVALS))
+    # what a step takes once was predicted for both plans, and is left out of the first one
+    report.source.costs = replace(report.source.costs, coefficients=replace(TRUTH, source="measured"))
+    report.on_step_end(None, TrainerState(global_step=4, is_world_process_zero=True), TrainerControl())
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step    4 (1/2) | loss  3.0000 | predicted   0.4 s, measured   0.5 s |")
+    assert second.startswith("step    4 (2/2) | loss  3.0000 | predicted  0.55 s, measured   0.5 s |")
+    metrics = report.take_metrics()
+    assert metrics["measured_step_s"] == pytest.approx(1.0)
+    assert metrics["micro_batches"] == 4
+    assert metrics["planning_s"] == pytest.approx(0.1)
+    assert metrics["predicted_step_s"] == pytest.approx(0.95)
+    assert metrics["tokens_per_s"] == pytest.approx(34)
+
+
+def test_calibration_of_several_plans_per_step_counts_only_real_reductions() -> None:
+    report = lone_report(report_steps=False, calibration_steps=1)
+    truth = replace(tiny_costs(2), coefficients=TRUTH)
+    for place in range(3):
+        plan = step_plan()
+        intervals = intervals_of(plan, truth, rank=0)
+        if place < 2:
+            # nothing is reduced behind these, so they pass the reduction at once
+            intervals = (*intervals[:-1], replace(intervals[-1], stop_s=intervals[-1].start_s))
+        report.step_done(plan, Finished(torch.tensor(1.0), intervals))
+    report.on_step_end(None, TrainerState(global_step=1), TrainerControl())
+    assert report.source.costs.coefficients.step_s == pytest.approx(TRUTH.step_s)
+
+
 def test_a_step_end_without_a_finished_step_says_nothing(capsys) -> None:
     report = lone_report()
     report.on_step_end(None, TrainerState(is_world_process_zero=True), TrainerControl())

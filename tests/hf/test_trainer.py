@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 import transformers
-from helpers.models import ModelCase, build_model, random_rows, reference_step
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
 from helpers.training import LossRecorder, make_trainer, plain_training, train_on_rank, training_arguments
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, Trainer
@@ -50,6 +50,17 @@ def test_twenty_steps_follow_one_plain_process(ranks, rows, name: str, promoted:
         if name == "heterogeneous":
             degrees = {degree for layout in layouts for degree in layout if degree.isdigit()}
             assert degrees >= {"1", "2"}, layouts
+
+
+@pytest.mark.parametrize("num_ranks,steps", [(1, 2), (2, 2), (2, 4)])
+def test_accumulated_plans_follow_one_plain_process(ranks, rows, num_ranks: int, steps: int) -> None:
+    case = ModelCase("llama", promoted=True)
+    expected_losses, expected = plain_training(case, rows)
+    arguments = {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 8 // num_ranks // steps}
+    for losses, _, weights in ranks(num_ranks).run(train_on_rank, case, rows, {"tokens_per_rank": 64}, arguments):
+        parts = [sum(losses[i : i + steps]) for i in range(0, len(losses), steps)]
+        assert parts == pytest.approx(expected_losses, rel=1e-10)
+        assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
 
 
 def test_training_lowers_the_loss(ranks, rows) -> None:
@@ -155,7 +166,12 @@ def start(rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: d
 
 
 BAD_STARTS = {
-    "accumulation": ({}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+    "tokens of a rank alone": ({}, {"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+    "accumulation of a budget": (
+        {"tokens_per_step": 100},
+        {"gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps=2 contradicts tokens_per_step=100",
+    ),
     "checkpointing": ({}, {"gradient_checkpointing": True}, "checkpointing=True"),
     "fp16": ({}, {"fp16": True}, "fp16=True"),
     "compile": ({}, {"torch_compile": True}, "torch_compile=True"),
@@ -291,9 +307,10 @@ def test_methods_that_would_never_be_called_are_refused(rows) -> None:
             cls(model=build_model(ModelCase()), args=training_arguments(folder), train_dataset=datasets.Dataset.from_list(rows))
 
 
-def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str) -> tuple[int, int]:
-    """How many steps a run resumed at step 4 of an epoch of 5 plans, and how many it runs."""
-    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4}
+def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str, accumulation: int) -> tuple[int, int]:
+    """How many plans a run makes that resumes at step 4 of an epoch of 5 steps, and how many it runs."""
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": accumulation}
+    arguments["per_device_train_batch_size"] = 8 // accumulation
     make_trainer(ModelCase(), rows, folder, {}, arguments).train()
     resumed = make_trainer(ModelCase(), rows, folder, {}, arguments)
     recorder = LossRecorder()
@@ -305,5 +322,6 @@ def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str) -> tuple
     return len(solved), len(recorder.losses)
 
 
-def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path) -> None:
-    assert plans_of_resumed_run(rows, str(tmp_path)) == (1, 1)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path, accumulation: int) -> None:
+    assert plans_of_resumed_run(rows, str(tmp_path), accumulation) == (accumulation, accumulation)

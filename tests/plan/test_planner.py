@@ -266,3 +266,25 @@ def test_a_layout_that_loses_a_sequence_never_leaves_the_planner(monkeypatch: py
     monkeypatch.setattr(planner, "choose_layout", lambda problem, config: ([[(1, (0,))]], "broken"))
     with pytest.raises(PlanError, match="sequence 1: tokens 0 to 200 are never planned"):
         plan([100, 200])
+
+
+@given(st.lists(skewed, min_size=1, max_size=12), kinds, st.sampled_from(WORLDS))
+@settings(max_examples=40)
+def test_one_micro_batch_holds_everything_at_a_cost_near_the_best(lengths: list[int], kind: str, num_ranks: int) -> None:
+    config = PlannerConfig(sum(lengths), default_degrees(num_ranks, 8), one_micro_batch=True)
+    costs = cost_model(kind, num_ranks)
+    found = plan_step(3, lengths, costs, config)
+    check_plan(found, lengths, costs, sum(lengths))
+    assert len(plan_layout(found)) == 1
+    # one group size for all, packed longest first, is among what it chose from
+    same = dataclasses.replace(config, solver="static")
+    assert found.estimate.step_s <= plan_step(3, lengths, costs, same).estimate.step_s * (1 + 1e-9)
+    assert len({degree for degree, part in plan_layout(plan_step(3, lengths, costs, same))[0] if part}) == 1
+
+
+def test_one_micro_batch_that_memory_does_not_hold_is_refused_with_the_numbers() -> None:
+    config = PlannerConfig(100, (1, 2, 4), one_micro_batch=True)
+    with pytest.raises(
+        ValueError, match=r"450 tokens in 3 sequences \(the longest has 150\) fit no single micro-batch on 4 ranks"
+    ):
+        plan_step(3, [150, 150, 150], cost_model("attention", 4), config)

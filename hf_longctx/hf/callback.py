@@ -1,0 +1,209 @@
+"""`LongContextCallback`: plans for a stock `Trainer` that stays stock before and after the training.
+
+Alone in `callbacks=[...]` it sees the model only: every forward is one plan over the batches that all ranks loaded
+(`exchange.py`). Attached to a trainer it lends that one instance the class of `LongContextTrainer`'s training half, so full
+plans run; evaluation keeps the trainer's own loop, on the model's own attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import Any, cast
+
+from accelerate import PartialState
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+
+from hf_longctx.hf.agreement import control_group
+from hf_longctx.hf.attention import NAMES, attention_name, num_attention_layers, patch_model, restore_attention
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.exchange import SequenceExchange
+from hf_longctx.hf.refusals import argument_problems
+from hf_longctx.hf.resume import check_resumed
+from hf_longctx.hf.setup import check_setup, plan_source, planning_setup
+from hf_longctx.hf.stock_collators import collator_problems
+from hf_longctx.hf.trainer import LongContextMixin
+
+logger = logging.getLogger(__name__)
+
+
+class LongContextCallback(TrainerCallback):
+    """Opt-in for a stock `Trainer` or a subclass of it; undone when `train()` ends.
+
+    Example, full plans (gradients are those of `LongContextTrainer`):
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=DataCollatorWithFlattening())
+        LongContextCallback(LongContextConfig(max_length=32768)).attach(trainer)
+        trainer.train()
+
+    Alone, `Trainer(..., callbacks=[LongContextCallback(config)])`, the stock loader's batches stay what they are, and every
+    forward of the training is one plan with one micro-batch over the batches of all ranks. Without `attach` a training that
+    raises leaves the model patched: call `detach()` then.
+    """
+
+    def __init__(self, config: LongContextConfig | None = None) -> None:
+        self.config = config if config is not None else LongContextConfig()
+        # the hooks of the present training, where the callback works alone
+        self.exchange: SequenceExchange | None = None
+        self._trainer: Trainer | None = None
+        self._undo = ExitStack()
+
+    def attach(self, trainer: Trainer) -> None:
+        """Lets the next `trainer.train()` run full plans; undone when it returns or raises. Every rank must call it.
+
+        Sets sequences per optimizer step, shuffling and cutting as `LongContextTrainer`; the trainer's collator serves
+        evaluation only. Raises ValueError on every rank for what would lose its meaning, and leaves the trainer as it was.
+        """
+        if self._trainer is not None or isinstance(trainer, LongContextMixin):
+            raise ValueError(f"{type(trainer).__name__} runs plans already, or this callback is attached; call detach() first")
+        self.detach()
+        with ExitStack() as undo:
+            undo.callback(restore_attention, trainer.model, attention_name(trainer.model))
+            _lend_class(trainer, self, undo)
+            self._trainer = trainer
+            undo.callback(setattr, self, "_trainer", None)
+            self._undo = undo.pop_all()
+
+    def detach(self) -> None:
+        """Makes trainer and model stock again. Idempotent; needed by hand only where no `train()` ended by itself."""
+        self._undo.close()
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        processing_class: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._trainer is not None:
+            if self._trainer.state is not state:
+                raise ValueError("the callback is attached to another trainer than this one; make one for each")
+            return
+        # what a training that raised left behind
+        self.detach()
+        with ExitStack() as undo:
+            check_resumed(args, state, train_dataloader)
+            self._start_exchange(args, model, processing_class, undo)
+            self._undo = undo.pop_all()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._trainer is not None:
+            return
+        # others may still read from the groups that are given up next
+        PartialState().wait_for_everyone()
+        self.detach()
+
+    def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any, undo: ExitStack) -> None:
+        """Checks everything on every rank, makes the groups and hooks the model."""
+        config = self.config
+        PartialState().wait_for_everyone()
+        control = control_group(config.collective_timeout_s)
+        problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config)
+        if attention_name(model) in NAMES.values():
+            problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
+        degrees = check_setup(config, model, args, processing_class, problems, control)
+        setup = planning_setup(config, model, args, degrees, control)
+        source = plan_source(config, replace(setup, planner=replace(setup.planner, one_micro_batch=True)), control)
+        undo.callback(source.pool.close)
+        undo.callback(restore_attention, model, attention_name(model))
+        patch_model(model)
+        self.exchange = SequenceExchange(source, setup.max_length, num_attention_layers(model), config.collective_timeout_s)
+        undo.callback(setattr, self, "exchange", None)
+        for handle in (
+            model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True),
+            model.register_forward_hook(self.exchange.after_forward),
+        ):
+            undo.callback(handle.remove)
+        if args.process_index == 0 and (idle := _without_effect(config)):
+            logger.warning("%s: no effect on a callback that is not attached to its trainer", ", ".join(idle))
+
+
+class AttachedMixin(LongContextMixin):
+    """The training half of `LongContextMixin`; evaluation, prediction and their loaders stay those of the trainer."""
+
+    _plans_evaluation = False
+    _longctx_callback: LongContextCallback
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`, under plans; the trainer is stock again behind it, also if it raised."""
+        try:
+            output = super().train(*args, **kwargs)
+            # others may still read from the groups that are given up next
+            self.accelerator.wait_for_everyone()
+            return output
+        finally:
+            self._longctx_callback.detach()
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        return super(LongContextMixin, self).get_eval_dataloader(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        return super(LongContextMixin, self).evaluation_loop(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        return super(LongContextMixin, self).predict(*args, **kwargs)
+
+
+def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack) -> None:
+    """Puts `AttachedMixin` in front of the class of this one instance and starts planning on it."""
+    stock, own, lent = type(trainer), set(vars(trainer)), set[str]()
+    problems = _attach_problems(trainer)
+    undo.callback(_remove_attributes, trainer, lent)
+    undo.callback(setattr, trainer, "__class__", stock)
+    trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
+    planned = cast(AttachedMixin, trainer)
+    try:
+        planned._longctx_callback = callback
+        datasets = {"train_dataset": trainer.train_dataset}
+        setup = planned._check_run(callback.config, trainer.model, trainer.args, trainer.processing_class, datasets, problems)
+        planned._start_planning(setup)
+    finally:
+        lent |= set(vars(trainer)) - own
+    undo.callback(planned._pool.close)
+    undo.callback(trainer.remove_callback, planned._report)
+    undo.callback(trainer.remove_callback, planned._recorder)
+
+
+def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
+    for name in names & set(vars(trainer)):
+        delattr(trainer, name)
+
+
+def _attach_problems(trainer: Trainer) -> list[str]:
+    """What a built trainer has that plans would ignore."""
+    arguments = {"compute_loss_func": trainer.compute_loss_func, "model_init": trainer.model_init}
+    problems = argument_problems(trainer.args, arguments)
+    problems += collator_problems(trainer.data_collator, trainer.train_dataset)
+    if trainer.train_dataset is None:
+        problems.append("the trainer has no train_dataset; give it one, or call attach on the trainer that trains")
+    for name in ("train", "training_step", "get_train_dataloader", "get_batch_samples", "compute_loss"):
+        if name in vars(trainer):
+            problems.append(f"{name} was replaced on the trainer instance and would not run under plans; override it in a class")
+    return problems
+
+
+def _exchange_problems(config: LongContextConfig) -> list[str]:
+    """Settings that need the trainer's loader, which a callback in `callbacks=[...]` does not have."""
+    problems = []
+    if config.tokens_per_step is not None:
+        problems.append(
+            f"tokens_per_step={config.tokens_per_step} needs the trainer's loader; call attach(trainer), or leave it out and set "
+            f"per_device_train_batch_size"
+        )
+    if config.long_sequences != "error":
+        problems.append(
+            f"long_sequences={config.long_sequences!r} needs the trainer's loader; call attach(trainer), or cut the dataset"
+        )
+    return problems
+
+
+def _without_effect(config: LongContextConfig) -> list[str]:
+    """Settings that were changed although nothing measures or reports the forwards of a stock trainer."""
+    idle = ("calibration_steps", "fp32_gradients", "report_steps", "timeline_steps")
+    return [field.name for field in fields(config) if field.name in idle and getattr(config, field.name) != field.default]

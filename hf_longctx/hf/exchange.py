@@ -1,0 +1,266 @@
+"""One forward of a stock trainer under a plan: its batch leaves the rank that loaded it and comes back as a rank's shard.
+
+A forward pre-hook reads the documents out of the batch that the rank's loader made, all ranks learn all lengths, rank 0
+plans one micro-batch, and one all-to-all moves token ids and labels to the ranks that the plan gives them to. The trainer's
+own normalisation stays right: it divides by the label tokens of all ranks, whoever holds them.
+
+Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 token id and label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_longctx.hf.agreement import explain_lost_ranks, gather_objects
+from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.plan.sharding import Piece, rank_pieces
+from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
+from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.loss import IGNORE_INDEX
+
+# what a batch may hold besides: kept as it is, or replaced by what the plan says
+_KEPT = ("num_items_in_batch", "return_dict", "use_cache")
+_REPLACED = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "seq_idx")
+_REPLACED_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True)
+class LocalDocuments:
+    """The documents of one rank's batch behind each other: rows_T2 are token ids and next-token labels, int64."""
+
+    rows_T2: Tensor
+    lengths: list[int]
+
+
+def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
+    """The documents of a batch as the model would get it, labels shifted inside each document, so before any cut.
+
+    Padded: [B, S] with an attention_mask that is zero on padding. Flattened: position_ids that restart at 0 in every
+    document. Raises ValueError for a batch from which the model would have learnt something else.
+    """
+    _refuse_unknown(inputs)
+    input_ids_BS, mask_BS, positions_BS = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    assert input_ids_BS is not None
+    if mask_BS is not None and mask_BS.dim() != 2:
+        raise ValueError(f"attention_mask has {mask_BS.dim()} dimensions; give one value per token, 0 for padding")
+    kept_BS = torch.ones_like(input_ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+    starts_BS = kept_BS & ~torch.nn.functional.pad(kept_BS, (1, 0))[:, :-1]
+    if int(starts_BS.sum(dim=1).max()) > 1:
+        raise ValueError("attention_mask has holes between tokens of a row; mask only padding before or behind the tokens")
+    if positions_BS is not None:
+        starts_BS = _document_starts(positions_BS.expand_as(kept_BS), starts_BS, kept_BS, mask_BS is not None)
+    labels_BS = _next_labels(inputs, kept_BS, starts_BS)
+    (bounds,) = torch.nonzero(starts_BS[kept_BS], as_tuple=True)
+    ends = [*bounds.tolist(), int(kept_BS.sum())]
+    lengths = [end - start for start, end in pairwise(ends)]
+    return LocalDocuments(torch.stack([input_ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths)
+
+
+def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
+    known = (*_KEPT, *_REPLACED, *_REPLACED_FLASH)
+    if unknown := [name for name, value in inputs.items() if value is not None and name not in known]:
+        raise ValueError(
+            f"the batch holds {', '.join(unknown)}, which a plan does not carry to other ranks; remove it from the dataset or "
+            f"the collator"
+        )
+    if inputs.get("input_ids") is None or (inputs.get("labels") is None and inputs.get("shift_labels") is None):
+        raise ValueError(
+            f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
+            f"DataCollatorWithFlattening"
+        )
+    if inputs.get("num_items_in_batch") is None:
+        raise ValueError(
+            "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would weigh ranks, not "
+            "tokens; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, with 'labels' in the batch"
+        )
+    if inputs.get("cu_seq_lens_q") is not None and inputs.get("position_ids") is None:
+        raise ValueError("the batch marks documents by cu_seq_lens_q alone; let the collator return position_ids too")
+
+
+def _document_starts(positions_BS: Tensor, rows_BS: Tensor, kept_BS: Tensor, has_mask: bool) -> Tensor:
+    """Where documents start: at the rows' first tokens and where positions restart; positions count up in between."""
+    starts_BS = rows_BS | (kept_BS & (positions_BS == 0))
+    if has_mask and bool((starts_BS != rows_BS).any()):
+        raise ValueError(
+            "the batch has an attention_mask and position_ids that restart inside a row: with a mask, documents of one row "
+            "attend to each other; leave the mask out to keep them apart"
+        )
+    counted_BS = torch.nn.functional.pad(positions_BS[:, 1:] - positions_BS[:, :-1] == 1, (1, 0), value=True)
+    if not bool((counted_BS | starts_BS | ~kept_BS).all()):
+        raise ValueError("position_ids do not count up from 0 in every document; use those of DataCollatorWithFlattening")
+    return starts_BS
+
+
+def _next_labels(inputs: Mapping[str, Any], kept_BS: Tensor, starts_BS: Tensor) -> Tensor:
+    """The label of the next token of the same document for every token [B, S]."""
+    if (given_BS := inputs.get("shift_labels")) is not None:
+        shifted_BS: Tensor = given_BS
+        if bool((shifted_BS[~kept_BS] != IGNORE_INDEX).any()):
+            raise ValueError(f"shift_labels has labels on padding, which would be learnt; set them to {IGNORE_INDEX}")
+        return shifted_BS
+    labels_BS: Tensor = inputs["labels"]
+    if bool((labels_BS[~kept_BS] != IGNORE_INDEX).any()):
+        raise ValueError(f"the batch has labels on padding, which would be learnt; set them to {IGNORE_INDEX} in the collator")
+    if bool((labels_BS[:, 1:][starts_BS[:, 1:]] != IGNORE_INDEX).any()):
+        raise ValueError(
+            f"the first token of a document has a label although something stands before it in its row (padding on the left, or "
+            f"another document), from which it would be learnt; pad on the right, or set that label to {IGNORE_INDEX}"
+        )
+    # the label behind a document's last token is the masked one of the next document's first token, or padding
+    return torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+class TokenExchange:
+    """What every rank sends to every other one so that each gets its shard of `plan`.
+
+    `owned[r]` are the lengths of the documents that rank r loaded; plan sequence i is document i of all of them in a row.
+    """
+
+    def __init__(self, plan: StepPlan, owned: Sequence[Sequence[int]], rank: int) -> None:
+        self.rank = rank
+        self.owners = [owner for owner, lengths in enumerate(owned) for _ in lengths]
+        self.offsets = [offset for lengths in owned for offset in list(accumulate(lengths, initial=0))[:-1]]
+        self.shards = [_shard_of(plan, position) for position in range(plan.num_ranks)]
+
+    def run(self, documents: LocalDocuments, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """This rank's rows_T2 in the order of its shard, and their positions [T]. Every rank of `group` calls it."""
+        device = documents.rows_T2.device
+        sent = [[span for span in shard if self._owner(span) == self.rank] for shard in self.shards]
+        index = [torch.arange(start, stop) + self.offsets[number] for spans in sent for number, start, stop in spans]
+        outgoing_T2 = documents.rows_T2[torch.cat([torch.zeros(0, dtype=torch.int64), *index]).to(device)]
+        mine = self.shards[self.rank]
+        sources = [[place for place, span in enumerate(mine) if self._owner(span) == owner] for owner in range(len(self.shards))]
+        counts = [sum(mine[place][2] - mine[place][1] for place in places) for places in sources]
+        incoming_T2 = outgoing_T2.new_empty(sum(counts), 2)
+        if group is None:
+            incoming_T2 = outgoing_T2
+        else:
+            dist.all_to_all_single(
+                incoming_T2, outgoing_T2, counts, [sum(stop - start for _, start, stop in spans) for spans in sent], group=group
+            )
+        return self._in_order(incoming_T2, sources), self._positions().to(device)
+
+    def _in_order(self, incoming_T2: Tensor, sources: list[list[int]]) -> Tensor:
+        """Received rows, which come by source, in the order of the shard; dummy tokens have id 0 and no label."""
+        mine = self.shards[self.rank]
+        arrived = [place for places in sources for place in places]
+        parts = incoming_T2.split([mine[place][2] - mine[place][1] for place in arrived])
+        by_place = dict(zip(arrived, parts, strict=True))
+        dummy_12 = incoming_T2.new_tensor([[0, IGNORE_INDEX]])
+        return torch.cat([by_place.get(place, dummy_12) for place in range(len(mine))])
+
+    def _positions(self) -> Tensor:
+        return torch.cat([torch.arange(start, stop) for _, start, stop in self.shards[self.rank]])
+
+    def _owner(self, span: tuple[int, int, int]) -> int:
+        """The rank that loaded a span; -1 for a dummy token."""
+        return self.owners[span[0]] if span[0] >= 0 else -1
+
+
+def _shard_of(plan: StepPlan, position: int) -> list[tuple[int, int, int]]:
+    """(sequence, first token, end) of what a rank holds in the plan's only micro-batch; sequence -1 for a dummy token."""
+    group, chunk = _only_chunk(plan, position)
+    pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
+
+    def place(piece: Piece) -> tuple[int, int, int]:
+        if piece.document >= len(chunk.spans):
+            return (-1, 0, 1)
+        span = chunk.spans[piece.document]
+        return (span.sequence, span.start + piece.start, span.start + piece.stop)
+
+    return [place(piece) for piece in pieces]
+
+
+def _only_chunk(plan: StepPlan, position: int) -> tuple[SequenceGroup, Chunk]:
+    ((group, _),) = plan.for_rank(position).rounds
+    (chunk,) = group.chunks
+    return group, chunk
+
+
+class SequenceExchange:
+    """The two hooks of a model in training: the batch is exchanged before its forward, attention's calls counted behind.
+
+    A forward is collective over all ranks while the model trains; in eval mode the hooks do nothing. `source` must plan one
+    micro-batch. Raises ValueError on every rank for a batch that cannot be run on some rank.
+    """
+
+    def __init__(self, source: PlanSource, max_length: int, num_attention_layers: int, timeout_s: float) -> None:
+        self.source, self.pool = source, source.pool
+        self.max_length, self.num_attention_layers, self.timeout_s = max_length, num_attention_layers, timeout_s
+        self.num_forwards = 0
+        self.last_plan: StepPlan | None = None
+        self._context: GroupContext | None = None
+
+    def before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The model's arguments with this rank's shard of the plan in the place of its own batch."""
+        if not model.training:
+            return None
+        self.num_forwards += 1
+        with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
+            documents, owned = self._agree(args, kwargs)
+            plan = self._plan([length for lengths in owned for length in lengths])
+            rows_T2, positions_T = TokenExchange(plan, owned, self.pool.rank).run(documents, self.pool.everyone)
+        group, chunk = _only_chunk(plan, self.pool.rank)
+        self._context = self.pool.context(group, chunk)
+        labels_1T = rows_T2[:, 1].unsqueeze(0)
+        kept: dict[str, Any] = {name: kwargs[name] for name in ("num_items_in_batch", "return_dict") if name in kwargs}
+        return (), {
+            **kept,
+            "input_ids": rows_T2[:, 0].unsqueeze(0),
+            "position_ids": positions_T.unsqueeze(0),
+            # a mask of four dimensions is passed on by transformers as it is, so no mask is built over the packed row
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows_T2.device),
+            # models compute a loss only if there are labels, and do not shift where there are shifted ones
+            "labels": labels_1T,
+            "shift_labels": labels_1T,
+            "use_cache": False,
+            "longctx": self._context,
+        }
+
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Raises RuntimeError if some layer's attention did not get the plan."""
+        context, self._context = self._context, None
+        if context is not None and context.calls.count != self.num_attention_layers:
+            raise RuntimeError(
+                f"{context.calls.count} of {self.num_attention_layers} attention layers received the plan; the model drops "
+                f"extra keyword arguments between its forward and its attention, so it cannot be run"
+            )
+
+    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
+        """This rank's documents and the lengths of every rank's; a rank's problem is raised on all of them."""
+        documents, problem = LocalDocuments(torch.zeros(0, 2, dtype=torch.int64), []), ""
+        try:
+            if args:
+                raise ValueError("the model was called with positional arguments; call it with keywords, as Trainer does")
+            documents = read_documents(kwargs)
+            if documents.lengths and (longest := max(documents.lengths)) > self.max_length:
+                raise ValueError(
+                    f"the batch has a sequence of {longest} tokens, above max_length {self.max_length}; cut it in the dataset, "
+                    f"raise max_length, or attach the callback to the trainer, where long_sequences can cut it"
+                )
+        except ValueError as error:
+            problem = str(error)
+        everyone = gather_objects((problem, documents.lengths), self.pool.control)
+        if problems := [f"rank {rank}: {found}" for rank, (found, _) in enumerate(everyone) if found]:
+            raise ValueError(f"forward {self.num_forwards} cannot run under a plan:\n" + "\n".join(problems))
+        return documents, [lengths for _, lengths in everyone]
+
+    def _plan(self, lengths: list[int]) -> StepPlan:
+        try:
+            (plan,) = self.source.plans([(self.num_forwards, lengths)], explore=False)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; lower per_device_train_batch_size and raise gradient_accumulation_steps, raise tokens_per_rank, or "
+                f"attach the callback to the trainer (LongContextCallback.attach), which runs several micro-batches"
+            ) from error
+        self.last_plan = plan
+        return plan
