@@ -1,8 +1,8 @@
 """`LongContextTrainer`: a `transformers.Trainer` that runs one plan per step. Read after `runtime/executor.py`.
 
 The mixin builds and hands over: at start it checks everything on every rank and makes the group pool, the loaders yield
-planned steps, `training_step` gives them to `StepExecutor`, `RunReport` logs. DDP comes from accelerate as usual; the
-executor keeps its reducer out and reduces once. Every override is of a public method of `Trainer`.
+planned steps, `training_step` gives them to `StepExecutor`, `RunReport` logs. Parameters live as `PlacementMixin` says,
+which overrides a few private methods of `Trainer`; every override here is of a public one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.data import DatasetScan, scan_dataset, token_rows, too_long
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
+from hf_longctx.hf.placement import PlacementMixin
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.refusals import (
     argument_problems,
@@ -44,6 +45,7 @@ from hf_longctx.hf.refusals import (
     launch_problems,
     override_problems,
     setup_problems,
+    sharding_problems,
 )
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
@@ -54,12 +56,6 @@ from hf_longctx.runtime.mesh import GroupPool
 
 logger = logging.getLogger(__name__)
 
-# the mixin stands in front of any Trainer subclass; to a type checker it is one
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
-
 
 class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
     """A `DataLoader` over planned steps that passes the epoch on to its sampler, as the trainer expects."""
@@ -69,7 +65,7 @@ class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-class LongContextMixin(_TrainerBase):
+class LongContextMixin(PlacementMixin):
     """Turns a `Trainer` subclass into one that runs plans; put it in front: `class Mine(LongContextMixin, Trainer)`."""
 
     def __init__(
@@ -111,6 +107,7 @@ class LongContextMixin(_TrainerBase):
             **kwargs,
         )
         self._executor: StepExecutor | None = None
+        self._prepare_mesh()
         # a ring passes messages on the group of all ranks and needs no group of its own
         pooled = () if self.longctx_config.method == "ring" else degrees
         self._pool = GroupPool(pooled, self.longctx_config.collective_timeout_s, self._control)
@@ -171,7 +168,7 @@ class LongContextMixin(_TrainerBase):
         self._switch_optimizer("train")
         plan = inputs["step"].plan
         with self._explained():
-            result = self._training_executor(model).run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
+            result = self._training_executor().run(plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch)
         self._report.step_done(plan, result)
         return result.loss
 
@@ -184,7 +181,7 @@ class LongContextMixin(_TrainerBase):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential, under plans."""
-        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model = self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
         self.callback_handler.eval_dataloader = dataloader
@@ -221,6 +218,7 @@ class LongContextMixin(_TrainerBase):
         degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads, config.method))))
         problems = argument_problems(args, trainer_arguments) + config_problems(config, args)
         problems += launch_problems(LaunchEnvironment.read(), args) + override_problems(type(self), LongContextMixin)
+        problems += sharding_problems(model, config, args, trainer_arguments)
         problems += setup_problems(model, processing_class, config, args.world_size, degrees)
         # settings before problems: a rank with other settings may be the only one with a problem
         problems += differing_settings({**asdict(config), **_shared_arguments(args)}, self._control)
@@ -232,12 +230,14 @@ class LongContextMixin(_TrainerBase):
         config, launch = self.longctx_config, LaunchEnvironment.read()
         cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
         spec = model_spec(model)
-        fitting = min(gather_objects(tokens_that_fit(spec, cluster), self._control))
+        parameters, shard_ranks = self._shared_parameters(args.world_size)
+        fitting = min(gather_objects(tokens_that_fit(spec, cluster, parameters, shard_ranks), self._control))
         if config.tokens_per_rank is None and fitting < 1:
             gib = cluster.hardware.device_bytes / 2**30
             raise ValueError(
-                f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters leave no room for a "
-                f"token in {gib:.1f} GiB; use a smaller model or a larger device (sharded parameters are not available yet)"
+                f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters ({parameters}) leave "
+                f"no room for a token in {gib:.1f} GiB; set parameters='sharded' with more ranks, or use a smaller model or a "
+                f"larger device"
             )
         self._planner_config = PlannerConfig(
             tokens_per_rank=config.tokens_per_rank or fitting,
@@ -247,7 +247,7 @@ class LongContextMixin(_TrainerBase):
             micro_batch_trials=config.micro_batch_trials,
         )
         self._max_length, self._vocab_size = config.max_length or spec.max_positions, spec.vocab_size
-        return CostModel(spec, cluster, default_coefficients(spec, cluster), config.method)
+        return CostModel(spec, cluster, default_coefficients(spec, cluster), config.method, parameters, shard_ranks)
 
     def _check_data(self, model: Any, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
@@ -302,8 +302,9 @@ class LongContextMixin(_TrainerBase):
             worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
         )
 
-    def _training_executor(self, model: nn.Module) -> StepExecutor:
-        """The executor of the wrapped model; kept while that stays the same, since it owns gradient buffers."""
+    def _training_executor(self) -> StepExecutor:
+        """The executor of the placed model; kept while that stays the same, since it owns gradient buffers."""
+        model = self._placed_model()
         if self._executor is None or self._executor.model is not model:
             fp32_gradients = self.longctx_config.fp32_gradients
             self._executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device, fp32_gradients)

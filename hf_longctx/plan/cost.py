@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
-from hf_longctx.plan.types import Chunk
+from hf_longctx.plan.types import Chunk, Parameters
 
 FloatArray = NDArray[np.float64]
 
@@ -57,12 +57,17 @@ class CostCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts chunks of `model` on groups of `cluster` that share attention by `method`."""
+    """Predicts chunks of `model` on groups of `cluster` that share attention by `method`.
+
+    `parameters` says how weights live in every plan, `shard_ranks` how many ranks share one copy of sharded ones.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
     coefficients: CostCoefficients
     method: GroupMethod = "ulysses"
+    parameters: Parameters = "replicated"
+    shard_ranks: int = 1
 
     def forward_s(self, chunk: Chunk, degree: int, num_layers: int) -> float:
         """Seconds of one forward of `chunk` over `num_layers` layers on a group of `degree` ranks.
@@ -91,7 +96,7 @@ class CostModel:
 
     def rank_bytes(self, num_tokens: int) -> int:
         """Bytes on a rank that holds `num_tokens` tokens: weights, gradients, two fp32 Adam moments and saved tensors."""
-        states = self.model.num_parameters * (2 * self.model.bytes_per_element + 8)
+        states = self.model.state_bytes(self.parameters, self.shard_ranks)
         return states + num_tokens * self.model.saved_bytes_per_token
 
     def _pass_s(self, costs: PassCoefficients, chunk: Chunk, degree: int, num_layers: int) -> float:
