@@ -10,10 +10,11 @@ import json
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 SHARDS_FOLDER = "optimizer_shards"
@@ -66,7 +67,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Writes every rank's shards of the optimizer's states and settings. Collective over all ranks."""
-    dcp.save(get_optimizer_state_dict(model, optimizer, options=_BY_NAME), checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    save_shards(get_optimizer_state_dict(model, optimizer, options=_BY_NAME), checkpoint_id=Path(folder) / SHARDS_FOLDER)
 
 
 def has_optimizer_shards(folder: str) -> bool:
@@ -77,7 +78,7 @@ def has_optimizer_shards(folder: str) -> bool:
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Reads what `save_optimizer` wrote, at any number of ranks, sharded or not. Collective over all ranks."""
     states = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
-    dcp.load(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    load_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
     set_optimizer_state_dict(model, optimizer, states, options=_BY_NAME)
 
 

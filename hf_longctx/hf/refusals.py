@@ -55,7 +55,8 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         if value not in allowed:
             problems.append(f"{name}={value!r} is not supported yet; {remedy}")
     if args.fsdp:
-        asked = str((args.fsdp_config or {}).get("reshard_after_forward", args.fsdp)).lower()
+        settings: Any = args.fsdp_config
+        asked = str((settings or {}).get("reshard_after_forward", args.fsdp)).lower()
         problems.append(f"fsdp={args.fsdp!r} would shard behind the plans (and not at all on CPU); {_own_sharding(asked)}")
     for name in _DDP_ARGUMENTS:
         if getattr(args, name, None) is not None:

@@ -90,6 +90,8 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "tokens_per_step": 9000,
         "degrees": [1, 2],
         "method": "ring",
+        "parameters": "sharded",
+        "shard_ranks": 2,
         "solver": "static",
         "static_degree": 2,
         "micro_batch_trials": 3,

@@ -53,7 +53,7 @@ def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: Cos
             assert start % degree == 0
             assert degree == 1 or group.num_tokens > 0
             assert group.stages[0].num_layers == costs.model.num_layers
-    run = evaluate_plan(found, costs)
+    run = evaluate_plan(found, dataclasses.replace(costs, parameters=found.parameters))
     assert found.estimate.step_s == run.step_s
     assert found.estimate.peak_bytes == max(run.peak_bytes)
     assert found.estimate.lower_bound_s <= found.estimate.step_s * (1 + 1e-9)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import group_pool, mesh, plan_of, rank_inputs, run_step
+from helpers.steps import group_pool, mesh, plan_of, rank_inputs, run_step, step_on_rank
 from test_equality import LAYOUTS, TOLERANCE
 from test_precision import BAND
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +23,7 @@ from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
 from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.sharded import ShardedParameters, shard_mesh, shard_model
 
 MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_round")
 NAMES = [name for name, (num_ranks, _, _) in LAYOUTS.items() if num_ranks > 1]
@@ -124,35 +124,34 @@ def planted(bug: str) -> Iterator[None]:
     if bug == "mean over ranks":
         with patch.object(FSDPModule, "set_gradient_divide_factor", lambda unit, factor: None):
             yield
-    elif bug == "only the last chunk is reduced":
-        with patch("hf_longctx.runtime.sharded.ShardedParameters.before_backward", drop_all_but_the_last):
+    elif bug == "only the last chunk counts":
+        with patch.object(ShardedParameters, "before_backward", forget_earlier_chunks):
             yield
     else:
         yield
 
 
-def drop_all_but_the_last(self: Any, is_last: bool) -> None:
-    self.model.set_requires_gradient_sync(is_last)
-    for unit in self.layers:
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter._unsharded_param.grad = None
+def forget_earlier_chunks(self: ShardedParameters, is_last: bool) -> None:
+    for parameter in self.model.parameters():
+        parameter.grad = None
+    _BEFORE_BACKWARD(self, is_last)
+
+
+_BEFORE_BACKWARD = ShardedParameters.before_backward
 
 
 def gradients_with_bug(bug: str, plan_json: str, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    from helpers.steps import step_on_rank
-
     with planted(bug):
         return step_on_rank(ModelCase(), plan_json, rows)[1]
 
 
-@pytest.mark.parametrize("bug,error", [("", 0.0), ("mean over ranks", 0.4), ("only the last chunk is reduced", 0.4)])
-def test_planted_bug_is_noticed(ranks, bug: str, error: float) -> None:
-    plan, rows = chunks_plan((FFFBBB, FFFBBB), "sharded"), random_rows(CHUNK_LENGTHS)
+@pytest.mark.parametrize("bug", ["", "mean over ranks", "only the last chunk counts"])
+def test_planted_bug_is_noticed(ranks, bug: str) -> None:
+    plan, rows = chunks_plan((FFFBBB, FFFBBB), "gathered_per_round"), random_rows(CHUNK_LENGTHS)
     _, expected = reference_step(build_model(ModelCase()), rows)
     for gradients in ranks(2).run(gradients_with_bug, bug, plan_to_json(plan), rows):
         worst = max(relative_error(gradients[name], expected[name]) for name in expected)
-        assert worst > error if bug else worst <= 1e-6
+        assert worst > 0.1 if bug else worst <= 1e-6
 
 
 def collectives_of_a_step(plan_json: str, rows: list[dict[str, list[int]]], shard_ranks: int) -> tuple[Counter[str], bool]:
@@ -244,5 +243,5 @@ def test_what_does_not_fit_is_refused_by_name(ranks) -> None:
             "the plan expects sharded parameters, but the model is not sharded; apply shard_model to it",
             "the plan expects replicated parameters, but the model is sharded; plan with parameters='sharded'",
             "LlamaForCausalLM has no layers of class NoSuchLayer to shard",
-            "shard_ranks is 3, which does not divide the 2 ranks; choose a divisor",
+            "shard_ranks is 3, which does not divide the 2 ranks of the run; choose a divisor",
         ]
