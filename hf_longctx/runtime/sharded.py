@@ -45,7 +45,9 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     """Shards `model` in place over `mesh`: every module of a class in `layer_classes`, then the rest as one unit.
 
     Tied embeddings belong to the rest, so they stay one parameter. `fp32_gradients`: gradients of weights in half
-    precision add up and are summed over ranks in fp32. Raises ValueError if no module has one of the classes.
+    precision add up and are summed over ranks in fp32. Every rank's backward must reach the same parameters, else FSDP2
+    adds up the gradients of different ones in silence; plans send a chunk of every rank through the whole model. Raises
+    ValueError if no module has one of the classes.
     """
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     if not layers:
