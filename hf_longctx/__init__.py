@@ -11,16 +11,34 @@ from typing import TYPE_CHECKING, Any
 from hf_longctx._version import __version__
 
 if TYPE_CHECKING:
+    from hf_longctx.hf.chat import DataError
     from hf_longctx.hf.config import LongContextConfig
+    from hf_longctx.hf.mixture import mix_datasets
+    from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
 
 _HOMES = {
+    "DataError": "hf_longctx.hf.chat",
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
+    "mix_datasets": "hf_longctx.hf.mixture",
+    "tokenise_chat": "hf_longctx.hf.tokenise",
+    "tokenise_completions": "hf_longctx.hf.tokenise",
+    "tokenise_text": "hf_longctx.hf.tokenise",
 }
 
-__all__ = ["LongContextConfig", "LongContextMixin", "LongContextTrainer", "__version__"]
+__all__ = [
+    "DataError",
+    "LongContextConfig",
+    "LongContextMixin",
+    "LongContextTrainer",
+    "__version__",
+    "mix_datasets",
+    "tokenise_chat",
+    "tokenise_completions",
+    "tokenise_text",
+]
 
 
 def __getattr__(name: str) -> Any:

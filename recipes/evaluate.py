@@ -25,22 +25,22 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path, help="folder with the checkpoint and held_out.json")
     checkpoint = parser.parse_args().checkpoint
     held_out = json.loads((checkpoint / "held_out.json").read_text())
-    loss = plain_loss(checkpoint, held_out["input_ids"])
+    loss = plain_loss(checkpoint, held_out["input_ids"], held_out.get("labels", held_out["input_ids"]))
     difference = abs(loss - held_out["loss"])
     print(f"held-out loss: {loss:.7f} in a plain process, {held_out['loss']:.7f} in training, difference {difference:.1e}")
     return 0 if difference <= TOLERANCE else 1
 
 
 @torch.no_grad()
-def plain_loss(checkpoint: Path, sequences: list[list[int]]) -> float:
-    """Mean cross-entropy over all next tokens, one sequence at a time."""
+def plain_loss(checkpoint: Path, sequences: list[list[int]], labels: list[list[int]]) -> float:
+    """Mean cross-entropy over all next tokens whose label is not -100, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     total, count = 0.0, 0
-    for tokens in sequences:
-        input_ids = torch.tensor([tokens])
-        logits = model(input_ids=input_ids, use_cache=False).logits
-        total += float(F.cross_entropy(logits[0, :-1].double(), input_ids[0, 1:], reduction="sum"))
-        count += len(tokens) - 1
+    for tokens, wanted in zip(sequences, labels, strict=True):
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+        targets = torch.tensor(wanted[1:], dtype=torch.int64)
+        total += float(F.cross_entropy(logits[0, :-1].double(), targets, ignore_index=-100, reduction="sum"))
+        count += int((targets != -100).sum())
     return total / max(count, 1)
 
 

@@ -74,7 +74,9 @@ def _words_of_file(path: Path) -> list[str]:
     for key, value in settings.items():
         # a setting without a value keeps its default
         if value is not None:
-            words += [f"--{key}", *_words_of_value(value)]
+            values = _words_of_value(value)
+            # a value like --- would be taken for a setting
+            words += [f"--{key}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [f"--{key}", *values]
     return words
 
 

@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on a dataset with a text column.
+"""Fine-tune a causal language model on texts, on prompts with completions, or on conversations.
 
     accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py recipes/configs/demo.yaml [--key value ...]
 
@@ -8,11 +8,10 @@ Settings are those of `RecipeArguments` below, of `LongContextConfig` and of `tr
 from __future__ import annotations
 
 import json
-import random
-import sys
-import sysconfig
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import datasets
 import torch.distributed as dist
@@ -27,10 +26,21 @@ from transformers import (
     set_seed,
 )
 
-from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx import DataError, LongContextConfig, LongContextTrainer
 from hf_longctx.recipes.settings import read_settings
+from hf_longctx.recipes.sources import Documents, Source, check_sources, load_tokens
 
-_FILE_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+# short forms of the keys of one entry of `datasets`
+_SHORT_FORMS = {
+    "dataset_config": "config",
+    "dataset_split": "split",
+    "text_column": "text_column",
+    "column_separator": "column_separator",
+    "messages_column": "messages_column",
+    "prompt_column": "prompt_column",
+    "completion_column": "completion_column",
+    "max_documents": "max_documents",
+}
 
 
 @dataclass
@@ -49,28 +59,84 @@ class RecipeArguments:
     tokenizer: str | None = field(
         default=None, metadata={"help": "Tokenizer on the hub or a local folder; 'bytes' for UTF-8 bytes. Default: the model's."}
     )
-    dataset: str = field(
-        default="",
+    chat_template: str | None = field(
+        default=None,
+        metadata={"help": "Jinja file with generation markers that replaces the tokenizer's chat template, also when saved."},
+    )
+    dataset: str | None = field(
+        default=None,
         metadata={"help": "Dataset on the hub, a local file or folder, or 'python-stdlib' for the sources of this Python."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    text_column: str = field(default="text", metadata={"help": "Column with the text of a document."})
-    max_document_chars: int | None = field(default=None, metadata={"help": "Leave out documents of more characters."})
+    dataset_split: str | None = field(default=None, metadata={"help": "Split to train on. Default: train."})
+    text_column: list[str] | None = field(
+        default=None, metadata={"help": "Column with the text of a document; several are joined. Default: text."}
+    )
+    column_separator: str | None = field(default=None, metadata={"help": "What joins several columns. Default: an empty line."})
+    messages_column: str | None = field(
+        default=None, metadata={"help": "Column with conversations, role and content or from and value: loss on the assistant."}
+    )
+    prompt_column: str | None = field(default=None, metadata={"help": "Column with prompts, together with completion_column."})
+    completion_column: str | None = field(default=None, metadata={"help": "Column with what follows a prompt: loss on this."})
+    datasets: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of dataset: several of them. Each has a path and, where needed, config, split, max_documents, the "
+            "column settings above, and weight, its share of the documents of the mix."
+        },
+    )
+    mix_until: Literal["first_exhausted", "all_exhausted"] = field(
+        default="first_exhausted",
+        metadata={"help": "Weights without repeating a document, or until every document is used, others repeating."},
+    )
+    max_document_chars: int | None = field(default=None, metadata={"help": "Leave out texts of more characters."})
     max_documents: int | None = field(default=None, metadata={"help": "Use only so many documents, drawn by seed."})
     eval_documents: int = field(default=0, metadata={"help": "Documents held out for the loss before and after training."})
+    eval_dataset: str | None = field(
+        default=None,
+        metadata={"help": "Hold out this dataset instead: a path with the columns of dataset, or an entry as in datasets."},
+    )
     expected_world_size: int | None = field(default=None, metadata={"help": "Stop at once unless this many ranks were started."})
 
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_config is None):
             raise ValueError("give either model_name_or_path (a checkpoint) or model_config (random weights), not both or none")
         for name in ("model_config", "config_overrides"):
-            try:
-                json.loads(getattr(self, name) or "{}")
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{name} is not JSON: {error}") from None
-        if not self.dataset:
-            raise ValueError("dataset is missing; give a hub name, a local file or folder, or 'python-stdlib'")
+            _from_json(getattr(self, name) or "{}", name)
+        if (self.dataset is None) == (self.datasets is None):
+            raise ValueError(
+                "give either dataset (a hub name, a local file or folder, or 'python-stdlib') or datasets (a list of entries "
+                "with a path), not both or none"
+            )
+        if given := [name for name in _SHORT_FORMS if self.datasets is not None and getattr(self, name) is not None]:
+            raise ValueError(f"{given[0]} belongs to dataset; with datasets, give {_SHORT_FORMS[given[0]]} in its entries")
+        if self.eval_documents < 0:
+            raise ValueError(f"eval_documents is {self.eval_documents}; give 0 or more")
+        if self.eval_dataset is not None and self.eval_documents:
+            raise ValueError("give either eval_documents (held out of the training data) or eval_dataset, not both")
+        check_sources(self.sources, self.eval_source)
+        if self.mix_until != "first_exhausted" and self.sources[0].weight is None:
+            raise ValueError(f"mix_until {self.mix_until} has no effect without weights; give every dataset a weight")
+
+    @property
+    def sources(self) -> list[Source]:
+        """The datasets to train on."""
+        if self.datasets is not None:
+            return [Source.from_mapping(_from_json(entry, "datasets"), "datasets") for entry in self.datasets]
+        return [Source.from_mapping({"path": self.dataset, **self._short_forms()}, "dataset")]
+
+    @property
+    def eval_source(self) -> Source | None:
+        """The dataset that is held out, if it is one of its own."""
+        if self.eval_dataset is None:
+            return None
+        if self.eval_dataset.lstrip().startswith("{"):
+            return Source.from_mapping(_from_json(self.eval_dataset, "eval_dataset"), "eval_dataset")
+        columns = {key: value for key, value in self._short_forms().items() if key.endswith(("_column", "_separator"))}
+        return Source.from_mapping({"path": self.eval_dataset, **columns}, "eval_dataset")
+
+    def _short_forms(self) -> dict[str, Any]:
+        return {key: getattr(self, name) for name, key in _SHORT_FORMS.items() if getattr(self, name) is not None}
 
 
 def main() -> None:
@@ -80,26 +146,27 @@ def main() -> None:
     set_seed(args.seed)
     if args.process_index:
         datasets.disable_progress_bars()
+        # what is left out of the data is said once
+        logging.getLogger("hf_longctx").setLevel(logging.ERROR)
     tokenizer = load_tokenizer(recipe)
+    # data before the model: its errors are cheap to find
+    documents = load_documents(recipe, tokenizer, args)
+    say(args, "\n".join(documents.lines))
     model = load_model(recipe)
-    with args.main_process_first(desc="tokenise"):
-        documents = load_documents(recipe, args.seed)
-        tokens = tokenise(documents, recipe.text_column, tokenizer)
-    held_out = tokens.select(range(recipe.eval_documents)) if recipe.eval_documents else None
     trainer = LongContextTrainer(
         model=model,
         args=args,
-        train_dataset=tokens.select(range(recipe.eval_documents, len(tokens))),
-        eval_dataset=held_out,
+        train_dataset=documents.train,
+        eval_dataset=documents.held_out,
         processing_class=tokenizer,
         longctx_config=config,
     )
     say(args, describe(trainer, model))
-    before = trainer.evaluate() if held_out is not None else {}
+    before = trainer.evaluate() if documents.held_out is not None else {}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    after = trainer.evaluate() if held_out is not None else {}
+    after = trainer.evaluate() if documents.held_out is not None else {}
     trainer.save_model()
-    if held_out is not None:
+    if documents.held_out is not None:
         say(args, f"held-out perplexity: {before['eval_perplexity']:.2f} before, {after['eval_perplexity']:.2f} after")
         if args.should_save:
             write_held_out(trainer, Path(args.output_dir), after["eval_loss"])
@@ -121,10 +188,17 @@ def check_world(args: TrainingArguments, expected: int | None) -> None:
 
 
 def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer named in the settings, else the model's."""
+    """The tokenizer named in the settings, else the model's, with the chat template of the settings."""
     if recipe.tokenizer == "bytes":
-        return ByT5Tokenizer(extra_ids=0)
-    return AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model_name_or_path)
+        tokenizer: PreTrainedTokenizerBase = ByT5Tokenizer(extra_ids=0)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model_name_or_path)
+    if recipe.chat_template is not None:
+        path = Path(recipe.chat_template)
+        if not path.is_file() or not path.read_text().strip():
+            raise SystemExit(f"chat_template {path} is {'empty' if path.is_file() else 'no file here'}; give a Jinja file")
+        tokenizer.chat_template = path.read_text()
+    return tokenizer
 
 
 def load_model(recipe: RecipeArguments) -> PreTrainedModel:
@@ -139,57 +213,20 @@ def load_model(recipe: RecipeArguments) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-def load_documents(recipe: RecipeArguments, seed: int) -> datasets.Dataset:
-    """Documents with text, in an order drawn by seed, at most `max_documents` of them."""
-    path = Path(recipe.dataset)
-    if recipe.dataset == "python-stdlib":
-        documents = datasets.Dataset.from_dict({recipe.text_column: standard_library_sources()})
-    elif path.is_dir() and (path / "dataset_info.json").exists():
-        documents = datasets.load_from_disk(recipe.dataset)
-    elif path.suffix in _FILE_KINDS:
-        if not path.is_file() or not path.stat().st_size:
-            raise SystemExit(f"dataset {recipe.dataset} is {'empty' if path.is_file() else 'no file here'}; check the path")
-        documents = datasets.load_dataset(_FILE_KINDS[path.suffix], data_files=str(path), split="train")
-    else:
-        documents = datasets.load_dataset(recipe.dataset, recipe.dataset_config, split=recipe.dataset_split)
-    if recipe.text_column not in documents.column_names:
-        raise SystemExit(
-            f"dataset {recipe.dataset} has no column {recipe.text_column!r}; it has {', '.join(documents.column_names)} "
-            f"(set text_column)"
-        )
-    kind = documents.features[recipe.text_column]
-    if getattr(kind, "dtype", None) not in ("string", "large_string"):
-        raise SystemExit(f"column {recipe.text_column!r} of {recipe.dataset} holds {kind}, expected text (set text_column)")
-    longest = recipe.max_document_chars or sys.maxsize
-    documents = documents.filter(lambda text: 0 < len(text or "") <= longest, input_columns=[recipe.text_column])
-    order = list(range(len(documents)))
-    if len(order) <= recipe.eval_documents:
-        raise SystemExit(
-            f"{len(order)} documents with text are left, {recipe.eval_documents} are to be held out and the rest trained on; "
-            f"lower eval_documents or give more documents"
-        )
-    random.Random(seed).shuffle(order)
-    return documents.select(order[: recipe.max_documents])
-
-
-def standard_library_sources() -> list[str]:
-    """The text of every module of this Python's standard library, its tests left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    files = [file for file in sorted(root.rglob("*.py")) if not skipped & set(file.relative_to(root).parts)]
-    return [text for file in files if (text := file.read_text(encoding="utf-8", errors="replace")).strip()]
-
-
-def tokenise(documents: datasets.Dataset, text_column: str, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Token ids of every document, ended by the tokenizer's end-of-sequence token."""
-    end = tokenizer.eos_token_id
-
-    def encode(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        # long documents are what this package is for: no warning about the tokenizer's own limit
-        ids = tokenizer(rows[text_column], verbose=False)["input_ids"]
-        return {"input_ids": [row if end is None or row[-1:] == [end] else [*row, end] for row in ids]}
-
-    return documents.map(encode, batched=True, batch_size=64, remove_columns=documents.column_names, desc="tokenise")
+def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments) -> Documents:
+    """Training and held-out tokens; the first rank tokenises, the others read its cache."""
+    with args.main_process_first(desc="tokenise"):
+        try:
+            return load_tokens(
+                recipe.sources,
+                tokenizer,
+                args.seed,
+                held_out=recipe.eval_source or recipe.eval_documents,
+                max_document_chars=recipe.max_document_chars,
+                mix_until=recipe.mix_until,
+            )
+        except DataError as error:
+            raise SystemExit(f"data: {error}") from error
 
 
 def describe(trainer: LongContextTrainer, model: PreTrainedModel) -> str:
@@ -203,20 +240,29 @@ def describe(trainer: LongContextTrainer, model: PreTrainedModel) -> str:
 
 
 def write_held_out(trainer: LongContextTrainer, folder: Path, loss: float) -> None:
-    """held_out.json: the held-out sequences and their loss, so that `recipes/evaluate.py` can check the checkpoint."""
+    """held_out.json: the held-out sequences, their labels and loss, so that `recipes/evaluate.py` can check the checkpoint."""
     dataset = trainer.get_eval_dataloader().dataset
     index = dataset.index
-    sequences = [
-        dataset.dataset[int(row)]["input_ids"][start:stop].tolist()
-        for row, start, stop in zip(index.rows, index.starts, index.stops, strict=True)
-    ]
-    (folder / "held_out.json").write_text(json.dumps({"loss": loss, "input_ids": sequences}))
+    held_out: dict[str, Any] = {"loss": loss}
+    for column in dataset.dataset.column_names:
+        held_out[column] = [
+            dataset.dataset[int(row)][column][start:stop].tolist()
+            for row, start, stop in zip(index.rows, index.starts, index.stops, strict=True)
+        ]
+    (folder / "held_out.json").write_text(json.dumps(held_out))
 
 
 def say(args: TrainingArguments, text: str) -> None:
     """Prints on the first rank."""
     if args.process_index == 0:
         print(text, flush=True)
+
+
+def _from_json(text: str, setting: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{setting} is not JSON: {error}") from None
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
     Dummy tokens have id 0, position 0 and no label, and lie behind the real tokens.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    for piece in rank_pieces(chunk, group.degree, group.method)[group.positions.index(position)]:
+    for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
         if piece.document < len(chunk.spans):
             span = chunk.spans[piece.document]
             begin, end = span.start + piece.start, span.start + piece.stop

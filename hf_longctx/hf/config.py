@@ -50,15 +50,16 @@ class LongContextConfig:
     degrees: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Allowed sizes of sequence groups. Ulysses: powers of two or all ranks, none above the number of attention "
-            "heads. Ring: any. Default: powers of two and all ranks."
+            "help": "Allowed sizes of sequence groups, any; with method 'ulysses' powers of two or all ranks, none above the "
+            "number of attention heads. Default: powers of two and all ranks."
         },
     )
-    method: Literal["ulysses", "ring"] = field(
-        default="ulysses",
+    method: Literal["auto", "ulysses", "ring", "hybrid"] = field(
+        default="auto",
         metadata={
             "help": "How a group of two or more ranks shares attention. 'ulysses': all-to-all between tokens and heads, at most "
-            "as many ranks as heads. 'ring': keys and values pass from rank to rank, any degree."
+            "as many ranks as heads. 'ring': keys and values pass from rank to rank, any degree. 'hybrid': Ulysses inside "
+            "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every group."
         },
     )
     parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
@@ -124,9 +125,7 @@ class LongContextConfig:
         if self.long_sequences not in LONG_SEQUENCES:
             raise ValueError(f"long_sequences is {self.long_sequences!r}; choose one of {', '.join(LONG_SEQUENCES)}")
         if self.method not in GROUP_METHODS:
-            raise ValueError(
-                f"method is {self.method!r}; choose one of {', '.join(GROUP_METHODS)} ('hybrid' is not available yet)"
-            )
+            raise ValueError(f"method is {self.method!r}; choose one of {', '.join(GROUP_METHODS)}")
         if self.parameters not in PARAMETERS:
             raise ValueError(f"parameters is {self.parameters!r}; choose one of {', '.join(PARAMETERS)}")
         if self.shard_ranks is not None and self.parameters == "replicated":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.collator import PlannedStep
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
-from hf_longctx.plan.cost import CostModel, PassCoefficients
+from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import PlannerConfig
@@ -56,7 +56,7 @@ class PlanSource:
         self._explore_steps -= 1
         degree = config.degrees[step % len(config.degrees)]
         config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree))
-        plan = plan_step(step, lengths, _favour(degree, costs), config)
+        plan = plan_step(step, lengths, replace(costs, favoured_degree=degree), config)
         # what was made dear on purpose says nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
@@ -99,17 +99,6 @@ class PlanSource:
         if len(set(digests)) > 1:
             shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
             raise RuntimeError(f"ranks hold different plans for step {plan.step} ({shown}); install the same version everywhere")
-
-
-def _favour(degree: int, costs: CostModel) -> CostModel:
-    """The cost model with exchanges in groups larger than `degree` so dear that only sequences that need them get them."""
-
-    def dear(coefficients: PassCoefficients) -> PassCoefficients:
-        cheap_s = coefficients.exchange_token_s(degree)
-        return replace(coefficients, exchange=((1, cheap_s), (degree + 1, 1e3 * (cheap_s + coefficients.token_s))))
-
-    forward, backward = dear(costs.coefficients.forward), dear(costs.coefficients.backward)
-    return replace(costs, coefficients=replace(costs.coefficients, forward=forward, backward=backward))
 
 
 class PlannedBatchSampler:

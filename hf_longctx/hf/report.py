@@ -17,11 +17,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.plan.calibration import ChunkSample, fit_coefficients, mean_relative_error
+from hf_longctx.plan.calibration import ChunkSample, PassSample, fit_coefficients, mean_relative_error
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.sharding import held_tokens, rank_pieces
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.traffic import mean_traffic
+from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.executor import StepResult
 from hf_longctx.runtime.profiler import Interval
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline
@@ -55,7 +56,7 @@ class StepRecord:
     def padding_share(self) -> float:
         """Dummy tokens among all tokens that run."""
         dummies = sum(
-            sum(held_tokens(rank_pieces(chunk, group.degree, group.method))) - chunk.num_tokens
+            sum(held_tokens(rank_pieces(chunk, group.shape))) - chunk.num_tokens
             for micro_batch in self.plan.micro_batches
             for group in micro_batch.groups
             for chunk in group.chunks
@@ -72,16 +73,19 @@ class StepRecord:
             f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}"
         )
 
-    def samples(self) -> list[ChunkSample]:
-        """This rank's measured chunks."""
+    def samples(self, costs: CostModel) -> list[ChunkSample]:
+        """This rank's measured chunks, with the traffic that `costs` counts for them."""
         seconds = {(i.round, i.name): i.stop_s - i.start_s for i in self.intervals}
+
+        def sample(chunk: Chunk, group: SequenceGroup, interval: tuple[int, str], is_backward: bool) -> PassSample:
+            tokens = float(max(chunk.num_tokens, group.degree))
+            traffic = mean_traffic(costs.model, costs.cluster, group.shape, tokens, is_backward)
+            return PassSample(chunk.num_tokens, chunk.num_pairs, group.degree, traffic, seconds[interval])
+
         return [
             ChunkSample(
-                num_tokens=chunk.num_tokens,
-                num_pairs=chunk.num_pairs,
-                degree=group.degree,
-                forward_s=seconds[index, f"{stage.stage}F{chunk.index}"],
-                backward_s=seconds[index, f"{stage.stage}B{chunk.index}"],
+                forward=sample(chunk, group, (index, f"{stage.stage}F{chunk.index}"), is_backward=False),
+                backward=sample(chunk, group, (index, f"{stage.stage}B{chunk.index}"), is_backward=True),
             )
             for index, (group, stage) in enumerate(self.plan.for_rank(self.rank).rounds)
             for chunk in group.chunks
@@ -175,15 +179,15 @@ class RunReport(TrainerCallback):
             self._warm_up.append(record)
         if self._num_steps < steps + 1 or not self._warm_up:
             return
-        everyone = gather_objects([(r.samples(), r.reduce_s) for r in self._warm_up], self.source.pool.control)
+        everyone = gather_objects([(r.samples(self.source.costs), r.reduce_s) for r in self._warm_up], self.source.pool.control)
         self._warm_up = []
         samples = [sample for rank in everyone for chunk_samples, _ in rank for sample in chunk_samples]
         # the rank that came last did not wait: its reduction is the transfer alone
         step_s = median(min(rank[step][1] for rank in everyone) for step in range(len(everyone[0])))
-        coefficients = fit_coefficients(samples, step_s, "measured", self.source.costs.method)
+        coefficients = fit_coefficients(samples, step_s, "measured")
         self.source.costs = replace(self.source.costs, coefficients=coefficients)
         if self.config.report_steps and self.source.pool.rank == 0:
-            error = mean_relative_error(samples, coefficients, self.source.costs.method)
+            error = mean_relative_error(samples, coefficients)
             tqdm.write(f"cost model fitted on {len(samples)} chunks of {steps} steps, mean error {error:.0%}")
 
     def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:

@@ -49,7 +49,7 @@ from hf_longctx.hf.refusals import (
 )
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost import CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.specs import PlannerConfig, default_degrees
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
@@ -108,9 +108,7 @@ class LongContextMixin(PlacementMixin):
         )
         self._executor: StepExecutor | None = None
         self._prepare_mesh()
-        # a ring passes messages on the group of all ranks and needs no group of its own
-        pooled = () if self.longctx_config.method == "ring" else degrees
-        self._pool = GroupPool(pooled, self.longctx_config.collective_timeout_s, self._control)
+        self._pool = GroupPool(block_sizes(degrees, costs), self.longctx_config.collective_timeout_s, self._control)
         # one more than are fitted: the first step pays for start-up and is left out
         explore_steps = self.longctx_config.calibration_steps and self.longctx_config.calibration_steps + 1
         self._source = PlanSource(self._pool, costs, self._planner_config, explore_steps)
@@ -247,7 +245,9 @@ class LongContextMixin(PlacementMixin):
             micro_batch_trials=config.micro_batch_trials,
         )
         self._max_length, self._vocab_size = config.max_length or spec.max_positions, spec.vocab_size
-        return CostModel(spec, cluster, default_coefficients(spec, cluster), config.method, parameters, shard_ranks)
+        return CostModel(
+            spec, cluster, default_coefficients(spec, cluster), config.method, parameters=parameters, shard_ranks=shard_ranks
+        )
 
     def _check_data(self, model: Any, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""

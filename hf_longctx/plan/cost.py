@@ -1,44 +1,55 @@
 """Seconds and bytes of a chunk on a sequence group, forward and backward apart.
 
 The time of one pass over n tokens with c causal pairs on d ranks (FlexSP, arXiv 2412.01523, section 4.1, with causal
-pairs n^2 / 2 for its s^2 and the exchange reduced to the tokens m(n, d) that leave a rank, see `tokens_moved`):
+pairs n^2 / 2 for its s^2, and its all-to-all term split into what a rank sends over which links, see `traffic.py`):
 
-    pair_s * c / d  +  token_s * n / d  +  chunk_s  +  [d > 1] (exchange_s(d) * m(n, d) + exchange_chunk_s)
+    pair_s * c / d  +  token_s * n / d  +  chunk_s
+        +  link_byte_s * link_bytes  +  network_byte_s * network_bytes  +  message_s * messages
+
+So one set of coefficients prices every method, and the method of a group is the cheapest of those that its heads allow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
-from hf_longctx.plan.types import Chunk, Parameters
+from hf_longctx.plan.traffic import Traffic, group_shapes, mean_traffic
+from hf_longctx.plan.types import Chunk, GroupShape, Parameters
 
 FloatArray = NDArray[np.float64]
+
+# how much dearer exchanges are made in groups that exploration wants to avoid
+_AVOIDED = 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class PassCoefficients:
     """One pass (forward or backward) over all layers of the model on one rank.
 
-    pair_s: per causal query-key pair. token_s: per token. chunk_s: per chunk. exchange_chunk_s: per chunk of a group of
-    two or more. exchange: (degree, seconds per token that leaves a rank), ascending; a degree in between uses the next
-    smaller entry.
+    pair_s: per causal query-key pair. token_s: per token. chunk_s: per chunk. message_s: per exchange. link_byte_s,
+    network_byte_s: per byte sent inside a node and to another one.
     """
 
     pair_s: float
     token_s: float
     chunk_s: float
-    exchange_chunk_s: float
-    exchange: tuple[tuple[int, float], ...]
+    message_s: float = 0.0
+    link_byte_s: float = 0.0
+    network_byte_s: float = 0.0
 
-    def exchange_token_s(self, degree: int) -> float:
-        """Seconds per token that leaves a rank in a group of `degree`."""
-        known = [seconds for limit, seconds in self.exchange if limit <= degree]
-        return known[-1] if known else (self.exchange[0][1] if self.exchange else 0.0)
+    def exchange_s(self, traffic: Traffic) -> float:
+        """Seconds of what one rank sends in one pass."""
+        return (
+            self.message_s * traffic.messages
+            + self.link_byte_s * traffic.link_bytes
+            + self.network_byte_s * traffic.network_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,55 +68,87 @@ class CostCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts chunks of `model` on groups of `cluster` that share attention by `method`.
+    """Predicts chunks of `model` on groups of `cluster`.
 
-    `parameters` says how weights live in every plan, `shard_ranks` how many ranks share one copy of sharded ones.
+    method: how groups share attention, "auto" for the cheapest way of each. favoured_degree: larger groups are priced as if
+    their exchanges took a thousand times as long, so that only sequences that need them get them (0: none is). parameters: how
+    weights live in every plan. shard_ranks: how many ranks share one copy of sharded ones.
     """
 
     model: ModelSpec
     cluster: ClusterSpec
     coefficients: CostCoefficients
-    method: GroupMethod = "ulysses"
+    method: GroupMethod = "auto"
+    favoured_degree: int = 0
     parameters: Parameters = "replicated"
     shard_ranks: int = 1
 
-    def forward_s(self, chunk: Chunk, degree: int, num_layers: int) -> float:
-        """Seconds of one forward of `chunk` over `num_layers` layers on a group of `degree` ranks.
+    def best_shape(self, degree: int, num_tokens: float) -> GroupShape:
+        """The shape in which a group of `degree` ranks spends the fewest seconds on exchanging a chunk of `num_tokens`.
+
+        Raises ValueError when the method has none for this degree.
+        """
+        shapes = group_shapes(degree, self.method, self.model, self.cluster)
+        if not shapes:
+            raise ValueError(
+                f"groups of {degree} ranks cannot share {self.model.num_heads} heads by method {self.method!r}; use 'auto'"
+            )
+        # the first of equals, so that every caller finds the same one
+        return min(shapes, key=partial(self._exchange_s, num_tokens))
+
+    def forward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int) -> float:
+        """Seconds of one forward of `chunk` over `num_layers` layers on a group of `shape`.
 
         Attention is counted over the causal area: n * (prefix + n / 2) token pairs for n new tokens.
         """
-        return self._pass_s(self.coefficients.forward, chunk, degree, num_layers)
+        return self._pass_s(chunk, shape, num_layers, is_backward=False)
 
-    def backward_s(self, chunk: Chunk, degree: int, num_layers: int) -> float:
+    def backward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int) -> float:
         """Seconds of one backward of `chunk`, as for `forward_s`."""
-        return self._pass_s(self.coefficients.backward, chunk, degree, num_layers)
+        return self._pass_s(chunk, shape, num_layers, is_backward=True)
 
-    def sequences_s(self, lengths: Sequence[int] | FloatArray, degree: int) -> FloatArray:
-        """Seconds that each whole sequence adds to a group of `degree` ranks, forward plus backward, without `group_s`."""
+    def sequences_s(self, lengths: Sequence[int] | FloatArray, shape: GroupShape) -> FloatArray:
+        """Seconds that each whole sequence adds to a group of `shape`, forward plus backward, without `group_s`."""
         tokens = np.asarray(lengths, dtype=np.float64)
         total = np.zeros_like(tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
-            total += (costs.pair_s * tokens * tokens / 2 + costs.token_s * tokens) / degree
-            total += costs.exchange_token_s(degree) * tokens_moved(tokens, degree, self.method)
+            total += (costs.pair_s * tokens * tokens / 2 + costs.token_s * tokens) / shape.degree
+        # what a rank sends is linear in tokens, and messages do not depend on them
+        total += (self._exchange_s(1.0, shape) - self._exchange_s(0.0, shape)) * tokens
         return total
 
-    def group_s(self, degree: int) -> float:
-        """Seconds that a group of `degree` ranks spends on a chunk whatever its tokens, forward plus backward."""
-        passes = (self.coefficients.forward, self.coefficients.backward)
-        return sum(costs.chunk_s + (costs.exchange_chunk_s if degree > 1 else 0.0) for costs in passes)
+    def group_s(self, shape: GroupShape) -> float:
+        """Seconds that a group of `shape` spends on a chunk whatever its tokens, forward plus backward."""
+        chunk_s = self.coefficients.forward.chunk_s + self.coefficients.backward.chunk_s
+        return chunk_s + self._exchange_s(0.0, shape)
 
     def rank_bytes(self, num_tokens: int) -> int:
         """Bytes on a rank that holds `num_tokens` tokens: weights, gradients, two fp32 Adam moments and saved tensors."""
         states = self.model.state_bytes(self.parameters, self.shard_ranks)
         return states + num_tokens * self.model.saved_bytes_per_token
 
-    def _pass_s(self, costs: PassCoefficients, chunk: Chunk, degree: int, num_layers: int) -> float:
-        tokens = float(max(chunk.num_tokens, degree))
-        seconds = (costs.pair_s * chunk.num_pairs + costs.token_s * tokens) / degree + costs.chunk_s
-        if degree > 1:
-            moved = float(tokens_moved(np.asarray(tokens), degree, self.method))
-            seconds += costs.exchange_token_s(degree) * moved + costs.exchange_chunk_s
+    def _exchange_s(self, num_tokens: float, shape: GroupShape) -> float:
+        return sum(self._pass_exchange_s(num_tokens, shape, is_backward) for is_backward in (False, True))
+
+    def _pass_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool) -> float:
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        seconds = costs.exchange_s(mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward))
+        if 0 < self.favoured_degree < shape.degree:
+            return _AVOIDED * (seconds + costs.token_s * num_tokens / shape.degree)
+        return seconds
+
+    def _pass_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, is_backward: bool) -> float:
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        tokens = float(max(chunk.num_tokens, shape.degree))
+        seconds = (costs.pair_s * chunk.num_pairs + costs.token_s * tokens) / shape.degree + costs.chunk_s
+        seconds += self._pass_exchange_s(tokens, shape, is_backward)
         return seconds * num_layers / self.model.num_layers
+
+
+def block_sizes(degrees: Sequence[int], costs: CostModel) -> tuple[int, ...]:
+    """Sizes of all blocks of two or more ranks that groups of these degrees may have: what a group pool must hold."""
+    shapes = [shape for degree in degrees for shape in group_shapes(degree, costs.method, costs.model, costs.cluster)]
+    return tuple(sorted({shape.ulysses for shape in shapes} - {1}))
 
 
 def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoefficients:
@@ -118,20 +161,12 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     matrix = model.num_layers * model.layer_parameters + model.vocab_size * model.hidden_size
     token_s = 2 * matrix / hardware.matmul_flops_per_s
     pair_s = 4 * model.num_layers * model.num_heads * model.head_dim / hardware.attention_flops_per_s
-    exchange = ((2, model.exchange_bytes_per_token / hardware.link_bytes_per_s),)
     # a chunk costs at least the launch of its kernels: about 20 per layer and pass at 10 microseconds
     chunk_s = model.num_layers * 20 * 1e-5
+    exchange = (hardware.message_s, 1 / hardware.link_bytes_per_s, 1 / hardware.network_bytes_per_s)
     return CostCoefficients(
-        forward=PassCoefficients(pair_s, token_s, chunk_s, chunk_s / 4, exchange),
-        backward=PassCoefficients(2.5 * pair_s, 2 * token_s, 2 * chunk_s, chunk_s / 4, exchange),
+        forward=PassCoefficients(pair_s, token_s, chunk_s, *exchange),
+        backward=PassCoefficients(2.5 * pair_s, 2 * token_s, 2 * chunk_s, *exchange),
         step_s=0.0,
         source="default",
     )
-
-
-def tokens_moved(tokens: FloatArray, degree: int, method: GroupMethod) -> FloatArray:
-    """Tokens that leave each rank of a group in one exchange: all but its own share of its shard under Ulysses, a shard a
-    hop in a ring.
-    """
-    hops = degree - 1 if method == "ring" else (degree - 1) / degree
-    return np.asarray(tokens / degree * hops, dtype=np.float64)

@@ -52,7 +52,7 @@ def evaluate_plan(plan: StepPlan, costs: CostModel) -> Evaluation:
 
 
 def _shards(group: SequenceGroup, chunk: Chunk) -> tuple[int, ...]:
-    return held_tokens(rank_pieces(chunk, group.degree, group.method))
+    return held_tokens(rank_pieces(chunk, group.shape))
 
 
 def _run_group(group: SequenceGroup, stage: StagePlan, costs: CostModel, clock_s: float) -> list[TimelineEvent]:
@@ -72,4 +72,4 @@ def _action_s(group: SequenceGroup, stage: StagePlan, action: Action, costs: Cos
         raise ValueError(f"{what} cannot be evaluated yet; only F and B of one part without helpers or policies can")
     chunk = group.chunks[action.chunk]
     seconds = costs.forward_s if action.kind == "F" else costs.backward_s
-    return seconds(chunk, group.degree, stage.num_layers)
+    return seconds(chunk, group.shape, stage.num_layers)

@@ -7,13 +7,14 @@ as its slowest group. Replicated parameters can only be faster, since a rank the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hf_longctx.plan.cost import CostModel, FloatArray
 from hf_longctx.plan.specs import PlannerConfig
+from hf_longctx.plan.types import GroupShape
 
 # one group: its degree and the sequences it packs; a layout is a list of micro-batches of groups
 Group = tuple[int, tuple[int, ...]]
@@ -26,14 +27,16 @@ _MAX_EXACT_OPERATIONS = 150_000
 class GroupingProblem:
     """Whole sequences to spread over `num_ranks` ranks.
 
-    seconds[k][i]: what sequence i adds to a group of degrees[k] ranks. group_s[k]: what such a group costs whatever it
-    holds. capacity: tokens a rank may hold, so that a group of d ranks holds at most d * capacity.
+    shapes: how groups of each degree share attention in this step. seconds[k][i]: what sequence i adds to a group of
+    degrees[k] ranks. group_s[k]: what such a group costs whatever it holds. capacity: tokens a rank may hold, so that a
+    group of d ranks holds at most d * capacity.
     """
 
     lengths: tuple[int, ...]
     num_ranks: int
     capacity: int
     degrees: tuple[int, ...]
+    shapes: Mapping[int, GroupShape]
     seconds: FloatArray
     group_s: tuple[float, ...]
 
@@ -51,13 +54,17 @@ class GroupingProblem:
                     f"{limit} ({config.tokens_per_rank} tokens per rank); allow a larger degree, raise tokens_per_rank, or "
                     f"truncate or split the sequence"
                 )
+        # one shape per degree and step, the cheapest for an even share of the tokens
+        share = min(sum(lengths) / num_ranks, config.tokens_per_rank)
+        shapes = {degree: costs.best_shape(degree, degree * share) for degree in config.degrees}
         return cls(
             lengths=tuple(lengths),
             num_ranks=num_ranks,
             capacity=config.tokens_per_rank,
             degrees=config.degrees,
-            seconds=np.stack([costs.sequences_s(list(lengths), degree) for degree in config.degrees]),
-            group_s=tuple(costs.group_s(degree) for degree in config.degrees),
+            shapes=shapes,
+            seconds=np.stack([costs.sequences_s(list(lengths), shape) for shape in shapes.values()]),
+            group_s=tuple(costs.group_s(shape) for shape in shapes.values()),
         )
 
     def group_seconds(self, group: Group) -> float:

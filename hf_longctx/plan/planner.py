@@ -8,7 +8,7 @@ Every pass is a function from plain data to plain data. The planner runs on rank
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.cost import CostModel
@@ -20,6 +20,7 @@ from hf_longctx.plan.types import (
     Action,
     Chunk,
     Estimate,
+    GroupShape,
     LayerRange,
     MicroBatch,
     Parameters,
@@ -41,7 +42,7 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
     problem = GroupingProblem.build(lengths, costs, config)
     layout, solver = choose_layout(problem, config)
-    plan = validate_plan(build_plan(step, lengths, layout, costs, costs.parameters))
+    plan = validate_plan(build_plan(step, lengths, layout, problem.shapes, costs, costs.parameters))
     run = evaluate_plan(plan, costs)
     estimate = Estimate(
         step_s=run.step_s,
@@ -65,11 +66,21 @@ def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layo
     return plan_greedy(problem, config.micro_batch_trials), "greedy"
 
 
-def build_plan(step: int, lengths: Sequence[int], layout: Layout, costs: CostModel, parameters: Parameters) -> StepPlan:
-    """The plan tree of a layout: one packed chunk per group, forward then backward, ranks without work on the dummy chunk."""
+def build_plan(
+    step: int,
+    lengths: Sequence[int],
+    layout: Layout,
+    shapes: Mapping[int, GroupShape],
+    costs: CostModel,
+    parameters: Parameters,
+) -> StepPlan:
+    """The plan tree of a layout: one packed chunk per group, forward then backward, ranks without work on the dummy chunk.
+
+    `shapes`: how groups of each degree of the layout share attention.
+    """
     num_ranks = costs.cluster.num_ranks
     micro_batches = [
-        _place_groups(groups, lengths, num_ranks, costs)
+        _place_groups(groups, lengths, shapes, num_ranks, costs.model.num_layers)
         # the most tokens on a rank first, so that a run that does not fit fails at once
         for groups in sorted(layout, key=lambda groups: -max((sum(lengths[i] for i in g[1]) / g[0] for g in groups), default=0))
     ]
@@ -83,20 +94,30 @@ def build_plan(step: int, lengths: Sequence[int], layout: Layout, costs: CostMod
     )
 
 
-def _place_groups(groups: Sequence[Group], lengths: Sequence[int], num_ranks: int, costs: CostModel) -> MicroBatch:
-    """Groups on consecutive positions in descending order of degree, so that each starts at a multiple of its degree."""
-    busy = sorted((group for group in groups if group[1]), key=lambda group: (-group[0], group[1]))
-    spare = num_ranks - sum(degree for degree, _ in busy)
+def _place_groups(
+    groups: Sequence[Group], lengths: Sequence[int], shapes: Mapping[int, GroupShape], num_ranks: int, num_layers: int
+) -> MicroBatch:
+    """Groups on consecutive positions, ranks to spare behind them.
+
+    Blocks start at a multiple of their size and powers of two divide each other, so the largest blocks come first.
+    """
+    busy = [(shapes[degree], members) for degree, members in groups if members]
+    busy.sort(key=lambda item: (-item[0].ulysses, -item[0].degree, item[1]))
+    spare = num_ranks - sum(shape.degree for shape, _ in busy)
     placed, position = [], 0
-    for degree, members in [*busy, *[(1, ())] * spare]:
-        spans = tuple(Span(i, 0, int(lengths[i])) for i in sorted(members, key=lambda i: (-lengths[i], i)))
+    for shape, members in [*busy, *[(GroupShape(1), ())] * spare]:
         placed.append(
             SequenceGroup(
-                positions=tuple(range(position, position + degree)),
-                method="local" if degree == 1 else costs.method,
-                chunks=(Chunk(0, spans),),
-                stages=(StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0))),),
+                positions=tuple(range(position, position + shape.degree)),
+                method=shape.method,
+                chunks=(Chunk(0, _longest_first(members, lengths)),),
+                stages=(StagePlan(0, (LayerRange(0, num_layers),), (Action("F", 0, 0), Action("B", 0, 0))),),
+                ulysses_degree=shape.ulysses if shape.method == "hybrid" else 0,
             )
         )
-        position += degree
+        position += shape.degree
     return MicroBatch(tuple(placed))
+
+
+def _longest_first(members: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:
+    return tuple(Span(i, 0, int(lengths[i])) for i in sorted(members, key=lambda i: (-lengths[i], i)))

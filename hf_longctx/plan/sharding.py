@@ -1,19 +1,20 @@
 """Which token of a chunk lies at which position of its group: one rule for collator, runtime and simulator.
 
-Ulysses: tokens are laid out in span order and cut into contiguous shards that differ by at most one token, longer shards
-first. Ring: every document is cut into 2d pieces for d ranks, and one rank holds pieces i and 2d - 1 - i (zigzag), so that
-all ranks have about the same number of causal query-key pairs in every document.
+A group is a ring of blocks (`GroupShape`). Every document is cut into 2b pieces for b blocks, and one block holds pieces i
+and 2b - 1 - i (zigzag), so that all blocks have about the same number of causal query-key pairs in every document; one
+block alone holds whole documents in span order. Inside a block the tokens are cut into contiguous shards that differ by at
+most one token, longer shards first. So Ulysses has contiguous shards, a ring has zigzag pieces, a hybrid has both.
 
-A rank without a token would crash HF layers (they reject empty tensors), so it gets a dummy token: a document of its own,
-without loss, behind the real tokens.
+A rank without a token would crash HF layers (they reject empty tensors), so blocks are filled up with dummy tokens until
+every rank has one: each is a document of its own, without loss, behind the real tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from hf_longctx.plan.types import Chunk, Method
+from hf_longctx.plan.types import Chunk, GroupShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +40,65 @@ class Piece:
         return slice(self.first, self.first + self.num_tokens)
 
 
-def rank_pieces(chunk: Chunk, degree: int, method: Method) -> tuple[tuple[Piece, ...], ...]:
+def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:
     """What every rank of a group holds of the padded chunk, in the order of its tokens; never nothing."""
-    if method == "ring":
-        return _zigzag_pieces(chunk, degree)
-    bounds = document_bounds(chunk, degree)
-    ranks = []
-    for index in range(degree):
-        start, stop = shard_bounds(chunk.num_tokens, degree, index)
-        ranks.append(
-            tuple(
-                Piece(document, max(start, low) - low, min(stop, high) - low, max(start, low) - start)
-                for document, (low, high) in enumerate(pairwise(bounds))
-                if low < stop and start < high
-            )
-        )
-    return tuple(ranks)
+    if shape.ulysses == 1:
+        return block_pieces(chunk, shape)
+    return tuple(part for block in block_pieces(chunk, shape) for part in _split_block(block, shape.ulysses))
 
 
-def _zigzag_pieces(chunk: Chunk, degree: int) -> tuple[tuple[Piece, ...], ...]:
-    ranks: list[list[Piece]] = [[] for _ in range(degree)]
-    held = [0] * degree
-    for document, span in enumerate(chunk.spans):
-        cuts = [span.num_tokens * place // (2 * degree) for place in range(2 * degree + 1)]
-        for pair in range(degree):
-            # from document to document another rank gets the odd tokens, else many short ones would pile up on one rank
-            index = (pair + document) % degree
-            for place in (pair, 2 * degree - 1 - pair):
-                if cuts[place] < cuts[place + 1]:
-                    ranks[index].append(Piece(document, cuts[place], cuts[place + 1], held[index]))
-                    held[index] += cuts[place + 1] - cuts[place]
+def block_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:
+    """What every block of a group holds of the padded chunk: at least one token for each of its ranks."""
+    blocks, held = _whole_documents(chunk) if shape.num_blocks == 1 else _zigzag_pieces(chunk, shape.num_blocks)
     dummy = len(chunk.spans)
-    for index in range(degree):
-        if not held[index]:
-            ranks[index].append(Piece(dummy, 0, 1, 0))
+    for block, count in zip(blocks, held, strict=True):
+        for first in range(count, shape.ulysses):
+            block.append(Piece(dummy, 0, 1, first))
             dummy += 1
-    return tuple(map(tuple, ranks))
+    return tuple(map(tuple, blocks))
+
+
+def _whole_documents(chunk: Chunk) -> tuple[list[list[Piece]], list[int]]:
+    firsts = (0, *accumulate(span.num_tokens for span in chunk.spans))
+    pieces = [Piece(document, 0, span.num_tokens, firsts[document]) for document, span in enumerate(chunk.spans)]
+    return [pieces], [firsts[-1]]
+
+
+def _zigzag_pieces(chunk: Chunk, num_blocks: int) -> tuple[list[list[Piece]], list[int]]:
+    blocks: list[list[Piece]] = [[] for _ in range(num_blocks)]
+    held = [0] * num_blocks
+    for document, span in enumerate(chunk.spans):
+        cuts = [span.num_tokens * place // (2 * num_blocks) for place in range(2 * num_blocks + 1)]
+        for pair in range(num_blocks):
+            # from document to document another block gets the odd tokens, else many short ones would pile up on one block
+            index = (pair + document) % num_blocks
+            for place in (pair, 2 * num_blocks - 1 - pair):
+                if cuts[place] < cuts[place + 1]:
+                    blocks[index].append(Piece(document, cuts[place], cuts[place + 1], held[index]))
+                    held[index] += cuts[place + 1] - cuts[place]
+    return blocks, held
+
+
+def even_shards(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
+    """Tokens of every rank of a block that holds `num_tokens`: at most one token apart, larger shards first."""
+    base, remainder = divmod(num_tokens, num_ranks)
+    return tuple(base + (index < remainder) for index in range(num_ranks))
+
+
+def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, ...]]:
+    """A block's tokens in contiguous shards, one per rank; the block holds at least as many tokens as ranks."""
+    ranks, waiting = [], list(reversed(block))
+    for room in even_shards(sum(piece.num_tokens for piece in block), num_ranks):
+        shard, held = [], 0
+        while held < room:
+            piece = waiting.pop()
+            cut = min(piece.stop, piece.start + room - held)
+            shard.append(Piece(piece.document, piece.start, cut, held))
+            held += cut - piece.start
+            if cut < piece.stop:
+                waiting.append(Piece(piece.document, cut, piece.stop, 0))
+        ranks.append(tuple(shard))
+    return ranks
 
 
 def held_tokens(pieces: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:
@@ -82,26 +106,6 @@ def held_tokens(pieces: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:
     return tuple(sum(piece.num_tokens for piece in rank) for rank in pieces)
 
 
-def num_dummy_tokens(num_tokens: int, degree: int) -> int:
-    """Dummy tokens that bring a chunk of `num_tokens` tokens to at least one token per rank."""
-    return max(0, degree - num_tokens)
-
-
-def shard_tokens(num_tokens: int, degree: int) -> tuple[int, ...]:
-    """Tokens of every rank of a group of `degree` ranks, dummy tokens included; never zero."""
-    total = num_tokens + num_dummy_tokens(num_tokens, degree)
-    base, remainder = divmod(total, degree)
-    return tuple(base + (index < remainder) for index in range(degree))
-
-
-def shard_bounds(num_tokens: int, degree: int, index: int) -> tuple[int, int]:
-    """Half-open range of the padded chunk that the rank at place `index` of the group holds."""
-    shards = shard_tokens(num_tokens, degree)
-    start = sum(shards[:index])
-    return start, start + shards[index]
-
-
-def document_bounds(chunk: Chunk, degree: int) -> tuple[int, ...]:
-    """Cumulative document lengths of the padded chunk (`cu_seqlens`), starting at 0; dummy tokens stand alone."""
-    lengths = [span.num_tokens for span in chunk.spans] + [1] * num_dummy_tokens(chunk.num_tokens, degree)
-    return (0, *accumulate(lengths))
+def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
+    """Cumulative document lengths (`cu_seqlens`), starting at 0, of a block that holds whole documents."""
+    return (0, *accumulate(piece.num_tokens for piece in pieces))

@@ -11,9 +11,9 @@ from hf_longctx.plan.types import Parameters
 Solver = Literal["auto", "greedy", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "static")
 
-# how groups of two or more ranks share attention
-GroupMethod = Literal["ulysses", "ring"]
-GROUP_METHODS: tuple[str, ...] = ("ulysses", "ring")
+# how groups of two or more ranks share attention; "auto" is the cheapest of the others for every group
+GroupMethod = Literal["auto", "ulysses", "ring", "hybrid"]
+GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +96,26 @@ class ModelSpec:
         weights = unit if parameters == "sharded" else self.num_parameters
         return -(-whole // shard_ranks) + (weights + unit) * self.bytes_per_element
 
-    @property
-    def exchange_bytes_per_token(self) -> int:
-        """Bytes that the four all-to-alls of one forward move per token of the whole model: q, k, v and the output."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        return self.num_layers * heads * self.head_dim * self.bytes_per_element
-
 
 @dataclass(frozen=True, slots=True)
 class HardwareSpec:
-    """One rank's device and its links. Rates are sustained, not peak."""
+    """One rank's device, its links to ranks of its node, and its share of the network. Rates are sustained, not peak.
+
+    message_s: seconds that one exchange costs beside its bytes.
+    """
 
     name: str
     matmul_flops_per_s: float
     attention_flops_per_s: float
     device_bytes: int
     link_bytes_per_s: float
+    network_bytes_per_s: float
+    message_s: float
 
 
 # a guess that only has to rank plans until the run has measured its own coefficients
-GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9)
-GENERIC_GPU = HardwareSpec("generic gpu", 2e14, 1.5e14, 40 * 2**30, 1e11)
+GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9, 1e9, 2e-4)
+GENERIC_GPU = HardwareSpec("generic gpu", 2e14, 1.5e14, 40 * 2**30, 1e11, 2.5e10, 3e-5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,28 +155,30 @@ class PlannerConfig:
             raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least one is needed")
 
 
-def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, method: GroupMethod = "ulysses") -> None:
+def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> None:
     """Raises ValueError unless groups of every degree can run `method` on `num_ranks` ranks.
 
-    A ring takes any degree. Ulysses groups start at a multiple of their degree, so that a fixed pool of process groups
-    serves every plan, which needs powers of two or all ranks at once; and every rank gets at least one head.
+    A ring takes any degree, so "auto" and "hybrid" do too. Ulysses groups start at a multiple of their degree, so that a
+    fixed pool of process groups serves every plan, which needs powers of two or all ranks at once; and every rank gets at
+    least one head.
     """
     for degree in degrees:
         if degree > num_ranks:
             raise ValueError(f"degree {degree} needs {degree} ranks, the run has {num_ranks}; lower `degrees` or start more")
         if method == "ulysses" and degree & (degree - 1) and degree != num_ranks:
             raise ValueError(
-                f"degree {degree} is neither a power of two nor all {num_ranks} ranks; only method 'ring' takes other degrees"
+                f"degree {degree} is neither a power of two nor all {num_ranks} ranks, and Ulysses takes no other; use method "
+                f"'auto', 'hybrid' or 'ring'"
             )
         if method == "ulysses" and degree > num_heads:
             raise ValueError(
                 f"degree {degree} exceeds the model's {num_heads} attention heads, and Ulysses gives every rank at least one; "
-                f"lower `degrees` to {num_heads} or less, or use method 'ring'"
+                f"lower `degrees` to {num_heads} or less, or use method 'auto', 'hybrid' or 'ring'"
             )
 
 
-def default_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "ulysses") -> tuple[int, ...]:
+def default_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> tuple[int, ...]:
     """Powers of two and all ranks, as far as `check_degrees` allows them."""
     powers = {1 << bit for bit in range(num_ranks.bit_length())} | {num_ranks}
-    limit = num_ranks if method == "ring" else min(num_ranks, num_heads)
+    limit = min(num_ranks, num_heads) if method == "ulysses" else num_ranks
     return tuple(sorted(degree for degree in powers if degree <= limit))

@@ -162,17 +162,50 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupShape:
+    """How `degree` ranks share attention: blocks of `ulysses` neighbours share heads, and the blocks stand in a ring.
+
+    The pure methods are its ends: one block of all ranks is Ulysses, blocks of one rank are a ring.
+    """
+
+    degree: int
+    ulysses: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return self.degree // self.ulysses
+
+    @property
+    def method(self) -> Method:
+        if self.degree == 1:
+            return "local"
+        return "ulysses" if self.num_blocks == 1 else "ring" if self.ulysses == 1 else "hybrid"
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """Ranks that share the tokens of their chunks. `positions` lie on the "sp" axis; they are not global ranks."""
+    """Ranks that share the tokens of their chunks. `positions` lie on the "sp" axis; they are not global ranks.
+
+    `ulysses_degree` belongs to method "hybrid" alone: how many neighbours share heads inside the ring.
+    """
 
     positions: tuple[int, ...]
     method: Method
     chunks: tuple[Chunk, ...]
     stages: tuple[StagePlan, ...]
+    ulysses_degree: int = 0
 
     @property
     def degree(self) -> int:
         return len(self.positions)
+
+    @property
+    def shape(self) -> GroupShape:
+        """Degree and method in one; raises ValueError for a hybrid whose blocks do not divide its ranks."""
+        ulysses = {"local": 1, "ulysses": self.degree, "ring": 1, "hybrid": self.ulysses_degree}[self.method]
+        if ulysses < 1 or self.degree % ulysses:
+            raise ValueError(f"a hybrid group of {self.degree} ranks cannot have blocks of {ulysses} ranks")
+        return GroupShape(self.degree, ulysses)
 
     @property
     def num_tokens(self) -> int:

@@ -123,6 +123,11 @@ def _check_group(plan: StepPlan, name: str, group: SequenceGroup) -> None:
         raise PlanError(f"{name}: method {group.method!r} is not one of {', '.join(METHODS)}")
     if (group.method == "local") != (group.degree == 1):
         raise PlanError(f"{name}: method {group.method!r} does not fit {group.degree} rank(s); one rank is 'local'")
+    block = group.ulysses_degree
+    if group.method != "hybrid" and block:
+        raise PlanError(f"{name}: ulysses_degree {block} belongs to method 'hybrid', not to {group.method!r}")
+    if group.method == "hybrid" and not (1 < block < group.degree and group.degree % block == 0):
+        raise PlanError(f"{name}: ulysses_degree {block} must divide the {group.degree} ranks of a hybrid group and lie between")
     if [chunk.index for chunk in group.chunks] != list(range(len(group.chunks))) or not group.chunks:
         raise PlanError(f"{name}: chunk indices must be 0, 1, ... in order, at least one")
     if [stage.stage for stage in group.stages] != list(range(plan.num_stages)):

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hf_longctx.plan.sharding import Piece
-from hf_longctx.plan.types import Method
+from hf_longctx.runtime.heads import HeadShare, KVReaders
+
+# tokens of the query piece and of the key piece, as slices of their blocks, and whether it is causal (the same piece)
+Tile = tuple[slice, slice, bool]
 
 
 @dataclass(slots=True)
@@ -20,35 +22,88 @@ class AttentionCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupContext:
-    """One rank's view of one chunk on its sequence group.
+class Block:
+    """The neighbours that share heads (Ulysses): their process group, this rank's place, and the tokens of each of them."""
 
-    process_group: the handle that its messages use, None for a single rank. ranks: the group's global ranks. index: this
-    rank's place in the group. shard_tokens: tokens of every rank of the group, in order. cu_seqlens: document boundaries
-    in the whole chunk, starting at 0 (empty in a ring, whose layout is `pieces`: what each rank holds of each document).
-    indices: index tensors that the layers of this forward share, so that only the first of them builds and copies one.
+    process_group: dist.ProcessGroup | None
+    index: int
+    tokens: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The blocks of a group, seen by one rank: the ranks that hold the same heads in every block, in ring order.
+
+    process_group: the group of all ranks, whose links messages use (any ranks form a ring without a group of their own).
+    index: this rank's block. ranks: the global ranks of the ring. pieces: what every block holds of the documents.
+    known_tiles: filled by `tiles`, for all layers of a chunk.
     """
 
     process_group: dist.ProcessGroup | None
     index: int
-    shard_tokens: tuple[int, ...]
-    cu_seqlens: tuple[int, ...]
-    method: Method = "ulysses"
-    ranks: tuple[int, ...] = ()
-    pieces: tuple[tuple[Piece, ...], ...] = ()
-    calls: AttentionCalls = field(default_factory=AttentionCalls)
-    indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.method != "ring" and sum(self.shard_tokens) != self.cu_seqlens[-1]:
-            raise ValueError(f"shards of {self.shard_tokens} tokens do not add up to the chunk's {self.cu_seqlens[-1]} tokens")
-
-    def index_tensor(self, values: tuple[int, ...], device: torch.device) -> Tensor:
-        """`values` as an int64 tensor on `device`, made once per chunk."""
-        if values not in self.indices:
-            self.indices[values] = torch.tensor(values, device=device)
-        return self.indices[values]
+    ranks: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    known_tiles: dict[int, list[Tile]] = field(default_factory=dict)
 
     @property
-    def degree(self) -> int:
-        return len(self.shard_tokens)
+    def num_blocks(self) -> int:
+        return len(self.ranks)
+
+    def num_tokens(self, block: int) -> int:
+        """Tokens of a block."""
+        last = self.pieces[block][-1]
+        return last.first + last.num_tokens
+
+    def tiles(self, block: int) -> list[Tile]:
+        """What this rank's queries see of the keys of a block."""
+        if block not in self.known_tiles:
+            self.known_tiles[block] = visible_tiles(self.pieces[self.index], self.pieces[block])
+        return self.known_tiles[block]
+
+
+def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[Tile]:
+    """Every tile that is not fully masked: a query piece sees key pieces of its document that do not start behind it."""
+    of_document: dict[int, list[Piece]] = {}
+    for key in keys:
+        of_document.setdefault(key.document, []).append(key)
+    return [
+        (query.tokens, key.tokens, key.start == query.start)
+        for query in queries
+        for key in of_document.get(query.document, ())
+        if key.start <= query.start
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext:
+    """One rank's view of one chunk on its sequence group.
+
+    A group of one block has whole documents in it, with boundaries `cu_seqlens` (starting at 0); of several blocks, the
+    layout is `ring.pieces` and `cu_seqlens` is empty. known_readers: filled by `readers`; the pool's, so that it lasts.
+    """
+
+    block: Block
+    ring: Ring
+    cu_seqlens: tuple[int, ...]
+    known_readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = field(default_factory=dict)
+    calls: AttentionCalls = field(default_factory=AttentionCalls)
+
+    def __post_init__(self) -> None:
+        if self.ring.num_blocks == 1 and sum(self.block.tokens) != self.cu_seqlens[-1]:
+            raise ValueError(f"shards of {self.block.tokens} tokens do not add up to the chunk's {self.cu_seqlens[-1]} tokens")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.block.tokens[self.block.index]
+
+    def readers(self, share: HeadShare, per_kv: int, device: torch.device) -> KVReaders:
+        """How the query heads of `share` read its KV heads, made once per run."""
+        key = (share, per_kv, device)
+        if key not in self.known_readers:
+            self.known_readers[key] = KVReaders.of(*key)
+        return self.known_readers[key]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.plan.sharding import document_bounds, rank_pieces
 from hf_longctx.plan.types import Action, RankPlan, SequenceGroup
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
@@ -160,11 +159,7 @@ class _Round:
 
     def _forward(self, action: Action) -> None:
         chunk = self.group.chunks[action.chunk]
-        context = self.executor.pool.context(
-            self.group,
-            rank_pieces(chunk, self.group.degree, self.group.method),
-            document_bounds(chunk, self.group.degree),
-        )
+        context = self.executor.pool.context(self.group, chunk)
         inputs = self.inputs[action.chunk].to(self.executor.device)
         logits = self.executor.forward_chunk(inputs, context)
         loss = step_loss(summed_cross_entropy(logits, inputs.shift_labels), self.num_label_tokens)
@@ -184,8 +179,6 @@ def refuse_unsupported(plan: RankPlan) -> None:
     for group, stage in plan.rounds:
         if len(group.stages) > 1:
             raise ValueError(f"a plan of {len(group.stages)} pipeline stages is not executed yet; only one stage is")
-        if group.method not in ("local", "ulysses", "ring"):
-            raise ValueError(f"method {group.method!r} is not executed yet; only 'local', 'ulysses' and 'ring' are")
         if len(stage.parts) > 1:
             raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
         if any(policy.layers or policy.tile_tokens for policy in stage.activations):

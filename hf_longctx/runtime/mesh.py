@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import Piece, held_tokens
-from hf_longctx.plan.types import SequenceGroup
-from hf_longctx.runtime.context import GroupContext
+from hf_longctx.plan.sharding import block_pieces, document_bounds, even_shards
+from hf_longctx.plan.types import Chunk, SequenceGroup
+from hf_longctx.runtime.context import Block, GroupContext, Ring
+from hf_longctx.runtime.heads import HeadShare, KVReaders
 
 
 class GroupPool:
@@ -28,6 +30,7 @@ class GroupPool:
         self.everyone: dist.ProcessGroup | None = None
         self.control = control
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = {}
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
@@ -49,20 +52,23 @@ class GroupPool:
             )
         return self._groups[positions]
 
-    def context(self, group: SequenceGroup, pieces: tuple[tuple[Piece, ...], ...], cu_seqlens: tuple[int, ...]) -> GroupContext:
-        """This rank's context for a chunk of `group` that lies as `pieces` say.
+    def context(self, group: SequenceGroup, chunk: Chunk) -> GroupContext:
+        """This rank's context for a chunk of its group.
 
-        A ring needs no group of its own: it passes messages on the group of all ranks, so any positions will do.
+        Blocks of two or more ranks exchange on aligned groups of the pool. Rings pass messages on the group of all ranks,
+        so any positions will do.
         """
-        is_ring = group.method == "ring"
+        shape, place = group.shape, group.positions.index(self.rank)
+        index, inside = divmod(place, shape.ulysses)
+        pieces = block_pieces(chunk, shape)
+        first = index * shape.ulysses
+        neighbours = group.positions[first : first + shape.ulysses]
+        tokens = even_shards(sum(piece.num_tokens for piece in pieces[index]), shape.ulysses)
         return GroupContext(
-            process_group=self.everyone if is_ring else self.group(group.positions),
-            index=group.positions.index(self.rank),
-            shard_tokens=held_tokens(pieces),
-            cu_seqlens=() if is_ring else cu_seqlens,
-            method=group.method,
-            ranks=group.positions,
-            pieces=pieces,
+            block=Block(self.group(neighbours), inside, tokens),
+            ring=Ring(self.everyone, index, group.positions[inside :: shape.ulysses], pieces),
+            cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
+            known_readers=self._readers,
         )
 
 

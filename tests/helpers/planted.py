@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_longctx.hf import collator
-from hf_longctx.runtime import executor
+from hf_longctx.runtime import executor, mesh
 
 BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the cut", "rounds in another order on one rank")
 
@@ -41,12 +41,12 @@ def _mean_per_rank(num_ranks: int) -> Any:
 
 
 def _one_document() -> Any:
-    original = executor.document_bounds
+    original = mesh.document_bounds
 
-    def bounds(chunk: Any, degree: int) -> tuple[int, ...]:
-        return (0, original(chunk, degree)[-1])
+    def bounds(pieces: Any) -> tuple[int, ...]:
+        return (0, original(pieces)[-1])
 
-    return patch.object(executor, "document_bounds", bounds)
+    return patch.object(mesh, "document_bounds", bounds)
 
 
 def _late_shift() -> Any:

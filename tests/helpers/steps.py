@@ -22,7 +22,7 @@ from hf_longctx.plan.grouping import Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
-from hf_longctx.plan.types import MicroBatch, Parameters, StepPlan
+from hf_longctx.plan.types import GroupShape, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
@@ -40,17 +40,25 @@ def tiny_costs(num_ranks: int, spec: ModelSpec = TINY) -> CostModel:
 
 
 def plan_of(
-    layout: Layout, lengths: list[int], num_ranks: int, rings: str = "none", parameters: Parameters = "replicated"
+    layout: Layout,
+    lengths: list[int],
+    num_ranks: int,
+    ulysses: int = 0,
+    rings: str = "none",
+    parameters: Parameters = "replicated",
 ) -> StepPlan:
     """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy.
 
-    rings: which groups of two or more ranks are rings, "none", "all", or "second" of every micro-batch.
+    ulysses: ranks of a block that share heads, 0 for all of a group, 1 for a ring; a group whose degree it does not divide
+    is a ring. rings: "second" makes the second group of every micro-batch a ring.
     """
-    plan = build_plan(0, lengths, layout, tiny_costs(num_ranks), parameters)
+    degrees = {degree for groups in layout for degree, _ in groups}
+    shapes = {d: GroupShape(d, d if not ulysses else min(ulysses, d) if d % min(ulysses, d) == 0 else 1) for d in degrees}
+    plan = build_plan(0, lengths, layout, shapes, tiny_costs(num_ranks), parameters)
     micro_batches = tuple(
         MicroBatch(
             tuple(
-                replace(group, method="ring") if group.degree > 1 and (rings == "all" or (rings == "second" and place)) else group
+                replace(group, method="ring") if group.degree > 1 and rings == "second" and place else group
                 for place, group in enumerate(micro_batch.groups)
             )
         )

@@ -16,11 +16,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.report import RunReport, StepRecord, folded_layout
-from hf_longctx.plan.calibration import ChunkSample
+from hf_longctx.plan.calibration import ChunkSample, PassSample
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import Action, Chunk, Estimate, Span, StepPlan
+from hf_longctx.plan.traffic import Traffic, mean_traffic
+from hf_longctx.plan.types import Action, Chunk, Estimate, GroupShape, Span, StepPlan
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval
 
@@ -93,9 +94,14 @@ def test_a_layout_of_one_micro_batch_stays_as_it_is() -> None:
 
 def test_samples_are_this_ranks_chunks_with_whole_chunk_sizes() -> None:
     # 12 tokens in documents of 9 and 3: 81 / 2 + 9 / 2 causal pairs; rank 1 is the idle one of the second round
-    assert step_record().samples() == [
-        ChunkSample(num_tokens=12, num_pairs=45.0, degree=2, forward_s=pytest.approx(0.1), backward_s=pytest.approx(0.2)),
-        ChunkSample(num_tokens=0, num_pairs=0, degree=1, forward_s=pytest.approx(0.05), backward_s=pytest.approx(0.02)),
+    costs = tiny_costs(2)
+    traffic = [mean_traffic(costs.model, costs.cluster, GroupShape(2, 2), 12, is_backward) for is_backward in (False, True)]
+    assert traffic[0].num_bytes > 0
+    assert step_record().samples(costs) == [
+        ChunkSample(
+            PassSample(12, 45.0, 2, traffic[0], pytest.approx(0.1)), PassSample(12, 45.0, 2, traffic[1], pytest.approx(0.2))
+        ),
+        ChunkSample(PassSample(0, 0, 1, Traffic(), pytest.approx(0.05)), PassSample(0, 0, 1, Traffic(), pytest.approx(0.02))),
     ]
 
 
@@ -108,9 +114,9 @@ def test_samples_tell_several_chunks_of_a_group_apart() -> None:
     plan = replace(plan, micro_batches=(replace(plan.micro_batches[0], groups=(group,)),))
     seconds = {"0F0": (0.0, 1.0), "0F1": (1.0, 3.0), "0B1": (3.0, 7.0), "0B0": (7.0, 15.0)}
     intervals = tuple(Interval(0, name[1], name, *times) for name, times in seconds.items())
-    first, second = StepRecord(plan, 0, 0.0, intervals).samples()
-    assert (first.num_tokens, first.forward_s, first.backward_s) == (4, 1.0, 8.0)
-    assert (second.num_tokens, second.forward_s, second.backward_s) == (6, 2.0, 4.0)
+    first, second = StepRecord(plan, 0, 0.0, intervals).samples(tiny_costs(1))
+    assert (first.forward.num_tokens, first.forward.seconds, first.backward.seconds) == (4, 1.0, 8.0)
+    assert (second.forward.num_tokens, second.forward.seconds, second.backward.seconds) == (6, 2.0, 4.0)
 
 
 def test_events_carry_rank_times_and_what_ran() -> None:
@@ -197,8 +203,8 @@ def test_a_step_end_without_a_finished_step_says_nothing(capsys) -> None:
 
 
 TRUTH = CostCoefficients(
-    forward=PassCoefficients(3e-6, 4e-4, 0.02, 0.01, ((2, 5e-4),)),
-    backward=PassCoefficients(7e-6, 9e-4, 0.03, 0.02, ((2, 6e-4),)),
+    forward=PassCoefficients(3e-6, 4e-4, 0.02, 3e-3, 4e-7),
+    backward=PassCoefficients(7e-6, 9e-4, 0.03, 5e-3, 5e-7),
     step_s=0.05,
     source="truth",
 )

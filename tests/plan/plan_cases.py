@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.grouping import Layout
 from hf_longctx.plan.serialize import plan_from_json
 from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.types import GroupShape, StepPlan
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FIXTURE_NAMES = tuple(sorted(path.stem for path in FIXTURES.glob("*.json")))
@@ -30,14 +31,14 @@ MODEL = ModelSpec(
     vocab_size=100,
     max_positions=1 << 20,
 )
-HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9)
+HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9, 2.5e8, 1e-4)
 
 # what dominates a step of sequences of some hundred tokens on a few ranks
 _FORWARD = {
-    "attention": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-3, ((2, 1e-6),)),
-    "exchange": PassCoefficients(1e-9, 1e-5, 1e-3, 5e-3, ((2, 2e-5), (4, 6e-5))),
-    "fixed": PassCoefficients(1e-8, 1e-5, 1e-1, 5e-2, ((2, 1e-6),)),
-    "linear": PassCoefficients(0.0, 1e-5, 0.0, 0.0, ((2, 0.0),)),
+    "attention": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-4, 1e-10, 1e-10),
+    "exchange": PassCoefficients(1e-9, 1e-5, 1e-3, 6e-4, 8e-9, 2.5e-8),
+    "fixed": PassCoefficients(1e-8, 1e-5, 1e-1, 6e-3, 1e-10, 1e-10),
+    "linear": PassCoefficients(0.0, 1e-5, 0.0),
 }
 COST_KINDS = tuple(_FORWARD)
 
@@ -65,11 +66,11 @@ def edited(name: str, **changes: Any) -> StepPlan:
 def cost_model(kind: str, num_ranks: int) -> CostModel:
     """A cost model in which `kind` dominates; backward is not just a multiple of forward."""
     forward = _FORWARD[kind]
-    backward = PassCoefficients(
-        2.5 * forward.pair_s, 2 * forward.token_s, 1.5 * forward.chunk_s, forward.exchange_chunk_s, forward.exchange
-    )
+    backward = replace(forward, pair_s=2.5 * forward.pair_s, token_s=2 * forward.token_s, chunk_s=1.5 * forward.chunk_s)
     coefficients = CostCoefficients(forward, backward, step_s=0.25, source="test")
-    return CostModel(MODEL, ClusterSpec(num_ranks, num_ranks, HARDWARE), coefficients)
+    # nodes of two ranks where exchanges count, so that larger groups have dearer ones
+    cluster = ClusterSpec(num_ranks, 2 if kind == "exchange" else num_ranks, HARDWARE)
+    return CostModel(MODEL, cluster, coefficients, method="ulysses")
 
 
 def lognormal_lengths(seed: int, count: int, longest: int, median: float = 300.0, sigma: float = 1.2) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ def least_seconds(lengths: Sequence[int], costs: CostModel, degrees: Sequence[in
 
     All partitions into micro-batches, in each all partitions into groups, for each all degrees that fit the ranks.
     """
-    added_s = {degree: costs.sequences_s(list(lengths), degree) for degree in degrees}
+    added_s = {degree: costs.sequences_s(list(lengths), GroupShape(degree, degree)) for degree in degrees}
     # degrees that fit the ranks, for every number of groups
     fitting = [
         [chosen for chosen in itertools.product(degrees, repeat=count) if sum(chosen) <= num_ranks]
@@ -107,7 +108,7 @@ def least_seconds(lengths: Sequence[int], costs: CostModel, degrees: Sequence[in
     def group_seconds(part: tuple[int, ...], degree: int) -> float:
         if sum(lengths[i] for i in part) > degree * capacity:
             return math.inf
-        return costs.group_s(degree) + sum(float(added_s[degree][i]) for i in part)
+        return costs.group_s(GroupShape(degree, degree)) + sum(float(added_s[degree][i]) for i in part)
 
     @cache
     def micro_batch_seconds(members: tuple[int, ...]) -> float:
@@ -126,7 +127,8 @@ def layout_seconds(layout: Layout, lengths: Sequence[int], costs: CostModel) -> 
     """Seconds of a layout from the definition: its slowest group per micro-batch, groups without sequences left out."""
     return sum(
         max(
-            costs.group_s(degree) + sum(float(costs.sequences_s([lengths[i]], degree)[0]) for i in members)
+            costs.group_s(GroupShape(degree, degree))
+            + sum(float(costs.sequences_s([lengths[i]], GroupShape(degree, degree))[0]) for i in members)
             for degree, members in groups
             if members
         )

@@ -7,83 +7,149 @@ from dataclasses import replace
 import pytest
 from plan_cases import COST_KINDS, HARDWARE, MODEL, cost_model
 
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, default_coefficients
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.specs import ClusterSpec, ModelSpec
-from hf_longctx.plan.types import Chunk, Span
+from hf_longctx.plan.types import Chunk, GroupShape, Span
 
-FORWARD = PassCoefficients(pair_s=2.0, token_s=10.0, chunk_s=100.0, exchange_chunk_s=1000.0, exchange=((2, 7.0), (4, 3.0)))
-BACKWARD = PassCoefficients(pair_s=5.0, token_s=20.0, chunk_s=300.0, exchange_chunk_s=4000.0, exchange=((2, 9.0),))
-COSTS = CostModel(MODEL, ClusterSpec(4, 4, HARDWARE), CostCoefficients(FORWARD, BACKWARD, 0.0, "test"))
+# a model of one layer with 4 query heads and 2 KV heads of size 1 and one byte an element: bytes are elements
+TINY = ModelSpec(1, 4, 8, 4, 2, 1, 10, 100, bytes_per_element=1)
+FORWARD = PassCoefficients(2.0, 10.0, 100.0, 1000.0, 7.0, 70.0)
+BACKWARD = PassCoefficients(5.0, 20.0, 300.0, 4000.0, 9.0, 90.0)
+COEFFICIENTS = CostCoefficients(FORWARD, BACKWARD, 0.0, "test")
+COSTS = CostModel(TINY, ClusterSpec(4, 4, HARDWARE), COEFFICIENTS)
+ONE, TWO, FOUR = GroupShape(1), GroupShape(2, 2), GroupShape(4, 4)
 
 
 def test_one_rank_pays_pairs_tokens_and_the_chunk() -> None:
     # 10 tokens: 50 pairs, so 2 * 50 + 10 * 10 + 100
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 10),)), 1, 4) == 300
-    assert COSTS.backward_s(Chunk(0, (Span(0, 0, 10),)), 1, 4) == 250 + 200 + 300
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 10),)), ONE, 1) == 300
+    assert COSTS.backward_s(Chunk(0, (Span(0, 0, 10),)), ONE, 1) == 250 + 200 + 300
 
 
 def test_a_slice_pays_for_its_prefix() -> None:
     # 4 tokens after 6: 4 * (6 + 2) = 32 pairs
-    assert COSTS.forward_s(Chunk(1, (Span(0, 6, 10),)), 1, 4) == 64 + 40 + 100
+    assert COSTS.forward_s(Chunk(1, (Span(0, 6, 10),)), ONE, 1) == 64 + 40 + 100
 
 
 def test_a_pack_pays_pairs_per_sequence_and_the_chunk_once() -> None:
     # two sequences of 4 and 6: 8 + 18 pairs, 10 tokens
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 4), Span(1, 0, 6))), 1, 4) == 52 + 100 + 100
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 4), Span(1, 0, 6))), ONE, 1) == 52 + 100 + 100
 
 
-def test_a_group_divides_the_work_and_pays_for_the_exchange() -> None:
-    # 20 tokens, 200 pairs on 2 ranks: (400 + 200) / 2 + 100; each rank keeps half of its 10 tokens: 7 * 5, and 1000
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), 2, 4) == 300 + 100 + 35 + 1000
-    # on 4 ranks: (400 + 200) / 4 + 100; 3 / 4 of 5 tokens leave each rank: 3 * 3.75
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), 4, 4) == 150 + 100 + 11.25 + 1000
+def test_a_ulysses_group_divides_the_work_and_pays_for_two_exchanges() -> None:
+    # 20 tokens, 200 pairs on 2 ranks: (400 + 200) / 2 + 100. Of 10 tokens with 4 + 2 * 2 heads in and 4 out, half leaves
+    # each rank: 10 * 12 / 2 = 60 bytes, and 2 messages
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), TWO, 1) == 300 + 100 + 7 * 60 + 2 * 1000
+    # on 4 ranks: every query head brings its KV head along, so 4 + 2 * 4 heads in and 4 out; 3 / 4 of 5 tokens leave
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), FOUR, 1) == 150 + 100 + 7 * 5 * 16 * 3 / 4 + 2 * 1000
+
+
+def test_a_ring_pays_for_keys_and_values_a_hop_and_in_backward_for_fp32_gradients() -> None:
+    # 10 tokens a rank, keys and values of 2 KV heads: 40 bytes a hop, one hop
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == 300 + 100 + 7 * 40 + 1000
+    # backward: one hop of keys and values, two hops of their gradients at four bytes an element
+    expected = (5 * 200 + 20 * 20) / 2 + 300 + 9 * (40 + 2 * 4 * 40) + 3 * 4000
+    assert COSTS.backward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == expected
+
+
+def test_a_hybrid_pays_for_both_with_fewer_heads_around_the_ring() -> None:
+    # blocks of 2: 5 tokens a rank, 5 * 12 / 2 bytes inside; around two blocks one KV head of 10 tokens: 20 bytes
+    shape = GroupShape(4, 2)
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), shape, 1) == 150 + 100 + 7 * (30 + 20) + 3 * 1000
+
+
+def test_bytes_to_other_nodes_go_over_the_network() -> None:
+    nodes = replace(COSTS, cluster=ClusterSpec(4, 2, HARDWARE))
+    chunk = Chunk(0, (Span(0, 0, 20),))
+    # two of three neighbours are on the other node
+    assert nodes.forward_s(chunk, FOUR, 1) == pytest.approx(150 + 100 + (7 * 1 + 70 * 2) / 3 * 60 + 2000)
+    # a ring across nodes runs at the speed of the network, a block inside a node at that of its links
+    assert nodes.forward_s(chunk, GroupShape(4, 2), 1) == 150 + 100 + 7 * 30 + 70 * 20 + 3000
+    assert nodes.forward_s(chunk, GroupShape(2), 1) == COSTS.forward_s(chunk, GroupShape(2), 1)
 
 
 def test_layers_scale_the_whole_chunk() -> None:
-    chunk = Chunk(0, (Span(0, 0, 20),))
-    assert COSTS.forward_s(chunk, 2, 1) == COSTS.forward_s(chunk, 2, 4) / 4
-    assert COSTS.backward_s(chunk, 2, 3) == COSTS.backward_s(chunk, 2, 4) * 3 / 4
+    costs, chunk = cost_model("exchange", 4), Chunk(0, (Span(0, 0, 20),))
+    assert costs.forward_s(chunk, TWO, 1) == costs.forward_s(chunk, TWO, 4) / 4
+    assert costs.backward_s(chunk, TWO, 3) == pytest.approx(costs.backward_s(chunk, TWO, 4) * 3 / 4)
 
 
 def test_a_chunk_with_too_few_tokens_costs_one_token_per_rank() -> None:
-    assert COSTS.forward_s(Chunk(0), 1, 4) == 10 + 100
-    # 4 padded tokens on 4 ranks, 3 / 4 of one token leaves each; the pairs are those of the real token
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 1),)), 4, 4) == (2 * 0.5 + 10 * 4) / 4 + 100 + 3 * 0.75 + 1000
-
-
-@pytest.mark.parametrize(("degree", "seconds"), [(1, 7.0), (2, 7.0), (3, 7.0), (4, 3.0), (8, 3.0)])
-def test_a_degree_between_two_measured_ones_uses_the_smaller(degree: int, seconds: float) -> None:
-    assert FORWARD.exchange_token_s(degree) == seconds
-
-
-def test_without_a_measured_exchange_it_is_free() -> None:
-    assert PassCoefficients(1.0, 1.0, 1.0, 1.0, ()).exchange_token_s(4) == 0
+    assert COSTS.forward_s(Chunk(0), ONE, 1) == 10 + 100
+    # 4 padded tokens on 4 ranks; the pairs are those of the real token
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 1),)), FOUR, 1) == (2 * 0.5 + 10 * 4) / 4 + 100 + 7 * 12 + 2000
 
 
 def test_sequences_and_group_seconds_by_hand() -> None:
     # one rank: (2 + 5) * n^2 / 2 + (10 + 20) * n
-    assert COSTS.sequences_s([10, 2], 1).tolist() == [350 + 300, 14 + 60]
-    # two ranks: half of that, and (7 + 9) * n / 4
-    assert COSTS.sequences_s([10, 2], 2).tolist() == [325 + 40, 37 + 8]
-    # four ranks: a quarter, and (3 + 9) * (n / 4) * 3 / 4
-    assert COSTS.sequences_s([16], 4).tolist() == [(7 * 128 + 30 * 16) / 4 + 36]
-    assert COSTS.group_s(1) == 400
-    assert COSTS.group_s(2) == COSTS.group_s(4) == 5400
+    assert COSTS.sequences_s([10, 2], ONE).tolist() == [350 + 300, 14 + 60]
+    # two ranks: half of that, and (7 + 9) * n / 2 * 12 / 2 bytes
+    assert COSTS.sequences_s([10, 2], TWO).tolist() == [325 + 480, 37 + 96]
+    assert COSTS.group_s(ONE) == 400
+    assert COSTS.group_s(TWO) == COSTS.group_s(FOUR) == 400 + 2 * 5000
+    assert COSTS.group_s(GroupShape(4)) == 400 + 3 * 1000 + 7 * 4000
 
 
 @pytest.mark.parametrize("kind", COST_KINDS)
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_a_packed_chunk_costs_its_sequences_and_its_group(kind: str, degree: int) -> None:
+@pytest.mark.parametrize("shape", [ONE, TWO, FOUR, GroupShape(3), GroupShape(4, 2)], ids=str)
+def test_a_packed_chunk_costs_its_sequences_and_its_group(kind: str, shape: GroupShape) -> None:
     costs, lengths = cost_model(kind, 4), [40, 700, 4, 93]
     chunk = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths)))
-    whole = costs.forward_s(chunk, degree, MODEL.num_layers) + costs.backward_s(chunk, degree, MODEL.num_layers)
-    assert whole == pytest.approx(costs.sequences_s(lengths, degree).sum() + costs.group_s(degree), rel=1e-12)
+    whole = costs.forward_s(chunk, shape, MODEL.num_layers) + costs.backward_s(chunk, shape, MODEL.num_layers)
+    assert whole == pytest.approx(costs.sequences_s(lengths, shape).sum() + costs.group_s(shape), rel=1e-12)
+
+
+# 8 query heads and 2 KV heads of size 8 in 4 layers
+@pytest.mark.parametrize(
+    ("degree", "ranks_per_node", "coefficients", "method"),
+    [
+        # many KV heads' worth of gradients go around a ring, so Ulysses inside a fast node
+        (4, 8, {"link_byte_s": 1e-9}, "ulysses"),
+        # more ranks than query heads: no Ulysses
+        (16, 16, {"link_byte_s": 1e-9}, "hybrid"),
+        # the network is all that counts: keys and values alone cross it, and each only once
+        (8, 2, {"network_byte_s": 1e-9}, "hybrid"),
+        # nothing is known of exchanges: the fewest messages
+        (8, 8, {}, "ulysses"),
+        # only the number of messages counts
+        (8, 8, {"message_s": 1e-3}, "ulysses"),
+        # no block of two divides three ranks, and Ulysses takes powers of two
+        (3, 8, {"link_byte_s": 1e-9}, "ring"),
+        (1, 8, {"link_byte_s": 1e-9}, "local"),
+    ],
+)
+def test_the_method_follows_heads_degree_and_links(degree: int, ranks_per_node: int, coefficients: dict, method: str) -> None:
+    one_pass = PassCoefficients(1.0, 1.0, 1.0, **coefficients)
+    cluster = ClusterSpec(32, ranks_per_node, HARDWARE)
+    costs = CostModel(MODEL, cluster, CostCoefficients(one_pass, one_pass, 0.0, "test"))
+    assert costs.best_shape(degree, 1000.0 * degree).method == method
+
+
+def test_a_method_can_be_asked_for() -> None:
+    for method, shape in (("ulysses", FOUR), ("ring", GroupShape(4)), ("hybrid", GroupShape(4, 2))):
+        assert replace(COSTS, method=method).best_shape(4, 100.0) == shape
+    with pytest.raises(ValueError, match="groups of 8 ranks cannot share 4 heads by method 'ulysses'; use 'auto'"):
+        replace(COSTS, method="ulysses").best_shape(8, 100.0)
+
+
+def test_block_sizes_are_what_a_pool_must_hold() -> None:
+    cluster = ClusterSpec(8, 8, HARDWARE)
+    for method, sizes in (("auto", (2, 4)), ("ulysses", (2, 4)), ("hybrid", (2,)), ("ring", ())):
+        assert block_sizes((1, 2, 3, 4, 6), CostModel(TINY, cluster, COEFFICIENTS, method)) == sizes
+
+
+def test_groups_above_the_favoured_degree_are_avoided() -> None:
+    dear = replace(COSTS, favoured_degree=2)
+    assert dear.group_s(TWO) == COSTS.group_s(TWO)
+    assert dear.group_s(FOUR) > 100 * COSTS.group_s(FOUR)
+    assert dear.sequences_s([10], FOUR)[0] > 100 * COSTS.sequences_s([10], FOUR)[0]
 
 
 def test_a_rank_holds_weights_gradients_moments_and_saved_tensors() -> None:
+    costs = cost_model("linear", 4)
     # weights and gradients of 4 bytes, two moments of 4 bytes
-    assert COSTS.rank_bytes(0) == 16 * MODEL.num_parameters
-    assert COSTS.rank_bytes(7) - COSTS.rank_bytes(0) == 7 * MODEL.saved_bytes_per_token
+    assert costs.rank_bytes(0) == 16 * MODEL.num_parameters
+    assert costs.rank_bytes(7) - costs.rank_bytes(0) == 7 * MODEL.saved_bytes_per_token
 
 
 def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
@@ -107,7 +173,7 @@ def test_default_coefficients_count_operations() -> None:
     assert costs.forward.pair_s == pytest.approx(4 * 16 / 5e11)
     assert costs.backward.token_s == pytest.approx(2 * costs.forward.token_s)
     assert costs.backward.pair_s == pytest.approx(2.5 * costs.forward.pair_s)
-    # q, k, v and the output: (8 + 4) * 2 elements... of 2 bytes in 2 layers over 1e9 bytes a second
-    assert costs.forward.exchange == ((2, pytest.approx(2 * 24 * 2 / 1e9)),)
+    for one_pass in (costs.forward, costs.backward):
+        assert (one_pass.message_s, one_pass.link_byte_s, one_pass.network_byte_s) == (1e-4, 1e-9, 4e-9)
     assert (costs.source, costs.is_measured) == ("default", False)
     assert CostCoefficients(FORWARD, BACKWARD, 0.0, "run 3").is_measured

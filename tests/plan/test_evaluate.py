@@ -25,9 +25,9 @@ from hf_longctx.plan.types import (
 )
 from hf_longctx.plan.validate import validate_plan
 
-# forward: a second per token and rank, 10 per chunk, 100 more in a group; backward: 2, 20, 200
-FORWARD = PassCoefficients(0.0, 1.0, 10.0, 100.0, ())
-BACKWARD = PassCoefficients(0.0, 2.0, 20.0, 200.0, ())
+# forward: a second per token and rank, 10 per chunk, 100 more in a group (two exchanges in 4 layers); backward: 2, 20, 200
+FORWARD = PassCoefficients(0.0, 1.0, 10.0, 12.5)
+BACKWARD = PassCoefficients(0.0, 2.0, 20.0, 25.0)
 
 
 def costs(num_ranks: int, step_s: float = 0.0) -> CostModel:

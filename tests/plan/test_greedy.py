@@ -21,13 +21,13 @@ skewed = st.one_of(st.integers(8, 200), st.integers(8, 400), st.integers(8, 1600
 
 
 def build(lengths: list[int] | tuple[int, ...], kind: str, num_ranks: int = 4, capacity: int = 400) -> GroupingProblem:
-    config = PlannerConfig(capacity, default_degrees(num_ranks, 8))
+    config = PlannerConfig(capacity, default_degrees(num_ranks, 8, "ulysses"))
     return GroupingProblem.build(lengths, cost_model(kind, num_ranks), config)
 
 
 def greedy_over_best(lengths: list[int] | tuple[int, ...], kind: str, num_ranks: int = 4, capacity: int = 400) -> float:
     """Seconds of the greedy layout over those of the best one."""
-    costs, degrees = cost_model(kind, num_ranks), default_degrees(num_ranks, 8)
+    costs, degrees = cost_model(kind, num_ranks), default_degrees(num_ranks, 8, "ulysses")
     layout = plan_greedy(build(lengths, kind, num_ranks, capacity), TRIALS)
     check_layout(layout, lengths, degrees, num_ranks, capacity)
     return layout_seconds(layout, lengths, costs) / least_seconds(lengths, costs, degrees, num_ranks, capacity)
@@ -88,7 +88,7 @@ def test_greedy_never_loses_to_a_fixed_degree(lengths: list[int], kind: str, cap
 def test_greedy_keeps_every_sequence_within_ranks_memory_and_bound(
     lengths: list[int], kind: str, num_ranks: int, capacity: int
 ) -> None:
-    degrees = default_degrees(num_ranks, 8)
+    degrees = default_degrees(num_ranks, 8, "ulysses")
     lengths = [min(length, degrees[-1] * capacity) for length in lengths]
     problem = build(lengths, kind, num_ranks, capacity)
     layout = plan_greedy(problem, TRIALS)

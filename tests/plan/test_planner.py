@@ -35,7 +35,7 @@ def plan(
     static_degree: int = 0,
     parameters: str = "sharded",
 ) -> StepPlan:
-    config = PlannerConfig(capacity, default_degrees(num_ranks, 8), solver, static_degree)
+    config = PlannerConfig(capacity, default_degrees(num_ranks, 8, "ulysses"), solver, static_degree)
     return plan_step(3, lengths, dataclasses.replace(cost_model(kind, num_ranks), parameters=parameters), config)  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: Cos
     validate_plan(found)
     assert found.lengths == tuple(lengths)
     assert (found.step, found.num_stages, found.ranks_per_stage) == (3, 1, num_ranks)
-    check_layout(plan_layout(found), lengths, default_degrees(num_ranks, 8), num_ranks, capacity)
+    check_layout(plan_layout(found), lengths, default_degrees(num_ranks, 8, "ulysses"), num_ranks, capacity)
     for micro_batch in found.micro_batches:
         for group in micro_batch.groups:
             degree, start = group.degree, group.positions[0]
@@ -72,7 +72,7 @@ def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: Cos
 def test_every_plan_is_valid_aligned_within_memory_and_above_the_bound(
     lengths: list[int], kind: str, num_ranks: int, capacity: int, solver: Solver, parameters: str
 ) -> None:
-    lengths = [min(length, default_degrees(num_ranks, 8)[-1] * capacity) for length in lengths]
+    lengths = [min(length, default_degrees(num_ranks, 8, "ulysses")[-1] * capacity) for length in lengths]
     found = plan(lengths, kind, num_ranks, capacity, solver, parameters=parameters)
     check_plan(found, lengths, cost_model(kind, num_ranks), capacity)
 
@@ -91,7 +91,7 @@ def test_a_small_step_is_planned_as_well_as_brute_force(lengths: list[int], kind
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("num_ranks", [3, 5, 6])
 def test_odd_worlds_are_planned_as_well_as_brute_force(kind: str, num_ranks: int) -> None:
-    degrees = default_degrees(num_ranks, 8)
+    degrees = default_degrees(num_ranks, 8, "ulysses")
     for seed in range(2):
         lengths = lognormal_lengths(seed, 5, degrees[-1] * 400)
         found = plan(lengths, kind, num_ranks)
@@ -115,9 +115,9 @@ def test_no_plan_is_predicted_slower_than_a_static_one(lengths: list[int], kind:
 @pytest.mark.parametrize("solver", ["auto", "greedy"])
 def test_replicated_plans_are_not_predicted_slower_than_static_ones_either(kind: str, num_ranks: int, solver: Solver) -> None:
     for seed in range(4):
-        lengths = lognormal_lengths(seed, 9, default_degrees(num_ranks, 8)[-1] * 400)
+        lengths = lognormal_lengths(seed, 9, default_degrees(num_ranks, 8, "ulysses")[-1] * 400)
         found = plan(lengths, kind, num_ranks, solver=solver, parameters="replicated")
-        for degree in default_degrees(num_ranks, 8):
+        for degree in default_degrees(num_ranks, 8, "ulysses"):
             if max(lengths) <= degree * 400:
                 static = plan(lengths, kind, num_ranks, solver="static", static_degree=degree, parameters="replicated")
                 assert found.estimate.step_s <= static.estimate.step_s * (1 + 1e-9)

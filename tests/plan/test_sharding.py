@@ -2,74 +2,107 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.sharding import document_bounds, num_dummy_tokens, shard_bounds, shard_tokens
-from hf_longctx.plan.types import Chunk, Span
+from hf_longctx.plan.sharding import Piece, block_pieces, document_bounds, held_tokens, rank_pieces
+from hf_longctx.plan.types import Chunk, GroupShape, Span
 
-token_counts = st.one_of(st.integers(0, 40), st.integers(0, 10**7))
-degrees = st.integers(1, 70)
-
-
-@settings(derandomize=True, deadline=None)
-@given(token_counts, degrees)
-def test_shards_cover_the_chunk_and_differ_by_at_most_one_token(num_tokens: int, degree: int) -> None:
-    shards = shard_tokens(num_tokens, degree)
-    assert len(shards) == degree
-    assert sum(shards) == num_tokens + num_dummy_tokens(num_tokens, degree)
-    assert max(shards) - min(shards) <= 1
-    assert list(shards) == sorted(shards, reverse=True)
+lengths_of_documents = st.lists(st.integers(1, 90), max_size=6)
 
 
-@settings(derandomize=True, deadline=None)
-@given(token_counts, degrees)
-def test_no_rank_is_ever_empty(num_tokens: int, degree: int) -> None:
-    assert min(shard_tokens(num_tokens, degree)) >= 1
+def chunk_of(lengths: list[int], prefix: int = 0) -> Chunk:
+    return Chunk(0, tuple(Span(i, prefix * (i == 0), prefix * (i == 0) + length) for i, length in enumerate(lengths)))
 
 
-@settings(derandomize=True, deadline=None)
-@given(token_counts, degrees)
-def test_bounds_are_contiguous_and_end_with_the_padded_chunk(num_tokens: int, degree: int) -> None:
-    bounds = [shard_bounds(num_tokens, degree, index) for index in range(degree)]
-    assert bounds[0][0] == 0
-    assert [start for start, _ in bounds[1:]] == [stop for _, stop in bounds[:-1]]
-    assert bounds[-1][1] == max(num_tokens, degree)
-    assert tuple(stop - start for start, stop in bounds) == shard_tokens(num_tokens, degree)
+@st.composite
+def shapes(draw: st.DrawFn) -> GroupShape:
+    ulysses = draw(st.integers(1, 5))
+    return GroupShape(ulysses * draw(st.integers(1, 5)), ulysses)
 
 
-@settings(derandomize=True, deadline=None)
-@given(token_counts, degrees)
-def test_a_chunk_is_padded_only_up_to_one_token_per_rank(num_tokens: int, degree: int) -> None:
-    dummies = num_dummy_tokens(num_tokens, degree)
-    assert dummies == (degree - num_tokens if num_tokens < degree else 0)
+@given(lengths_of_documents, shapes())
+def test_pieces_cover_every_token_once_and_no_rank_is_empty(lengths: list[int], shape: GroupShape) -> None:
+    pieces = rank_pieces(chunk_of(lengths, prefix=7), shape)
+    assert len(pieces) == shape.degree
+    found = sorted((p.document, token) for rank in pieces for p in rank for token in range(p.start, p.stop))
+    real = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
+    dummies = found[len(real) :]
+    assert found[: len(real)] == real
+    # every dummy token is a document of its own, behind the real ones
+    assert dummies == [(document, 0) for document in range(len(lengths), len(lengths) + len(dummies))]
+    assert min(held_tokens(pieces)) >= 1
+    for rank in pieces:
+        assert [piece.first for piece in rank] == list(accumulate((p.num_tokens for p in rank[:-1]), initial=0))
 
 
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.integers(1, 9), max_size=6), st.integers(1, 9))
-def test_dummy_tokens_lie_last_and_each_is_a_document_of_its_own(lengths: list[int], degree: int) -> None:
-    chunk = Chunk(0, tuple(Span(i, 5 * (i == 0), 5 * (i == 0) + length) for i, length in enumerate(lengths)))
-    bounds = document_bounds(chunk, degree)
-    documents = [stop - start for start, stop in itertools.pairwise(bounds)]
-    assert bounds[0] == 0
-    assert documents[: len(lengths)] == lengths
-    assert documents[len(lengths) :] == [1] * num_dummy_tokens(sum(lengths), degree)
-    assert bounds[-1] == sum(shard_tokens(chunk.num_tokens, degree))
+@given(lengths_of_documents, shapes())
+def test_ranks_of_a_block_hold_its_tokens_in_order_and_evenly(lengths: list[int], shape: GroupShape) -> None:
+    blocks, ranks = block_pieces(chunk_of(lengths), shape), rank_pieces(chunk_of(lengths), shape)
+    assert len(blocks) == shape.num_blocks
+    for index, block in enumerate(blocks):
+        inside = ranks[index * shape.ulysses : (index + 1) * shape.ulysses]
+        tokens = [(p.document, token) for rank in inside for p in rank for token in range(p.start, p.stop)]
+        assert tokens == [(p.document, token) for p in block for token in range(p.start, p.stop)]
+        held = held_tokens(inside)
+        assert max(held) - min(held) <= 1 and list(held) == sorted(held, reverse=True)
+
+
+@given(lengths_of_documents, shapes())
+def test_a_block_is_filled_only_up_to_one_token_per_rank(lengths: list[int], shape: GroupShape) -> None:
+    for block in block_pieces(chunk_of(lengths), shape):
+        dummies = sum(piece.num_tokens for piece in block if piece.document >= len(lengths))
+        real = sum(piece.num_tokens for piece in block) - dummies
+        assert dummies == max(0, shape.ulysses - real)
+
+
+@given(st.lists(st.integers(64, 400), min_size=1, max_size=3), st.integers(2, 6), st.integers(1, 3))
+def test_zigzag_gives_all_blocks_the_same_pairs(lengths: list[int], num_blocks: int, ulysses: int) -> None:
+    blocks = block_pieces(chunk_of(lengths), GroupShape(num_blocks * ulysses, ulysses))
+    pairs = [sum((p.stop + p.start + 1) * p.num_tokens / 2 for p in block) for block in blocks]
+    # a token more or less at each cut of each document
+    assert max(pairs) - min(pairs) <= 4 * sum(lengths)
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 9])
+def test_many_short_documents_do_not_pile_up_on_one_rank(length: int) -> None:
+    held = held_tokens(rank_pieces(chunk_of([length] * 64), GroupShape(4)))
+    assert max(held) - min(held) <= 2 * length
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**7), st.integers(1, 70))
+def test_contiguous_shards_differ_by_at_most_one_token(num_tokens: int, degree: int) -> None:
+    chunk = chunk_of([num_tokens] if num_tokens else [])
+    held = held_tokens(rank_pieces(chunk, GroupShape(degree, degree)))
+    assert sum(held) == max(num_tokens, degree)
+    assert max(held) - min(held) <= 1
+
+
+def test_by_hand() -> None:
+    # documents of 5 and 4 tokens on two contiguous shards of 5 and 4
+    assert rank_pieces(chunk_of([5, 4]), GroupShape(2, 2)) == ((Piece(0, 0, 5, 0),), (Piece(1, 0, 4, 0),))
+    # zigzag over two: quarters 0 and 3 of the first document on rank 0; of the second, on rank 1
+    assert rank_pieces(chunk_of([8, 4]), GroupShape(2)) == (
+        (Piece(0, 0, 2, 0), Piece(0, 6, 8, 2), Piece(1, 1, 2, 4), Piece(1, 2, 3, 5)),
+        (Piece(0, 2, 4, 0), Piece(0, 4, 6, 2), Piece(1, 0, 1, 4), Piece(1, 3, 4, 5)),
+    )
+    # two blocks of two ranks: the block's four tokens are cut in the middle
+    assert rank_pieces(chunk_of([8]), GroupShape(4, 2)) == (
+        (Piece(0, 0, 2, 0),),
+        (Piece(0, 6, 8, 0),),
+        (Piece(0, 2, 4, 0),),
+        (Piece(0, 4, 6, 0),),
+    )
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "degree", "shards"),
-    [(10, 4, (3, 3, 2, 2)), (3, 4, (1, 1, 1, 1)), (0, 1, (1,)), (0, 3, (1, 1, 1)), (7, 1, (7,)), (8, 4, (2, 2, 2, 2))],
+    ("lengths", "degree", "bounds"),
+    [([], 1, (0, 1)), ([], 3, (0, 1, 2, 3)), ([2], 4, (0, 2, 3, 4)), ([2, 5], 4, (0, 2, 7))],
 )
-def test_small_cases_by_hand(num_tokens: int, degree: int, shards: tuple[int, ...]) -> None:
-    assert shard_tokens(num_tokens, degree) == shards
-
-
-def test_the_dummy_chunk_is_one_document_per_rank() -> None:
-    assert document_bounds(Chunk(0), 1) == (0, 1)
-    assert document_bounds(Chunk(0), 3) == (0, 1, 2, 3)
-    assert document_bounds(Chunk(0, (Span(0, 0, 2),)), 4) == (0, 2, 3, 4)
-    assert document_bounds(Chunk(0, (Span(0, 0, 2), Span(1, 0, 5))), 4) == (0, 2, 7)
+def test_document_bounds_count_dummies_as_documents(lengths: list[int], degree: int, bounds: tuple[int, ...]) -> None:
+    (block,) = block_pieces(chunk_of(lengths), GroupShape(degree, degree))
+    assert document_bounds(block) == bounds

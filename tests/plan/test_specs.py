@@ -64,8 +64,6 @@ def test_grouped_heads_shrink_keys_and_values_only() -> None:
     # q and o: 2 * 4096 * 4096; k and v: 2 * 4096 * 1024
     spec = ModelSpec.from_config(LLAMA_7B | {"num_key_value_heads": 8})
     assert spec.layer_parameters == 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 11008
-    # one forward moves q, k, v and the output: 2 * 4096 + 2 * 1024 elements of 4 bytes in 32 layers
-    assert spec.exchange_bytes_per_token == 32 * (2 * 4096 + 2 * 1024) * 4
 
 
 def test_saved_bytes_of_a_tiny_model_by_hand() -> None:
@@ -114,8 +112,8 @@ def test_a_bad_setting_is_refused_by_name(changes: dict[str, Any], message: str)
     ],
 )
 def test_the_default_degrees_are_powers_of_two_and_all_ranks(num_ranks: int, num_heads: int, degrees: tuple[int, ...]) -> None:
-    assert default_degrees(num_ranks, num_heads) == degrees
-    check_degrees(degrees, num_ranks, num_heads)
+    assert default_degrees(num_ranks, num_heads, "ulysses") == degrees
+    check_degrees(degrees, num_ranks, num_heads, "ulysses")
 
 
 @pytest.mark.parametrize(
@@ -131,4 +129,12 @@ def test_a_degree_that_cannot_run_is_refused_with_the_remedy(
     degrees: tuple[int, ...], num_ranks: int, num_heads: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_degrees(degrees, num_ranks, num_heads)
+        check_degrees(degrees, num_ranks, num_heads, "ulysses")
+
+
+def test_only_ulysses_is_bound_by_heads_and_powers_of_two() -> None:
+    for method in ("auto", "hybrid", "ring"):
+        assert default_degrees(6, 1, method) == (1, 2, 4, 6)
+        check_degrees((1, 3, 5), 6, 1, method)
+        with pytest.raises(ValueError, match="degree 7 needs 7 ranks"):
+            check_degrees((7,), 6, 1, method)

@@ -91,8 +91,8 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         read_settings(ALL, [str(tmp_path / "list.yaml")])
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "text.yaml"])
+@pytest.mark.parametrize("name", ["demo.yaml", "text.yaml", "chat.yaml"])
 def test_shipped_configs_are_valid(name: str) -> None:
     path = Path(__file__).parents[2] / "recipes" / "configs" / name
     recipe, config, _ = read_settings(ALL, [str(path)])
-    assert recipe.dataset and config.max_length
+    assert recipe.sources and config.max_length

@@ -11,6 +11,12 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from helpers.chats import TEMPLATE, byte_tokenizer, conversation
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx.recipes.evaluate import plain_loss
 
 ROOT = Path(__file__).parents[2]
 TINY = json.dumps(
@@ -104,16 +110,86 @@ def test_checkpoint_and_json_lines_continue(demo, tmp_path: Path) -> None:
     assert "8 sequences of" in run.stdout
 
 
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run on conversations, completions and text in one mix, with conversations of another file held out."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = byte_tokenizer(None)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    turns = ["what is this?", "it is an answer", "to a question", "hello " * 40]
+    chats = [{"messages": conversation(*(f"{turn} {i}" for turn in turns[: 2 + 2 * (i % 2)]))} for i in range(40)]
+    asked = {"messages": conversation("no answer")}
+    for name, rows in {"chats": [*chats[:30], asked], "held_out": chats[30:]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "pairs.csv").write_text("prompt,completion\n" + "".join(f"one two {i},three four {i}\n" for i in range(20)))
+    (folder / "lines.txt").write_text("".join(f"the cat sat on {i}\n" for i in range(20)))
+    entries = [
+        {"path": str(folder / "chats.jsonl"), "messages_column": "messages", "weight": 2},
+        {"path": str(folder / "pairs.csv"), "prompt_column": "prompt", "completion_column": "completion", "weight": 1},
+        {"path": str(folder / "lines.txt"), "text_column": "text", "weight": 1},
+    ]
+    held_out = {"path": str(folder / "held_out.jsonl"), "messages_column": "messages"}
+    run = launch(
+        folder,
+        *("--model_config", TINY.replace("259", str(len(tokenizer))), "--tokenizer", str(folder / "tokenizer")),
+        *("--chat_template", str(folder / "template.jinja"), "--datasets", *map(json.dumps, entries)),
+        *("--eval_dataset", json.dumps(held_out), "--tokens_per_step", "500", "--tokens_per_rank", "400", "--max_steps", "4"),
+        *("--learning_rate", "1e-2", "--use_cpu", "true", "--report_to", "none", "--save_strategy", "no"),
+    )
+    return run, folder
+
+
+def test_chat_run_says_what_was_loaded_once(chat) -> None:
+    run, folder = chat
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = run.stdout.splitlines()
+    for name, count in {"chats.jsonl": 30, "pairs.csv": 20, "lines.txt": 20}.items():
+        found = [line for line in lines if line.startswith(f"{folder / name}: {count} documents, ")]
+        assert len(found) == 1 and re.search(r"[\d,]+ tokens, [\d.]+% with loss$", found[0])
+    # 30 documents at 2 shares: 15 a share
+    assert sum(line.startswith("mix (weights 2, 1, 1, first_exhausted): 60 documents") for line in lines) == 1
+    assert run.stderr.count("1 of 31 rows left out, they have no message of the assistant") == 1
+    assert "60 sequences of" in run.stdout
+    # one result per step of the work, not one per rank: three sets tokenised; text filtered, tokenised, given labels
+    assert len(list((folder / "cache").rglob("cache-*.arrow"))) == 6
+
+
+def test_held_out_loss_of_a_chat_run_is_that_of_plain_transformers(chat) -> None:
+    """Model, tokenizer, template and mask of transformers alone, on the conversations as they stand in the file."""
+    run, folder = chat
+    assert run.returncode == 0, run.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    losses: list[torch.Tensor] = []
+    for line in (folder / "held_out.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        input_ids, learnt = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]).bool()
+        with torch.no_grad():
+            logits = model(input_ids=input_ids.unsqueeze(0)).logits[0]
+        losses.append(F.cross_entropy(logits[:-1], input_ids[1:], reduction="none")[learnt[1:]])
+    plain = float(torch.cat(losses).double().mean())
+    ours = json.loads((folder / "out" / "held_out.json").read_text())
+    assert abs(plain - ours["loss"]) <= 1e-5
+    # the loss over all tokens is another one
+    assert sum(label >= 0 for row in ours["labels"] for label in row) < sum(map(len, ours["input_ids"])) / 1.2
+    assert abs(plain_loss(folder / "out", ours["input_ids"], ours["labels"]) - ours["loss"]) <= 1e-5
+
+
 def test_wrong_world_size_stops_at_once(tmp_path: Path) -> None:
     run = launch(tmp_path, str(ROOT / "recipes" / "configs" / "demo.yaml"), "--expected_world_size", "3")
     assert run.returncode != 0
     assert "2 rank(s) started, 3 expected" in run.stderr
 
 
-def test_missing_text_column_is_named(tmp_path: Path) -> None:
+def test_missing_text_column_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"content": "a"}\n')
     run = launch(
-        tmp_path, "--model_config", TINY, "--tokenizer", "bytes", "--dataset", str(tmp_path / "d.jsonl"), "--use_cpu", "true"
+        tmp_path,
+        *("--model_name_or_path", str(tmp_path / "none"), "--tokenizer", "bytes"),
+        *("--dataset", str(tmp_path / "d.jsonl"), "--use_cpu", "true"),
     )
     assert run.returncode != 0
-    assert "has no column 'text'; it has content (set text_column)" in run.stderr
+    assert "data: dataset " in run.stderr and "has no column 'text'; it has content (set text_column)" in run.stderr
+    assert "Traceback" not in run.stderr.split("torch/distributed")[0].split("torch.distributed")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
 from helpers.planted import BUGS
@@ -44,12 +46,12 @@ def check(
     lengths: list[int],
     masked: tuple[int, ...] = (),
     bug: str = "",
-    rings: str = "none",
+    **plan_settings: Any,
 ) -> None:
     """Asserts that every rank ends with the reference's loss and gradients."""
     rows = random_rows(lengths, masked=masked)
     expected_loss, expected = reference_step(build_model(case), rows)
-    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks, rings), rows, bug):
+    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks, **plan_settings), rows, bug):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert gradients.keys() == expected.keys()
         errors = {name: relative_error(gradients[name], expected[name]) for name in expected}

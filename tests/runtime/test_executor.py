@@ -44,7 +44,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "multiplexed": ({}, "a plan of 2 pipeline stages is not executed yet; only one stage is"),
     "sppo": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
     "layer_first": ({}, "activation policies (recompute, offload, tiles) are not executed yet; everything is kept"),
-    "nested": ({}, "method 'hybrid' is not executed yet; only 'local', 'ulysses' and 'ring' are"),
 }
 
 
@@ -58,7 +57,7 @@ def test_a_plan_of_later_is_refused_by_the_name_of_what_is_missing(name: str) ->
 
 
 def test_every_hand_written_plan_is_either_refused_or_allowed_here() -> None:
-    assert {path.stem for path in FIXTURES.glob("*.json")} == {"flexsp", *REFUSED}
+    assert {path.stem for path in FIXTURES.glob("*.json")} == {*REFUSED, "flexsp", "nested"}
 
 
 def small_plan(**changes: Any) -> StepPlan:
@@ -83,7 +82,6 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
     """name -> (changes of a plan that is executed, what the refusal says)."""
     slices = (Chunk(0, (Span(0, 0, 3),)), Chunk(1, (Span(0, 3, 6), Span(1, 0, 4))))
     return {
-        "hybrid": ({"method": "hybrid"}, "method 'hybrid' is not executed yet"),
         "parts": ({"parts": stage_field("interleaved", "parts")}, "a stage of 2 interleaved parts is not executed yet"),
         "policies": ({"activations": stage_field("layer_first", "activations")}, "activation policies"),
         "tiles": (
@@ -112,7 +110,7 @@ def test_each_unsupported_part_alone_is_refused(name: str) -> None:
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("name,changes", [("flexsp", {}), ("nested", {"method": "ulysses"})])
+@pytest.mark.parametrize("name,changes", [("flexsp", {}), ("nested", {})])
 def test_heterogeneous_and_nested_groups_are_executed(name: str, changes: dict[str, Any]) -> None:
     plan = fixture(name, **changes)
     for rank in range(plan.num_ranks):
@@ -240,7 +238,7 @@ def test_groups_of_one_round_may_run_different_orders(ranks) -> None:
 def test_nested_groups_that_leave_ranks_out_match(ranks) -> None:
     # the shape of nested.json with short sequences: <4>, then (0, 1) alone with two chunks, then <1,1,2>
     rows = random_rows(lengths := [30, 8, 6, 7, 5, 9])
-    plan = fixture("nested", method="ulysses", lengths=lengths)
+    plan = fixture("nested", lengths=lengths)
 
     def shorten(group: SequenceGroup) -> SequenceGroup:
         chunks = tuple(replace(c, spans=tuple(Span(s.sequence, 0, lengths[s.sequence]) for s in c.spans)) for c in group.chunks)

@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.plan.sharding import Piece
-from hf_longctx.plan.types import Chunk, SequenceGroup, Span
+from hf_longctx.plan.types import Chunk, Method, SequenceGroup, Span
+from hf_longctx.runtime.context import Block, GroupContext, Ring
 from hf_longctx.runtime.mesh import GroupPool, aligned_groups
 
+CHUNK = Chunk(0, (Span(0, 0, 8),))
 
-def sequence_group(*positions: int) -> SequenceGroup:
-    return SequenceGroup(positions, "local" if len(positions) == 1 else "ulysses", (Chunk(0, (Span(0, 0, 8),)),), ())
+
+def sequence_group(*positions: int, method: Method = "ulysses") -> SequenceGroup:
+    blocks = 2 if method == "hybrid" else 0
+    return SequenceGroup(positions, "local" if len(positions) == 1 else method, (CHUNK,), (), ulysses_degree=blocks)
 
 
 def test_aligned_groups_of_four_ranks() -> None:
@@ -51,19 +55,16 @@ def test_a_process_without_a_launcher_is_one_rank() -> None:
     assert pool.group((0,)) is None
 
 
-def shards(*num_tokens: int) -> tuple[tuple[Piece, ...], ...]:
-    """Every rank holds so many tokens, each rank's of a document of its own."""
-    return tuple((Piece(rank, 0, count, 0),) for rank, count in enumerate(num_tokens))
-
-
 def test_context_of_one_rank() -> None:
-    context = GroupPool((1,), timeout_s=1.0).context(sequence_group(0), shards(8), (0, 5, 8))
-    assert (context.process_group, context.index, context.degree, context.calls.count) == (None, 0, 1, 0)
+    context = GroupPool((1,), timeout_s=1.0).context(sequence_group(0), CHUNK)
+    assert (context.num_tokens, context.block.num_ranks, context.ring.num_blocks, context.calls.count) == (8, 1, 1, 0)
+    assert context.cu_seqlens == (0, 8)
 
 
 def test_shards_that_do_not_cover_the_chunk_are_refused() -> None:
+    ring = Ring(None, 0, (0,), ((Piece(0, 0, 8, 0),),))
     with pytest.raises(ValueError, match=r"\(7,\) tokens do not add up to the chunk's 8 tokens"):
-        GroupPool((1,), timeout_s=1.0).context(sequence_group(0), shards(7), (0, 8))
+        GroupContext(Block(None, 0, (7,)), ring, (0, 8))
 
 
 def sums_of_ranks(groups: list[tuple[int, ...]]) -> list[int]:
@@ -100,15 +101,27 @@ def test_a_group_outside_the_pool_is_refused_with_the_known_ones(ranks, position
         assert "starting at a multiple of its degree" in message
 
 
-def context_facts() -> tuple[int, int, int, int]:
+def context_facts(method: Method) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
     pool = group_pool()
-    half = (0, 1) if pool.rank < 2 else (2, 3)
-    context = pool.context(sequence_group(*half), shards(5, 3), (0, 8))
-    return context.index, context.degree, dist.get_world_size(context.process_group), dist.get_rank(context.process_group)
+    group = sequence_group(0, 1, 2, 3, method=method)
+    context = pool.context(group, CHUNK)
+    if context.block.num_ranks > 1:
+        assert dist.get_world_size(context.block.process_group) == context.block.num_ranks
+        assert dist.get_rank(context.block.process_group) == context.block.index
+    return context.block.index, context.block.tokens, context.ring.index, context.ring.ranks
 
 
-def test_contexts_count_ranks_inside_their_group(ranks) -> None:
-    assert ranks(4).run(context_facts) == [(0, 2, 2, 0), (1, 2, 2, 1), (0, 2, 2, 0), (1, 2, 2, 1)]
+def test_contexts_know_their_block_and_their_ring(ranks) -> None:
+    everyone = (0, 1, 2, 3)
+    assert ranks(4).run(context_facts, "ulysses") == [(rank, (2, 2, 2, 2), 0, (rank,)) for rank in everyone]
+    assert ranks(4).run(context_facts, "ring") == [(0, (2,), rank, everyone) for rank in everyone]
+    # blocks (0, 1) and (2, 3); heads of the first rank of each travel between 0 and 2, of the second between 1 and 3
+    assert ranks(4).run(context_facts, "hybrid") == [
+        (0, (2, 2), 0, (0, 2)),
+        (1, (2, 2), 0, (1, 3)),
+        (0, (2, 2), 1, (0, 2)),
+        (1, (2, 2), 1, (1, 3)),
+    ]
 
 
 def num_groups_made_by_contexts() -> int:
@@ -116,7 +129,7 @@ def num_groups_made_by_contexts() -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     for positions in ((0, 1), (2, 3), (0, 1, 2, 3)):
         if pool.rank in positions:
-            pool.context(sequence_group(*positions), shards(*[8 // len(positions)] * len(positions)), (0, 8))
+            pool.context(sequence_group(*positions), CHUNK)
     return len(dist.distributed_c10d._world.pg_map) - before
 
 

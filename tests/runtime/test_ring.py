@@ -1,4 +1,4 @@
-"""Ring attention: exact at any degree, balanced in token pairs, no masked block computed, each KV head sent once a hop."""
+"""Ring attention: exact at any degree, balanced in token pairs, no masked tile computed, each KV head sent once a hop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_equality import LAYOUTS, TOLERANCE, check
 
-from hf_longctx.plan.sharding import held_tokens, rank_pieces
-from hf_longctx.plan.types import Chunk, Span
-from hf_longctx.runtime import ring
-from hf_longctx.runtime.ring import visible_blocks
+from hf_longctx.plan.sharding import block_pieces
+from hf_longctx.plan.types import Chunk, GroupShape, Span
+from hf_longctx.runtime import context, ring, tiles
+from hf_longctx.runtime.context import visible_tiles
 
 RINGS = {
     **{name: LAYOUTS[name] for name in LAYOUTS if any(d > 1 for mb in LAYOUTS[name][1] for d, _ in mb)},
@@ -28,7 +28,7 @@ RINGS = {
 @pytest.mark.parametrize("name", RINGS)
 def test_ring_matches_one_plain_process(ranks, name: str, family: str) -> None:
     num_ranks, layout, lengths = RINGS[name]
-    check(ranks(num_ranks), ModelCase(family), layout, lengths, rings="all")
+    check(ranks(num_ranks), ModelCase(family), layout, lengths, ulysses=1)
 
 
 def test_ring_and_ulysses_stand_beside_each_other(ranks) -> None:
@@ -39,14 +39,14 @@ def test_ring_and_ulysses_stand_beside_each_other(ranks) -> None:
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (1, 1)])
 def test_ring_asks_nothing_of_the_heads(ranks, num_heads: int, num_kv_heads: int) -> None:
     num_ranks, layout, lengths = RINGS["<4>"]
-    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, rings="all")
+    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, ulysses=1)
 
 
 def test_plain_matrices_match_too(ranks) -> None:
     num_ranks, layout, lengths = RINGS["<2>"]
     rows = random_rows(lengths)
     _, expected = reference_step(build_model(ModelCase()), rows)
-    results = ranks(num_ranks).run(step_with_plain_blocks, plan_of(layout, lengths, num_ranks, "all"), rows)
+    results = ranks(num_ranks).run(step_with_plain_blocks, plan_of(layout, lengths, num_ranks, 1), rows)
     for gradients in results:
         assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
 
@@ -57,14 +57,20 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
     from hf_longctx.plan.serialize import plan_to_json
 
-    with patch.object(ring, "_has_cpu_operator", lambda tensor: False):
+    with patch.object(tiles, "tile_backend", lambda queries: "plain"):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 
+def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    out.add_(other)
+    lse.copy_(torch.logaddexp(lse, other_lse))
+
+
 PLANTED = {
-    "wrong merge": ("_merge", lambda out, lse, other, other_lse: (out.add_(other), lse.copy_(torch.logaddexp(lse, other_lse)))),
+    "wrong merge": (ring, "_merge", unweighted_merge),
     "wrong zigzag order": (
-        "visible_blocks",
+        context,
+        "visible_tiles",
         lambda queries, keys: [
             (q.tokens, k.tokens, k.start == q.start)
             for q in queries
@@ -80,8 +86,8 @@ def step_with_bug(name: str, plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
     from hf_longctx.plan.serialize import plan_to_json
 
-    function, replacement = PLANTED[name]
-    with patch.object(ring, function, replacement):
+    module, function, replacement = PLANTED[name]
+    with patch.object(module, function, replacement):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 
@@ -90,62 +96,32 @@ def test_planted_bug_is_noticed(ranks, name: str) -> None:
     num_ranks, layout, lengths = RINGS["<2>"]
     rows = random_rows(lengths)
     _, expected = reference_step(build_model(ModelCase()), rows)
-    for gradients in ranks(num_ranks).run(step_with_bug, name, plan_of(layout, lengths, num_ranks, "all"), rows):
+    for gradients in ranks(num_ranks).run(step_with_bug, name, plan_of(layout, lengths, num_ranks, 1), rows):
         assert max(relative_error(gradients[key], expected[key]) for key in expected) > 1e-3
 
 
-lengths_of_documents = st.lists(st.integers(1, 90), max_size=6)
-
-
-def chunk_of(lengths: list[int]) -> Chunk:
-    return Chunk(0, tuple(Span(number, 0, length) for number, length in enumerate(lengths)))
-
-
-@given(lengths_of_documents, st.integers(1, 7), st.sampled_from(["ulysses", "ring"]))
-def test_pieces_cover_every_token_once_and_no_rank_is_empty(lengths: list[int], degree: int, method: Any) -> None:
-    pieces = rank_pieces(chunk_of(lengths), degree, method)
-    found = sorted((p.document, token) for rank in pieces for p in rank for token in range(p.start, p.stop))
-    real = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
-    dummies = found[len(real) :]
-    assert found[: len(real)] == real
-    assert [document for document, _ in dummies] == list(range(len(lengths), len(lengths) + len(dummies)))
-    assert min(held_tokens(pieces)) >= 1
-    for rank in pieces:
-        assert [piece.first for piece in rank] == [sum(p.num_tokens for p in rank[:i]) for i in range(len(rank))]
-
-
-@given(st.lists(st.integers(64, 400), min_size=1, max_size=3), st.integers(2, 6))
-def test_zigzag_gives_all_ranks_the_same_pairs(lengths: list[int], degree: int) -> None:
-    pieces = rank_pieces(chunk_of(lengths), degree, "ring")
-    pairs = [sum((p.stop + p.start + 1) * p.num_tokens / 2 for p in rank) for rank in pieces]
-    # a token more or less at each cut of each document
-    assert max(pairs) - min(pairs) <= 4 * sum(lengths)
-
-
-@pytest.mark.parametrize("length", [1, 3, 5, 9])
-def test_many_short_documents_do_not_pile_up_on_one_rank(length: int) -> None:
-    held = held_tokens(rank_pieces(chunk_of([length] * 64), 4, "ring"))
-    assert max(held) - min(held) <= 2 * length
+lengths_of_documents = st.lists(st.integers(1, 90), min_size=1, max_size=6)
 
 
 @settings(max_examples=50)
-@given(lengths_of_documents.filter(bool), st.integers(2, 5))
-def test_every_visible_pair_is_computed_once_and_no_masked_block(lengths: list[int], degree: int) -> None:
-    pieces = rank_pieces(chunk_of(lengths), degree, "ring")
+@given(lengths_of_documents, st.integers(2, 5))
+def test_every_visible_pair_is_computed_once_and_no_masked_tile(lengths: list[int], degree: int) -> None:
+    chunk = Chunk(0, tuple(Span(number, 0, length) for number, length in enumerate(lengths)))
+    pieces = block_pieces(chunk, GroupShape(degree))
     seen = set()
     for queries in pieces:
         for keys in pieces:
-            for rows, columns, causal in visible_blocks(queries, keys):
+            for rows, columns, causal in visible_tiles(queries, keys):
                 query = next(p for p in queries if p.tokens == rows)
                 key = next(p for p in keys if p.tokens == columns)
-                block = {
+                tile = {
                     (query.document, i, j)
                     for i in range(query.start, query.stop)
                     for j in range(key.start, key.stop)
                     if not causal or j <= i
                 }
-                assert block and not block & seen
-                assert all(j <= i for _, i, j in block)
-                seen |= block
+                assert tile and not tile & seen
+                assert all(j <= i for _, i, j in tile)
+                seen |= tile
     expected = {(document, i, j) for document, length in enumerate(lengths) for i in range(length) for j in range(i + 1)}
     assert {pair for pair in seen if pair[0] < len(lengths)} == expected

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hf_longctx.kernels.reference import packed_causal_attention
 from hf_longctx.runtime import sequence_parallel
-from hf_longctx.runtime.context import GroupContext
-from hf_longctx.runtime.sequence_parallel import head_shares, packed_attention, sequence_parallel_attention
+from hf_longctx.runtime.context import Block, GroupContext, Ring
+from hf_longctx.runtime.heads import HeadShare, KVReaders, head_shares
+from hf_longctx.runtime.sequence_parallel import packed_attention, sequence_parallel_attention
 
 # H query heads, G KV heads, S tokens of the chunk, D head size; both sides in fp64 with sums of at most some 30 terms
 TOLERANCE = 1e-13
@@ -107,7 +108,8 @@ def test_packed_attention_of_some_heads_is_the_reference(
     expected.backward(output_gradient[:, first:last])
     cut = [slice(first, last), slice(kv_first, kv_last), slice(kv_first, kv_last)]
     mine = [t[part].clone().requires_grad_() for t, part in zip(inputs, cut, strict=True)]
-    found = packed_attention(*(t[None] for t in mine), first - kv_first * per_kv, per_kv, SCALE, bounds)
+    readers = KVReaders.of(HeadShare(first, last, kv_first, kv_last), per_kv, torch.device("cpu"))
+    found = packed_attention(*(t[None] for t in mine), readers, SCALE, bounds)
     found.backward(output_gradient[None, :, first:last])
     assert found.shape == (1, bounds[-1], last - first, HEAD_DIM)
     assert relative_error(found[0].detach(), expected.detach()) <= TOLERANCE
@@ -115,10 +117,15 @@ def test_packed_attention_of_some_heads_is_the_reference(
         assert relative_error(ours.grad, theirs.grad[part]) <= TOLERANCE
 
 
+def block_context(group: Any, index: int, shards: tuple[int, ...], bounds: tuple[int, ...]) -> GroupContext:
+    """A context of one block whose ranks hold `shards` tokens each, with documents at `bounds`."""
+    return GroupContext(Block(group, index, shards), Ring(None, 0, (0,), ((),)), bounds)
+
+
 def attend(context: GroupContext, num_heads: int, num_kv_heads: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's output [T, H, D] and gradients of its shards of q, k and v."""
-    start = sum(context.shard_tokens[: context.index])
-    cut = slice(start, start + context.shard_tokens[context.index])
+    start = sum(context.block.tokens[: context.block.index])
+    cut = slice(start, start + context.num_tokens)
     *inputs, output_gradient = random_inputs(num_heads, num_kv_heads, num_tokens)
     shards = [t[:, cut].clone().requires_grad_() for t in inputs]
     output = sequence_parallel_attention(*(t[None] for t in shards), SCALE, context)
@@ -139,7 +146,7 @@ def check_shards(parts: list[tuple[Tensor, ...]], expected: list[Tensor]) -> Non
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 4), (4, 2), (6, 1)])
 def test_one_rank_is_the_reference(name: str, num_heads: int, num_kv_heads: int) -> None:
     bounds = BOUNDS[name]
-    context = GroupContext(None, 0, (bounds[-1],), bounds)
+    context = block_context(None, 0, (bounds[-1],), bounds)
     check_shards([attend(context, num_heads, num_kv_heads, bounds[-1])], reference(num_heads, num_kv_heads, bounds))
 
 
@@ -151,7 +158,7 @@ def attend_on_rank(
     if pool.rank not in positions:
         return None
     index = positions.index(pool.rank)
-    return [attend(GroupContext(pool.group(positions), index, shards, bounds), *pair, bounds[-1]) for pair in heads]
+    return [attend(block_context(pool.group(positions), index, shards, bounds), *pair, bounds[-1]) for pair in heads]
 
 
 # head counts that divide the ranks and that do not, multi-query and grouped
@@ -185,7 +192,7 @@ def sent_on_rank(num_heads: int, num_kv_heads: int, shards: tuple[int, ...]) -> 
     Query head h holds h everywhere, KV head g holds 100 + g in k and 200 + g in v.
     """
     pool = group_pool()
-    context = GroupContext(pool.everyone, pool.rank, shards, (0, sum(shards)))
+    context = block_context(pool.everyone, pool.rank, shards, (0, sum(shards)))
     num_own = shards[pool.rank]
 
     def marked(first: int, count: int) -> Tensor:
@@ -221,7 +228,7 @@ def test_each_head_is_sent_once_to_every_rank_that_reads_it_and_to_no_other(rank
 
 
 def test_every_call_is_counted() -> None:
-    context = GroupContext(None, 0, (23,), (0, 23))
+    context = block_context(None, 0, (23,), (0, 23))
     for count in (1, 2):
         attend(context, 4, 2, 23)
         assert context.calls.count == count
@@ -233,4 +240,4 @@ def test_a_shard_other_than_the_plans_is_refused(batch: int, num_tokens: int) ->
     with pytest.raises(
         ValueError, match=f"attention got batch {batch} of {num_tokens} tokens, the plan gives this rank one row of 8"
     ):
-        sequence_parallel_attention(heads, heads, heads, SCALE, GroupContext(None, 0, (8,), (0, 8)))
+        sequence_parallel_attention(heads, heads, heads, SCALE, block_context(None, 0, (8,), (0, 8)))

@@ -49,10 +49,10 @@ def test_layout_matches_one_plain_process(ranks, name: str, parameters: Paramete
 
 
 @pytest.mark.parametrize("parameters", MODES)
-@pytest.mark.parametrize("rings", ["all", "second"])
-def test_rings_match(ranks, rings: str, parameters: Parameters) -> None:
+@pytest.mark.parametrize("ulysses,rings", [(1, "none"), (2, "second")], ids=["rings", "hybrid groups and rings"])
+def test_rings_match(ranks, ulysses: int, rings: str, parameters: Parameters) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
-    plan = plan_of(layout, lengths, num_ranks, rings, parameters)
+    plan = plan_of(layout, lengths, num_ranks, ulysses, rings, parameters)
     check(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
 
 

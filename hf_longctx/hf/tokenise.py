@@ -1,0 +1,240 @@
+"""Documents to tokens: texts, prompts with completions, and conversations become rows of `input_ids` and `labels`.
+
+Labels are the token itself where there is loss and -100 elsewhere; rows of plain text have loss everywhere and no column
+`labels`. Results are cached by `datasets` under a fingerprint of the data, the tokenizer and the settings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from hf_longctx.hf.chat import (
+    DataError,
+    RenderedText,
+    check_chat_tokenizer,
+    check_offsets,
+    read_messages,
+    read_tools,
+    render_chat,
+)
+from hf_longctx.runtime.loss import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, list[Any]]
+Rows = dict[str, list[list[int]]]
+
+_BATCH_ROWS = 64
+# part of the cache's fingerprint: raise it when other tokens or labels come of the same row
+_RULES = 1
+_TOKENS = Features({"input_ids": List(Value("int32"))})
+_TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Rows of a tokenised dataset, their tokens, and how many of these are learnt (the first of a row never is)."""
+
+    num_rows: int
+    num_tokens: int
+    num_label_tokens: int
+
+
+def tokenise_text(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ("text",), separator: str = "\n\n"
+) -> Dataset:
+    """Token ids of every document, ended by the tokenizer's end-of-sequence token; rows without text are left out.
+
+    Several columns are one document: those that are not empty, in this order, with `separator` between them.
+    """
+    return _mapped(dataset, _TextEncoder(tokenizer, tuple(columns), separator), _TOKENS, f"text in {', '.join(columns)}")
+
+
+def tokenise_completions(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_column: str = "prompt",
+    completion_column: str = "completion",
+) -> Dataset:
+    """Token ids of prompt + completion + end-of-sequence token, with labels on the completion and the end only.
+
+    Both are tokenised as one text; a token across the border counts as the completion's. Rows without a completion are
+    left out. Raises DataError for a tokenizer that does not know the characters of its tokens.
+    """
+    check_offsets(tokenizer, "where the completion begins")
+    encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column)
+    return _mapped(dataset, encoder, _TOKENS_AND_LABELS, f"text in {completion_column}")
+
+
+def tokenise_chat(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    messages_column: str = "messages",
+    *,
+    row_numbers: Sequence[int] | None = None,
+) -> Dataset:
+    """Token ids of every conversation under the tokenizer's chat template, with labels on the assistant's tokens only.
+
+    A column `tools` is given to the template if it is there. The assistant's tokens are those with a character between
+    the template's `{% generation %}` and `{% endgeneration %}`. Conversations without any are left out, and counted in
+    a warning. `row_numbers` is what errors call the rows, where `dataset` is a selection of another.
+
+    Raises DataError for a template without these markers, a tokenizer that does not know the characters of its tokens,
+    and malformed messages.
+    """
+    has_tools = "tools" in dataset.column_names
+    check_chat_tokenizer(tokenizer, has_tools)
+    encoder = _ChatEncoder(tokenizer, messages_column, has_tools, None if row_numbers is None else tuple(row_numbers))
+    return _mapped(dataset, encoder, _TOKENS_AND_LABELS, "message of the assistant")
+
+
+def joined(texts: Sequence[str | None], separator: str) -> str:
+    """The texts of a row's columns as one document."""
+    return separator.join(text for text in texts if text)
+
+
+def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
+    """A tokenised dataset with `input_ids` as int32 and, if wanted, `labels`: every token its own where there were none."""
+    features = _TOKENS_AND_LABELS if has_labels else _TOKENS
+    if has_labels and "labels" not in dataset.column_names:
+        tokens = dataset.select_columns(["input_ids"])
+        return tokens.map(lambda batch: {"labels": batch["input_ids"]}, batched=True, features=features, desc="add labels")
+    return dataset.select_columns(list(features)).cast(features) if dataset.features != features else dataset
+
+
+def count_tokens(dataset: Dataset) -> TokenCounts:
+    """Counts the rows and tokens of a tokenised dataset in one pass."""
+    num_tokens = num_label_tokens = 0
+    for table in dataset.with_format("arrow").iter(1000):
+        ids = pc.list_flatten(table["input_ids"])
+        num_tokens += len(ids)
+        if "labels" in table.column_names:
+            tails = pc.list_flatten(pc.list_slice(table["labels"], 1))
+            num_label_tokens += pc.sum(pc.not_equal(tails, IGNORE_INDEX)).as_py() or 0
+        else:
+            num_label_tokens += len(ids) - len(table)
+    return TokenCounts(len(dataset), num_tokens, num_label_tokens)
+
+
+# encoders are data, so that `datasets` finds the same cached result for the same fields
+
+
+@dataclass(frozen=True)
+class _TextEncoder:
+    tokenizer: PreTrainedTokenizerBase
+    columns: tuple[str, ...]
+    separator: str
+    rules: int = _RULES
+
+    def __call__(self, batch: Batch, indices: list[int]) -> Rows:
+        end = self.tokenizer.eos_token_id
+        texts = [joined(texts, self.separator) for texts in zip(*(batch[column] for column in self.columns), strict=True)]
+        texts = [text for text in texts if text]
+        # long documents are what this package is for: no warning about the tokenizer's own limit
+        ids = self.tokenizer(texts, verbose=False)["input_ids"] if texts else []
+        return {"input_ids": [row if end is None or row[-1:] == [end] else [*row, end] for row in ids]}
+
+
+@dataclass(frozen=True)
+class _CompletionEncoder:
+    tokenizer: PreTrainedTokenizerBase
+    prompt_column: str
+    completion_column: str
+    rules: int = _RULES
+
+    def __call__(self, batch: Batch, indices: list[int]) -> Rows:
+        pairs = zip(batch[self.prompt_column], batch[self.completion_column], strict=True)
+        texts = [
+            RenderedText((prompt or "") + completion, ((len(prompt or ""), len(prompt or "") + len(completion)),))
+            for prompt, completion in pairs
+            if completion
+        ]
+        rows = _encode(self.tokenizer, texts, add_special_tokens=True)
+        end = self.tokenizer.eos_token_id
+        for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
+            if end is not None:
+                if ids[-1:] != [end]:
+                    ids.append(end)
+                    labels.append(end)
+                labels[-1] = end
+        return rows
+
+
+@dataclass(frozen=True)
+class _ChatEncoder:
+    tokenizer: PreTrainedTokenizerBase
+    messages_column: str
+    has_tools: bool
+    row_numbers: tuple[int, ...] | None
+    rules: int = _RULES
+
+    def __call__(self, batch: Batch, indices: list[int]) -> Rows:
+        texts = []
+        for place, index in enumerate(indices):
+            row = f"row {index if self.row_numbers is None else self.row_numbers[index]} column {self.messages_column!r}"
+            messages = read_messages(batch[self.messages_column][place], row)
+            tools = read_tools(batch["tools"][place], row) if self.has_tools else None
+            rendered = render_chat(self.tokenizer, messages, tools, row)
+            if rendered.spans:
+                texts.append(rendered)
+        return _encode(self.tokenizer, texts, add_special_tokens=False)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[RenderedText], add_special_tokens: bool) -> Rows:
+    """Token ids of texts and labels on their spans."""
+    if not texts:
+        return {"input_ids": [], "labels": []}
+    encoded = tokenizer(
+        [rendered.text for rendered in texts],
+        add_special_tokens=add_special_tokens,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    labels = [
+        _span_labels(ids, offsets, rendered)
+        for ids, offsets, rendered in zip(encoded["input_ids"], encoded["offset_mapping"], texts, strict=True)
+    ]
+    return {"input_ids": encoded["input_ids"], "labels": labels}
+
+
+def _span_labels(ids: list[int], offsets: list[tuple[int, int]], rendered: RenderedText) -> list[int]:
+    """The ids of the tokens that have a character in a span, and of those between them; IGNORE_INDEX for the others."""
+    starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    labels = [IGNORE_INDEX] * len(ids)
+    for start, stop in rendered.spans:
+        inside = np.flatnonzero((starts < stop) & (stops > start))
+        if len(inside):
+            first, last = int(inside[0]), int(inside[-1]) + 1
+            labels[first:last] = ids[first:last]
+        elif rendered.text[start:stop].strip():
+            raise DataError(
+                f"the tokenizer gives no token for {rendered.text[start:stop]!r:.60}, which is to be learnt; its offsets do "
+                f"not cover the text, so use another version of it"
+            )
+    return labels
+
+
+def _mapped(dataset: Dataset, encoder: Callable[[Batch, list[int]], Rows], features: Features, needed: str) -> Dataset:
+    """The rows that `encoder` makes of a dataset; says how many it left out, and raises DataError if these are all."""
+    tokens = dataset.map(
+        encoder,
+        batched=True,
+        batch_size=_BATCH_ROWS,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=features,
+        desc="tokenise",
+    )
+    if not len(tokens):
+        raise DataError(f"none of {len(dataset)} rows has any {needed}, so there is nothing to learn; check the column")
+    if num_left_out := len(dataset) - len(tokens):
+        logger.warning("%d of %d rows left out, they have no %s", num_left_out, len(dataset), needed)
+    return tokens

@@ -1,0 +1,131 @@
+"""What the ranks of a sequence group send each other: bytes and messages of a pass, counted as the runtime sends them.
+
+Inside a block (Ulysses) a rank sends each neighbour that neighbour's heads of its own tokens (queries, and every KV head
+that these read, in keys and values), and after attention its own heads of the neighbour's tokens; backward the same the
+other way round. Around the ring, b blocks pass on their keys and values b - 1 times, in backward again, and their
+gradients, in at least fp32, b times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
+from hf_longctx.plan.types import GroupShape
+
+_KV = 2  # keys and values
+_LEAST_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank sends in one pass over all layers, inside its node and to other nodes, and in how many exchanges."""
+
+    link_bytes: float = 0.0
+    network_bytes: float = 0.0
+    messages: int = 0
+
+    @property
+    def num_bytes(self) -> float:
+        return self.link_bytes + self.network_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCounts:
+    """Query and KV heads that each rank of a block computes."""
+
+    queries: tuple[int, ...]
+    kv: tuple[int, ...]
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadCounts:
+        """Contiguous query heads spread as evenly as possible, the first ranks taking one more, and the KV heads they read."""
+        base, remainder = divmod(num_heads, num_ranks)
+        per_kv = num_heads // num_kv_heads
+        queries = tuple(base + (index < remainder) for index in range(num_ranks))
+        stops = [sum(queries[: index + 1]) for index in range(num_ranks)]
+        kv = tuple((stop - 1) // per_kv - (stop - count) // per_kv + 1 for stop, count in zip(stops, queries, strict=True))
+        return cls(queries, kv)
+
+
+def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: ClusterSpec) -> tuple[GroupShape, ...]:
+    """The shapes that a group of `degree` ranks may take, "auto" all that the model's heads allow; empty if none.
+
+    A hybrid's blocks have as many ranks as KV heads can be dealt out to, gcd(KV heads, degree), as far as they fit into a
+    node: then no KV head travels twice, and only the ring crosses nodes. Blocks are powers of two or all ranks, since
+    their process groups are made at start.
+    """
+    if degree == 1:
+        return (GroupShape(1),)
+    # fewest messages first: callers take the first of equals
+    shapes = []
+    has_group = degree & (degree - 1) == 0 or degree == cluster.num_ranks
+    if method in ("auto", "ulysses") and degree <= model.num_heads and has_group:
+        shapes.append(GroupShape(degree, degree))
+    if method in ("auto", "hybrid"):
+        block = 1
+        while model.num_kv_heads % (2 * block) == degree % (2 * block) == cluster.ranks_per_node % (2 * block) == 0:
+            block *= 2
+        shapes.append(GroupShape(degree, block))
+    if method in ("auto", "ring"):
+        shapes.append(GroupShape(degree))
+    return tuple(dict.fromkeys(shapes))
+
+
+def sent_bytes(model: ModelSpec, shape: GroupShape, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Bytes that every rank sends to others in one forward and one backward over all layers, exactly.
+
+    `tokens`: tokens of every rank of the group, dummy tokens included.
+    """
+    element = model.head_dim * model.bytes_per_element
+    gradient = model.head_dim * max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
+    heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
+    sent = [q + _KV * kv for q, kv in zip(heads.queries, heads.kv, strict=True)]
+    block_tokens = [sum(tokens[first : first + shape.ulysses]) for first in range(0, shape.degree, shape.ulysses)]
+    result = []
+    for rank, own in enumerate(tokens):
+        block, inside = divmod(rank, shape.ulysses)
+        others = block_tokens[block] - own
+        forward = (own * (sum(sent) - sent[inside]) + others * heads.queries[inside]) * element
+        backward = (others * sent[inside] + own * (sum(heads.queries) - heads.queries[inside])) * element
+        hops = shape.num_blocks - 1
+        if hops:
+            # a rank passes on the keys and values of all blocks but the one it gets last, and gradients of all
+            passed = sum(block_tokens[(block - hop) % shape.num_blocks] for hop in range(hops))
+            forward += passed * _KV * heads.kv[inside] * element
+            backward += passed * _KV * heads.kv[inside] * element + sum(block_tokens) * _KV * heads.kv[inside] * gradient
+        result.append((forward * model.num_layers, backward * model.num_layers))
+    return tuple(result)
+
+
+def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_tokens: float, is_backward: bool) -> Traffic:
+    """What a rank sends on average in one pass of a chunk of `num_tokens` tokens spread evenly: `sent_bytes`, smoothed.
+
+    Groups are taken to start at a multiple of their degree. A ring that leaves a node runs at the speed of the network,
+    because all of its ranks wait for the slowest hop.
+    """
+    if shape.degree == 1:
+        return Traffic()
+    element = model.head_dim * model.bytes_per_element * model.num_layers
+    heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
+    own = num_tokens / shape.degree
+    neighbours = shape.ulysses - 1
+    exchanged = own * neighbours / shape.ulysses * (2 * sum(heads.queries) + _KV * sum(heads.kv)) * element
+    far_neighbours = max(0, shape.ulysses - cluster.ranks_per_node)
+    network = exchanged * far_neighbours / neighbours if neighbours else 0.0
+    link, messages = exchanged - network, 2 * model.num_layers * (neighbours > 0)
+    hops = shape.num_blocks - 1
+    if hops:
+        passed = num_tokens / shape.num_blocks * _KV * sum(heads.kv) / shape.ulysses
+        ring = hops * passed * element
+        messages += hops * model.num_layers
+        if is_backward:
+            gradient = model.head_dim * max(_LEAST_GRADIENT_BYTES, model.bytes_per_element) * model.num_layers
+            ring += shape.num_blocks * passed * gradient
+            messages += shape.num_blocks * model.num_layers
+        if shape.degree > cluster.ranks_per_node:
+            network += ring
+        else:
+            link += ring
+    return Traffic(link, network, messages)

@@ -1,0 +1,89 @@
+"""Hybrid groups: Ulysses inside blocks, a ring across; exact beside every other method, in one micro-batch too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.steps import plan_of, run_step, step_on_rank
+from test_equality import LAYOUTS, TOLERANCE, check
+
+from hf_longctx.plan.serialize import plan_to_json
+from hf_longctx.plan.types import GroupShape, MicroBatch, StepPlan
+from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime import mesh
+
+HYBRIDS = {name: LAYOUTS[name] for name in ("<4>", "<4>,<2,2>,<1,1,1,1>", "<4> of two tokens", "one long, many short")}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid_matches_one_plain_process(ranks, name: str, family: str) -> None:
+    num_ranks, layout, lengths = HYBRIDS[name]
+    check(ranks(num_ranks), ModelCase(family), layout, lengths, ulysses=2)
+
+
+# blocks of two: each rank reads whole KV heads, shares one with its neighbour, or reads parts of several
+@pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (6, 3), (3, 3), (5, 1)])
+def test_hybrid_asks_of_the_heads_only_one_per_rank_of_a_block(ranks, num_heads: int, num_kv_heads: int) -> None:
+    num_ranks, layout, lengths = HYBRIDS["<4>"]
+    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, ulysses=2)
+
+
+def reshaped(plan: StepPlan, shapes: list[GroupShape]) -> StepPlan:
+    """`plan` with the first groups of every micro-batch in these shapes."""
+    micro_batches = []
+    for micro_batch in plan.micro_batches:
+        groups = list(micro_batch.groups)
+        for place, shape in enumerate(shapes):
+            assert groups[place].degree == shape.degree
+            blocks = shape.ulysses if shape.method == "hybrid" else 0
+            groups[place] = replace(groups[place], method=shape.method, ulysses_degree=blocks)
+        micro_batches.append(MicroBatch(tuple(groups)))
+    return validate_plan(replace(plan, micro_batches=tuple(micro_batches)))
+
+
+# name -> (ranks, layout, lengths, shapes of the groups)
+MIXTURES = {
+    "<3r,1>": (4, [[(3, (0, 1)), (1, (2,))]], [43, 7, 11], [GroupShape(3), GroupShape(1)]),
+    "<2u,2r>": (4, [[(2, (0, 1)), (2, (2, 3))]], [21, 6, 17, 9], [GroupShape(2, 2), GroupShape(2)]),
+    "<4h,2u> of six": (6, [[(4, (0, 1)), (2, (2, 3))]], [61, 9, 31, 4], [GroupShape(4, 2), GroupShape(2, 2)]),
+    "<3r,2r,1> of six": (6, [[(3, (0,)), (2, (1, 2)), (1, (3,))]], [53, 31, 4, 11], [GroupShape(3), GroupShape(2)]),
+    "<6h>": (6, [[(6, (0, 1, 2))]], [83, 14, 5], [GroupShape(6, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_methods_stand_beside_each_other(ranks, name: str) -> None:
+    num_ranks, layout, lengths, shapes = MIXTURES[name]
+    plan = reshaped(plan_of(layout, lengths, num_ranks, ulysses=1), shapes)
+    rows = random_rows(lengths)
+    expected_loss, expected = reference_step(build_model(ModelCase()), rows)
+    for loss, gradients in run_step(ranks(num_ranks), ModelCase(), plan, rows):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert max(relative_error(gradients[key], expected[key]) for key in expected) <= TOLERANCE
+
+
+def step_with_wrong_block(plan: StepPlan, rows: Any) -> Any:
+    """One step in which every rank takes its block for the next one of the ring."""
+    original = mesh.GroupPool.context
+
+    def context(self: Any, *args: Any) -> Any:
+        found = original(self, *args)
+        ring = found.ring
+        return replace(found, ring=replace(ring, pieces=ring.pieces[1:] + ring.pieces[:1]))
+
+    with patch.object(mesh.GroupPool, "context", context):
+        return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
+
+
+def test_planted_bug_is_noticed(ranks) -> None:
+    # one document of eight tokens for each rank: all pieces are of one size, so that only the numbers go wrong
+    rows = random_rows([32])
+    _, expected = reference_step(build_model(ModelCase()), rows)
+    plan = plan_of([[(4, (0,))]], [32], 4, ulysses=2)
+    for gradients in ranks(4).run(step_with_wrong_block, plan, rows):
+        assert max(relative_error(gradients[key], expected[key]) for key in expected) > 1e-3

@@ -1,0 +1,74 @@
+"""Inside a step nothing waits for the device, no process group is made and no memory is pinned."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import ModelCase, build_model, random_rows
+from helpers.steps import group_pool, plan_of, rank_inputs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.runtime import executor
+from hf_longctx.runtime.executor import StepExecutor
+
+# operators whose result has to come to the host, or that pin memory
+WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "_pin_memory", "masked_select", "unique")
+
+
+class Recorder(TorchDispatchMode):
+    """Names of all operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(plan: StepPlan, rows: list[dict[str, list[int]]], bug: bool) -> set[str]:
+    """What this rank runs in the second step of a run; making a group or waiting for a device raises."""
+    pool, model = group_pool(), build_model(ModelCase())
+    patch_model(model)
+    runner = StepExecutor(model, pool, num_attention_layers(model), torch.device("cpu"))
+    chunks, rank_plan = rank_inputs(plan, rows, pool.rank)["chunks"], plan.for_rank(pool.rank)
+    runner.run(rank_plan, chunks, 10)
+
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a step made a process group or waited for the device")
+
+    original = executor.step_loss
+
+    def waiting(loss: torch.Tensor, count: int) -> torch.Tensor:
+        return original(loss, count + int(loss.detach() < 0))
+
+    with (
+        patch.object(dist, "new_group", forbidden),
+        patch.object(torch.cuda, "synchronize", forbidden),
+        patch.object(executor, "step_loss", waiting if bug else original),
+        Recorder() as recorder,
+    ):
+        runner.run(rank_plan, chunks, 10)
+    return recorder.names
+
+
+@pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
+def test_no_operator_of_a_step_waits_for_the_device(ranks, ulysses: int) -> None:
+    lengths = [37, 14, 9, 8]
+    plan = plan_of([[(4, (0, 1))], [(2, (2,)), (1, (3,))]], lengths, 4, ulysses)
+    for names in ranks(4).run(operators_of_a_step, plan, random_rows(lengths), False):
+        assert "mm" in names
+        assert not names & set(WAITING)
+
+
+def test_a_step_that_waits_is_noticed() -> None:
+    plan = plan_of([[(1, (0,))]], [9], 1)
+    with patch("helpers.steps.dist.get_world_size", lambda: 1), patch("helpers.steps.dist.new_group", lambda **kwargs: None):
+        assert "_local_scalar_dense" in operators_of_a_step(plan, random_rows([9]), True)

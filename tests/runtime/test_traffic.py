@@ -1,0 +1,100 @@
+"""What ranks send is what the cost model counts: every byte of every method, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import VOCAB_SIZE, ModelCase, build_model, random_rows
+from helpers.steps import group_pool, plan_of, rank_inputs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.plan.sharding import held_tokens, rank_pieces
+from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.traffic import HeadCounts, mean_traffic, sent_bytes
+from hf_longctx.plan.types import GroupShape, StepPlan
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.heads import head_shares
+
+
+def spec_of(case: ModelCase) -> ModelSpec:
+    return ModelSpec(
+        2, 8 * case.num_heads, 48, case.num_heads, case.num_kv_heads, 8, VOCAB_SIZE, 512, bytes_per_element=case.dtype.itemsize
+    )
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes that this rank sends to others in exchanges of attention while the body runs, in one number."""
+    total = [0]
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def exchange(received: Any, sent: torch.Tensor, receive_sizes: Any, send_sizes: list[int], group: Any) -> Any:
+        own = send_sizes[dist.get_rank(group)]
+        total[0] += (sum(send_sizes) - own) * sent.element_size()
+        return all_to_all(received, sent, receive_sizes, send_sizes, group=group)
+
+    def pass_on(operations: list[dist.P2POp]) -> Any:
+        total[0] += sum(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
+        return batch(operations)
+
+    with patch.object(dist, "all_to_all_single", exchange), patch.object(dist, "batch_isend_irecv", pass_on):
+        yield total
+
+
+def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[int, int]:
+    """Bytes of this rank in a forward alone, and in a step."""
+    pool, model = group_pool(), build_model(case)
+    patch_model(model)
+    executor = StepExecutor(model, pool, num_attention_layers(model), torch.device("cpu"))
+    chunks, rank_plan = rank_inputs(plan, rows, pool.rank)["chunks"], plan.for_rank(pool.rank)
+    with counted_bytes() as forward:
+        executor.evaluate(rank_plan, chunks)
+    with counted_bytes() as both:
+        executor.run(rank_plan, chunks, 10)
+    return forward[0], both[0]
+
+
+# half precision too, where gradients travel in fp32
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 2), (6, 1), (6, 3), (5, 5)])
+@pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
+def test_bytes_sent_are_those_of_the_formula(ranks, ulysses: int, num_heads: int, num_kv_heads: int, dtype) -> None:
+    case, lengths = ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype), [37, 14, 3]
+    plan = plan_of([[(4, (0, 1, 2))]], lengths, 4, ulysses)
+    (group,) = plan.micro_batches[0].groups
+    tokens = held_tokens(rank_pieces(group.chunks[0], group.shape))
+    expected = sent_bytes(spec_of(case), GroupShape(4, ulysses), tokens)
+    found = ranks(4).run(sent_on_rank, case, plan, random_rows(lengths))
+    assert found == [(forward, forward + backward) for forward, backward in expected]
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
+def test_heads_are_counted_as_the_runtime_deals_them_out(num_kv_heads: int, per_kv: int, num_ranks: int) -> None:
+    num_heads = num_kv_heads * per_kv
+    if num_ranks <= num_heads:
+        shares = head_shares(num_heads, num_kv_heads, num_ranks)
+        expected = HeadCounts(tuple(s.num_q for s in shares), tuple(s.num_kv for s in shares))
+        assert HeadCounts.of(num_heads, num_kv_heads, num_ranks) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [GroupShape(4, 4), GroupShape(4, 2), GroupShape(4), GroupShape(3), GroupShape(8, 2)], ids=str)
+@pytest.mark.parametrize("num_heads,num_kv_heads", [(8, 2), (8, 8), (24, 6)])
+def test_the_planners_mean_is_the_exact_count_where_everything_is_even(
+    shape: GroupShape, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    model = spec_of(ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype))
+    exact = sent_bytes(model, shape, [10] * shape.degree)
+    cluster = ClusterSpec(8, 8, GENERIC_CPU)
+    for is_backward in (False, True):
+        mean = mean_traffic(model, cluster, shape, 10 * shape.degree, is_backward)
+        assert [one[is_backward] for one in exact] == pytest.approx([mean.num_bytes] * shape.degree)
+        assert mean.network_bytes == 0
