@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import group_pool, mesh, plan_of, rank_inputs, run_step, step_on_rank
-from test_equality import LAYOUTS, TOLERANCE
+from helpers.steps import group_pool, mesh, plan_of, rank_inputs, run_step, step_on_rank, whole
+from hypothesis import HealthCheck, Phase, given, settings
+from test_equality import LAYOUTS, TOLERANCE, random_steps
 from test_precision import BAND
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -116,6 +117,41 @@ def test_bf16_weights_stay_in_the_band_of_plain_bf16(ranks, parameters: Paramete
     assert loss == pytest.approx(exact_loss, rel=5e-3)
     errors = [max(relative_error(g[name].double(), exact[name]) for name in exact) for g in (found, plain)]
     assert errors[0] <= min(BAND, 1.5 * errors[1] + 5e-3)
+
+
+def accumulated(num_rounds: int, num_chunks: int, fp32_gradients: bool) -> float:
+    """The gradient of a bf16 weight over both ranks: one of 1 and all others of 2^-9, which bf16 rounds away beside it."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2, bias=False, dtype=torch.bfloat16))
+    shard_model(model, ("Linear",), mesh(2), fp32_gradients)
+    parameters = ShardedParameters(model, fp32_gradients)
+    for step_round in range(num_rounds):
+        parameters.enter_round("sharded", step_round == num_rounds - 1)
+        for chunk in range(num_chunks):
+            value = 2.0**-9 if step_round or chunk else 1.0
+            loss = (model(torch.ones(1, 1, dtype=torch.bfloat16)) * value).sum()
+            parameters.before_backward(chunk == num_chunks - 1)
+            loss.backward()
+            parameters.after_backward()
+    parameters.reduce(None)
+    return float(whole(model[0].weight.grad)[0])
+
+
+@pytest.mark.parametrize("num_rounds,num_chunks", [(65, 1), (1, 65), (13, 5)])
+def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, num_chunks: int) -> None:
+    # two ranks of 1 + 64 / 512; a round's sum is rounded to bf16 once
+    assert ranks(2).run(accumulated, num_rounds, num_chunks, True) == [2.25] * 2
+    assert max(ranks(2).run(accumulated, num_rounds, num_chunks, False)) < 2.25
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_random_plans_match(ranks, parameters: Parameters) -> None:
+    @settings(max_examples=12, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+    @given(random_steps(4))
+    def matches(step: tuple[list, list[int]]) -> None:
+        plan = plan_of(*step, 4, parameters=parameters)
+        check(ranks(4), ModelCase(promoted=True), plan, step[1], shard_ranks=2)
+
+    matches()
 
 
 @contextmanager
