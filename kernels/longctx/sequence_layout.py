@@ -1,0 +1,351 @@
+"""The data layout around the two Ulysses exchanges, every value read once and written once.
+
+Forward, on each rank of a group:  scatter_heads -> all-to-all -> join_tokens -> attention -> scatter_tokens -> all-to-all
+-> join_heads. Backward runs the adjoints in the other order. A flat buffer holds one block per rank of the group:
+
+    scatter_heads  to rank r    [query heads of r, then KV heads of r, then values of r; T own tokens; D]
+    join_tokens    from rank r  [own query heads, then KV heads, then values; tokens of r; D]
+    scatter_tokens to rank r    [tokens of r, own heads, D]
+    join_heads     from rank r  [T own tokens, heads of r, D]
+
+The last three only cut or join along one dimension, so both joins are one operation: parts [rows, sum of sizes, D] from
+blocks [all rows, size, D]. It and its inverse are each other's gradient. The gradient of scatter_heads adds up the copies
+of a KV head, in at least fp32 and rounded once, in rank order.
+
+Shapes: H query heads, G KV heads, N heads of any kind, T tokens of this rank, S tokens of the chunk, D head size. Tensors
+may have any strides, flat buffers are contiguous, all offsets are int64.
+"""
+
+# arguments of Triton kernels have no Python types
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_longctx.kernels import reference
+from hf_longctx.kernels.jit import device_of, jit, next_power_of_2, pack, tl, unpack, wide_type
+
+_TILE_VALUES = 4096
+
+
+@jit("num_blocks", "num_q", "num_kv", "num_tokens")
+def _heads_kernel(
+    q, k, v, flat, strides, table, num_blocks, num_q, num_kv, num_tokens,
+    DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr, IS_SUM: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_T tokens of one head of q, k or v, to all of its copies in `flat`, or (IS_SUM) the sum of them.
+
+    table, per part and rank: (first head, one past the last, place of the first in `flat`, in heads).
+    """
+    head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    tokens = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if head < num_q:
+        _copy_head(q, flat, strides, table, head, tokens, num_tokens, 0, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
+    elif head < num_q + num_kv:
+        head -= num_q
+        _copy_head(k, flat, strides, table, head, tokens, num_tokens, 1, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
+    else:
+        head -= num_q + num_kv
+        _copy_head(v, flat, strides, table, head, tokens, num_tokens, 2, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
+
+
+@jit()
+def _copy_head(
+    x, flat, strides, table, head, tokens, num_tokens,
+    PART: tl.constexpr, DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr, IS_SUM: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK_D)
+    tile = (tokens < num_tokens)[:, None] & (columns < HEAD_DIM)[None, :]
+    offsets = head * strides[3 * PART] + tokens[:, None] * strides[3 * PART + 1] + columns[None, :] * strides[3 * PART + 2]
+    if IS_SUM:
+        total = tl.zeros([BLOCK_T, BLOCK_D], WIDE)
+    else:
+        values = tl.load(x + offsets, mask=tile, other=0.0)
+    for rank in tl.static_range(DEGREE):
+        first = unpack(table[3 * (PART * DEGREE + rank)])
+        if (head >= first) & (head < unpack(table[3 * (PART * DEGREE + rank) + 1])):
+            row = (unpack(table[3 * (PART * DEGREE + rank) + 2]) + head - first) * num_tokens + tokens
+            place = flat + row[:, None] * HEAD_DIM + columns[None, :]
+            if IS_SUM:
+                total += tl.load(place, mask=tile, other=0.0).to(WIDE)
+            else:
+                tl.store(place, values, mask=tile)
+    if IS_SUM:
+        tl.store(x + offsets, total.to(x.dtype.element_ty), mask=tile)
+
+
+@jit("num_blocks", "num_rows", "num_middle")
+def _blocks_kernel(
+    parts, flat, strides, row_bounds, bounds, num_blocks, num_rows, num_middle,
+    NUM_PARTS: tl.constexpr, NUM_BOUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M places of the middle dimension of one row, from the flat blocks, or (IS_SPLIT) to them.
+
+    row_bounds: where each part begins and the last ends in the rows of a block. bounds: the same of the blocks in the middle.
+    """
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    middle = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    tile = (middle < num_middle)[:, None] & (columns < HEAD_DIM)[None, :]
+    flat_row = tl.zeros([BLOCK_M], tl.int64)
+    for i in tl.static_range(NUM_BOUNDS):
+        first, stop = unpack(bounds[i]), unpack(bounds[i + 1])
+        place = num_rows * first + row * (stop - first) + middle - first
+        flat_row = tl.where((middle >= first) & (middle < stop), place, flat_row)
+    there = flat + flat_row[:, None] * HEAD_DIM + columns[None, :]
+    for i in tl.static_range(NUM_PARTS):
+        first_row = unpack(row_bounds[i])
+        if (row >= first_row) & (row < unpack(row_bounds[i + 1])):
+            offsets = (
+                (row - first_row) * strides[3 * i] + middle[:, None] * strides[3 * i + 1] + columns[None, :] * strides[3 * i + 2]
+            )
+            if IS_SPLIT:
+                tl.store(there, tl.load(parts[i] + offsets, mask=tile, other=0.0), mask=tile)
+            else:
+                tl.store(parts[i] + offsets, tl.load(there, mask=tile, other=0.0), mask=tile)
+
+
+def _bounds(sizes: Sequence[int]) -> list[int]:
+    return list(accumulate(sizes, initial=0))
+
+
+def _tiling(num_places: int, head_dim: int) -> tuple[int, int, int]:
+    """(blocks along a dimension of `num_places`, places per block, values per place as a power of two)."""
+    block_d = next_power_of_2(head_dim)
+    block = max(1, min(_TILE_VALUES // block_d, next_power_of_2(num_places)))
+    return -(-num_places // block), block, block_d
+
+
+def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> list[int]:
+    """(first head, one past the last, place of the first in the flat buffer) of every rank, for q, then k, then v."""
+    ranges = [list(pairwise(q_bounds)), list(zip(kv_ranges[::2], kv_ranges[1::2], strict=True))]
+    parts: list[list[int]] = [[], [], []]
+    place = 0
+    for queries, keys in zip(*ranges, strict=True):
+        for part, (first, stop) in zip(parts, (queries, keys, keys), strict=True):
+            part += [first, stop, place]
+            place += stop - first
+    return parts[0] + parts[1] + parts[2]
+
+
+def _launch_heads(
+    parts_NTD: Sequence[Tensor], flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], is_sum: bool
+) -> None:
+    q_HTD, k_GTD, v_GTD = parts_NTD
+    num_q, num_tokens, head_dim = q_HTD.shape
+    num_blocks, block_t, block_d = _tiling(num_tokens, head_dim)
+    grid = ((num_q + 2 * k_GTD.shape[0]) * num_blocks,)
+    if num_tokens == 0 or head_dim == 0:
+        return
+    with device_of(flat):
+        _heads_kernel[grid](
+            q_HTD, k_GTD, v_GTD, flat, tuple(stride for part in parts_NTD for stride in part.stride()),
+            pack(_head_table(q_bounds, kv_ranges)), num_blocks, num_q, k_GTD.shape[0], num_tokens,
+            DEGREE=len(q_bounds) - 1, HEAD_DIM=head_dim, BLOCK_T=block_t, BLOCK_D=block_d,
+            WIDE=wide_type(flat.dtype), IS_SUM=is_sum,
+        )  # fmt: skip
+
+
+def launch_scatter_heads(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]
+) -> Tensor:
+    """`reference.scatter_heads` by the Triton kernel."""
+    num_heads = _num_scattered(q_bounds, kv_ranges)
+    flat = torch.empty(num_heads * q_HTD.shape[1] * q_HTD.shape[2], dtype=q_HTD.dtype, device=q_HTD.device)
+    _launch_heads((q_HTD, k_GTD, v_GTD), flat, q_bounds, kv_ranges, is_sum=False)
+    return flat
+
+
+def launch_sum_heads(
+    flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_kv: int, num_tokens: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.sum_heads` by the Triton kernel."""
+    heads = (q_bounds[-1], num_kv, num_kv)
+    q, k, v = (torch.empty((num, num_tokens, head_dim), dtype=flat.dtype, device=flat.device) for num in heads)
+    _launch_heads((q, k, v), flat.contiguous(), q_bounds, kv_ranges, is_sum=True)
+    return q, k, v
+
+
+def _launch_blocks(parts: Sequence[Tensor], flat: Tensor, sizes: Sequence[int], is_split: bool) -> None:
+    rows = [part.shape[0] for part in parts]
+    num_middle, head_dim = parts[0].shape[1:]
+    if flat.numel() == 0:
+        return
+    num_blocks, block_m, block_d = _tiling(num_middle, head_dim)
+    with device_of(flat):
+        _blocks_kernel[(sum(rows) * num_blocks,)](
+            tuple(parts), flat, tuple(stride for part in parts for stride in part.stride()),
+            pack(_bounds(rows)), pack(_bounds(sizes)), num_blocks, sum(rows), num_middle,
+            NUM_PARTS=len(parts), NUM_BOUNDS=len(sizes), HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_D=block_d,
+            IS_SPLIT=is_split,
+        )  # fmt: skip
+
+
+def launch_join_blocks(flat: Tensor, sizes: Sequence[int], rows: Sequence[int], head_dim: int) -> list[Tensor]:
+    """`reference.join_blocks` by the Triton kernel."""
+    parts = [torch.empty((num, sum(sizes), head_dim), dtype=flat.dtype, device=flat.device) for num in rows]
+    _launch_blocks(parts, flat.contiguous(), sizes, is_split=False)
+    return parts
+
+
+def launch_split_blocks(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """`reference.split_blocks` by the Triton kernel."""
+    num_values = sum(part.shape[0] for part in parts) * sum(sizes) * parts[0].shape[2]
+    flat = torch.empty(num_values, dtype=parts[0].dtype, device=parts[0].device)
+    _launch_blocks(parts, flat, sizes, is_split=True)
+    return flat
+
+
+def _num_scattered(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> int:
+    """Heads in the flat buffer of `scatter_heads`, every copy counted."""
+    return q_bounds[-1] + 2 * (sum(kv_ranges[1::2]) - sum(kv_ranges[::2]))
+
+
+@torch.library.custom_op("hf_longctx::scatter_heads", mutates_args=(), device_types="cpu")
+def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int]) -> Tensor:
+    return reference.scatter_heads(q, k, v, q_bounds, kv_ranges)
+
+
+@torch.library.custom_op("hf_longctx::sum_heads", mutates_args=(), device_types="cpu")
+def _sum_heads(
+    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_kv: int, num_tokens: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.sum_heads(flat, q_bounds, kv_ranges, num_kv, num_tokens, head_dim)
+
+
+@torch.library.custom_op("hf_longctx::join_blocks", mutates_args=(), device_types="cpu")
+def _join_blocks(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> list[Tensor]:
+    return reference.join_blocks(flat, sizes, rows, head_dim)
+
+
+@torch.library.custom_op("hf_longctx::split_blocks", mutates_args=(), device_types="cpu")
+def _split_blocks(parts: list[Tensor], sizes: list[int]) -> Tensor:
+    return reference.split_blocks(parts, sizes)
+
+
+_scatter_heads.register_kernel("cuda")(launch_scatter_heads)
+_sum_heads.register_kernel("cuda")(launch_sum_heads)
+_join_blocks.register_kernel("cuda")(launch_join_blocks)
+_split_blocks.register_kernel("cuda")(launch_split_blocks)
+
+
+@_scatter_heads.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int]) -> Tensor:
+    return q.new_empty(_num_scattered(q_bounds, kv_ranges) * q.shape[1] * q.shape[2])
+
+
+@_sum_heads.register_fake
+def _(
+    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_kv: int, num_tokens: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (flat.new_empty((num, num_tokens, head_dim)) for num in (q_bounds[-1], num_kv, num_kv))
+    return q, k, v
+
+
+@_join_blocks.register_fake
+def _(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> list[Tensor]:
+    return [flat.new_empty((num, sum(sizes), head_dim)) for num in rows]
+
+
+@_split_blocks.register_fake
+def _(parts: list[Tensor], sizes: list[int]) -> Tensor:
+    return parts[0].new_empty(sum(part.shape[0] for part in parts) * sum(sizes) * parts[0].shape[2])
+
+
+def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, _, ctx.q_bounds, ctx.kv_ranges = inputs
+    ctx.sizes = (k.shape[0], q.shape[1], q.shape[2])
+
+
+def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, ctx.q_bounds, ctx.kv_ranges, *_ = inputs
+
+
+def _remember_join(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.sizes = inputs[1]
+
+
+def _remember_split(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    parts, ctx.sizes = inputs
+    ctx.rows, ctx.head_dim = [part.shape[0] for part in parts], parts[0].shape[2]
+
+
+_scatter_heads.register_autograd(
+    lambda ctx, gradient: (*_sum_heads(gradient, ctx.q_bounds, ctx.kv_ranges, *ctx.sizes), None, None),
+    setup_context=_remember_scatter,
+)
+_sum_heads.register_autograd(
+    lambda ctx, *gradients: (_scatter_heads(*gradients, ctx.q_bounds, ctx.kv_ranges), *[None] * 5),
+    setup_context=_remember_sum,
+)
+_join_blocks.register_autograd(
+    lambda ctx, gradients: (_split_blocks(gradients, ctx.sizes), None, None, None), setup_context=_remember_join
+)
+_split_blocks.register_autograd(
+    lambda ctx, gradient: (_join_blocks(gradient, ctx.sizes, ctx.rows, ctx.head_dim), None), setup_context=_remember_split
+)
+
+
+def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
+    """The flat send buffer: for rank 0, 1, ...: its query heads, its KV heads, its values, each [heads, T, D]. Differentiable.
+
+    Rank r has query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]); a KV head may go
+    to several ranks, and its gradient is the sum over them. Raises ValueError if the ranges do not fit the tensors.
+    """
+    num_q, num_kv = q_HTD.shape[0], k_GTD.shape[0]
+    if q_HTD.shape[1:] != k_GTD.shape[1:] or k_GTD.shape != v_GTD.shape or not q_HTD.dtype == k_GTD.dtype == v_GTD.dtype:
+        parts = ", ".join(f"{list(part.shape)} {part.dtype}" for part in (q_HTD, k_GTD, v_GTD))
+        raise ValueError(f"q, k and v are {parts}; they need the same dtype, tokens and head size, and k the heads of v")
+    if q_bounds[0] != 0 or q_bounds[-1] != num_q or any(start > stop for start, stop in pairwise(q_bounds)):
+        raise ValueError(f"q_bounds {list(q_bounds)} must rise from 0 to the {num_q} query heads")
+    ranges = list(zip(kv_ranges[::2], kv_ranges[1::2], strict=False))
+    if len(kv_ranges) != 2 * (len(q_bounds) - 1) or not all(0 <= start <= stop <= num_kv for start, stop in ranges):
+        raise ValueError(
+            f"kv_ranges {list(kv_ranges)} must be a start and a stop within the {num_kv} KV heads for each of the "
+            f"{len(q_bounds) - 1} ranks"
+        )
+    return _scatter_heads(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges))
+
+
+def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [num_q, S, D], k and v [num_kv, S, D] of all tokens, from one flat block per rank; contiguous and differentiable.
+
+    Rank r sent [num_q + 2 num_kv, tokens[r], D]. Raises ValueError if the buffer has another size.
+    """
+    _check_flat(received, (num_q + 2 * num_kv) * sum(tokens) * head_dim, f"{num_q + 2 * num_kv} heads x {list(tokens)} tokens")
+    q_hSD, k_gSD, v_gSD = _join_blocks(received, list(tokens), [num_q, num_kv, num_kv], head_dim)
+    return q_hSD, k_gSD, v_gSD
+
+
+def scatter_tokens(out_ShD: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The flat send buffer [tokens[r], h, D] for rank 0, 1, ... of the heads of all tokens. Differentiable.
+
+    The tokens of a rank are consecutive rows, so this is the input itself where that is contiguous, and one copy elsewhere.
+    Raises ValueError if the tokens do not add up.
+    """
+    if sum(tokens) != out_ShD.shape[0]:
+        raise ValueError(f"ranks hold {list(tokens)} tokens, {sum(tokens)} in all, but attention returned {out_ShD.shape[0]}")
+    return out_ShD.reshape(-1)
+
+
+def join_heads(received: Tensor, heads: Sequence[int], num_tokens: int, head_dim: int) -> Tensor:
+    """All heads of this rank's tokens [T, sum(heads), D], from one flat block [T, heads[r], D] per rank. Differentiable.
+
+    Raises ValueError if the buffer has another size.
+    """
+    _check_flat(received, num_tokens * sum(heads) * head_dim, f"{num_tokens} tokens x {list(heads)} heads")
+    return _join_blocks(received, list(heads), [num_tokens], head_dim)[0]
+
+
+def _check_flat(flat: Tensor, num_values: int, layout: str) -> None:
+    if flat.dim() != 1 or flat.numel() != num_values:
+        raise ValueError(f"the buffer has shape {list(flat.shape)}; {layout} need one dimension of {num_values} values")
