@@ -74,13 +74,18 @@ class LongContextCollator:
         rank_plan = step.plan.for_rank(step.rank)
         # one stage: a rank's position is its rank
         chunks = [[chunk_inputs(chunk, group, step.rank, sequences) for chunk in group.chunks] for group, _ in rank_plan.rounds]
-        flat = [inputs for round_chunks in chunks for inputs in round_chunks]
-        return {
-            "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
-            "chunks": chunks,
-            "num_label_tokens": sum(int((inputs.shift_labels != IGNORE_INDEX).sum()) for inputs in flat),
-            "step": step,
-        }
+        return step_batch(step, chunks)
+
+
+def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, Any]:
+    """The batch of a planned step from the inputs of this rank's chunks, `chunks[round][chunk]`."""
+    flat = [inputs for round_chunks in chunks for inputs in round_chunks]
+    return {
+        "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
+        "chunks": chunks,
+        "num_label_tokens": sum(int((inputs.shift_labels != IGNORE_INDEX).sum()) for inputs in flat),
+        "step": step,
+    }
 
 
 def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: Mapping[int, TokenSequence]) -> ChunkInputs:

@@ -47,6 +47,13 @@ class LongContextConfig:
             "instead, per_device_train_batch_size times the number of ranks."
         },
     )
+    lookahead_batches: int | None = field(
+        default=None,
+        metadata={
+            "help": "Needed for an iterable train_dataset, and only there: global batches that rank 0 may read ahead of the "
+            "step that is running, and holds in memory."
+        },
+    )
     degrees: list[int] | None = field(
         default=None,
         metadata={
@@ -122,6 +129,8 @@ class LongContextConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give a positive number of tokens or leave it out")
+        if self.lookahead_batches is not None and self.lookahead_batches < 1:
+            raise ValueError(f"lookahead_batches is {self.lookahead_batches}; at least 1 global batch must be read ahead")
         if self.long_sequences not in LONG_SEQUENCES:
             raise ValueError(f"long_sequences is {self.long_sequences!r}; choose one of {', '.join(LONG_SEQUENCES)}")
         if self.method not in GROUP_METHODS:

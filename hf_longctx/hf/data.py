@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
+import xxhash
+from tqdm.auto import tqdm
 
 from hf_longctx.hf.sampler import IntArray
 from hf_longctx.runtime.loss import IGNORE_INDEX
@@ -21,7 +21,10 @@ _MEANINGFUL = (
     *("position_ids", "seq_idx", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
     *("completion_mask", "assistant_masks", "loss_mask", "label", "label_ids", "labels_ids", "inputs_embeds"),
 )
-_BATCH_ROWS = 1000
+# a batch has at most so many tokens per column, as far as the batch before it can tell, and at most so many rows
+_BATCH_TOKENS = 1 << 22
+_BATCH_ROWS = 1 << 16
+_FIRST_BATCH_ROWS = 64
 _SHOWN = 3
 
 
@@ -34,43 +37,68 @@ class DatasetScan:
     problems: list[str]
 
 
-def scan_dataset(dataset: Any, name: str, vocab_size: int) -> DatasetScan:
-    """Reads a dataset once; no lengths where its columns are unusable.
+def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
+    """Reads a dataset once, holding one batch of rows and all lengths; no lengths where its columns are unusable.
 
     `name` is how messages call it, for example "train_dataset". Needed: column `input_ids`; used if there: `labels`. A
-    row needs at least one token, as many labels as tokens, ids below `vocab_size`, and no padding.
+    row needs at least one token, as many labels as tokens, ids below `vocab_size`, and no padding. `show_progress`: a bar
+    when it takes longer than a second.
     """
     if (unusable := _unusable(dataset, name)) is not None:
         return DatasetScan(np.zeros(0, dtype=np.int64), "", [unusable])
-    lengths: list[IntArray] = []
+    lengths: IntArray = np.zeros(len(dataset), dtype=np.int64)
     problems: list[str] = []
-    digest, num_labels = hashlib.sha256(), 0
-    for first_row, table in _tables(dataset):
-        rows, found = _table_problems(name, first_row, table, vocab_size)
-        lengths.append(rows)
-        problems += found
-        # after rows of another kind the numbers of rows are lost
-        if len(rows) == 0:
-            break
-        assert isinstance(table, pa.Table)
-        num_labels += _count_labels(table)
-        for column in (c for c in ("input_ids", "labels") if c in table.column_names):
-            digest.update(_values(table[column]).to_numpy().tobytes())
-        digest.update(rows.tobytes())
-    if not problems and not num_labels:
+    num_more, has_label, num_rows = 0, False, 0
+    hashes = {"input_ids": xxhash.xxh3_128(), "labels": xxhash.xxh3_128()}
+    bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
+    with bar:
+        for table in _tables(dataset):
+            rows, found = _table_problems(name, num_rows, table, vocab_size)
+            fresh = [problem for problem in found if problem not in problems]
+            room = _SHOWN - len(problems)
+            problems += fresh[:room]
+            num_more += len(fresh[room:])
+            # after rows of another kind the numbers of rows are lost
+            if len(rows) == 0:
+                return DatasetScan(np.zeros(0, dtype=np.int64), "", problems)
+            assert isinstance(table, pa.Table)
+            lengths[num_rows : num_rows + len(rows)] = rows
+            num_rows += len(rows)
+            has_label = has_label or _count_labels(table) > 0
+            if not problems:
+                _hash_columns(hashes, table)
+            bar.update(len(rows))
+    if not problems and not has_label:
         problems.append(f"{name} has no token with a label, so there is nothing to learn from it; check its labels")
-    return DatasetScan(np.concatenate(lengths), digest.hexdigest()[:16], _shorten(problems))
+    if num_more:
+        problems.append(f"... and {num_more} more problems")
+    digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
+    return DatasetScan(lengths, digest.hexdigest(), problems)
+
+
+def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
+    """Adds the items of all rows to the hash of their column, whatever the batches they come in."""
+    for column, items in hashes.items():
+        if column in table.column_names:
+            for chunk in _values(table[column]).chunks:
+                items.update(np.ascontiguousarray(chunk.to_numpy(zero_copy_only=False)))
 
 
 def _unusable(dataset: Any, name: str) -> str | None:
     """Why the rows of a dataset cannot be read, if so."""
-    if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
-        return f"{name} is an iterable dataset, which is not supported yet; pass a map-style dataset with a length"
     if isinstance(dataset, dict):
         return f"{name} is a dict of datasets ({', '.join(map(str, dataset))}); pass one of them"
     if len(dataset) == 0:
         return f"{name} has no rows; check its path, split and filters"
-    columns = _columns(dataset)
+    if (problem := column_problem(_columns(dataset), name)) is not None:
+        return problem
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
+        return f"{name} has a transform (with_transform), which is not supported; apply it with dataset.map instead"
+    return None
+
+
+def column_problem(columns: Sequence[str], name: str) -> str | None:
+    """Why rows with these columns cannot be trained on, if so."""
     if "input_ids" not in columns:
         return (
             f"{name} has no column 'input_ids' (it has {', '.join(sorted(columns))}); tokenise it first, for example with "
@@ -81,8 +109,6 @@ def _unusable(dataset: Any, name: str) -> str | None:
             f"{name} has a column {meaningful[0]!r}, which is not supported and would change what is trained; express it in "
             f"'labels' (-100 for no label) and one document per row, or remove it"
         )
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
-        return f"{name} has a transform (with_transform), which is not supported; apply it with dataset.map instead"
     return None
 
 
@@ -94,8 +120,30 @@ def token_rows(dataset: Any) -> Any:
     return dataset.select_columns(columns).with_format("numpy")
 
 
-def too_long(lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str) -> list[str]:
-    """One problem for the longest of the rows above either limit, with the remedies; empty if all fit."""
+def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> tuple[IntArray, IntArray]:
+    """Token ids and labels of one row, each of shape [n]; the ids are the labels where it has none.
+
+    Raises ValueError for what `scan_dataset` would find. `columns` are those of the first row.
+    """
+    present = list(row) if isinstance(row, Mapping) else [type(row).__name__]
+    if (unusable := column_problem(present, name)) is not None:
+        raise ValueError(unusable)
+    read = [column for column in ("attention_mask", "input_ids", "labels") if column in columns]
+    table = _plain_table([row], read, number)
+    _, problems = _table_problems(name, number, table, vocab_size)
+    if problems:
+        raise ValueError(problems[0])
+    assert isinstance(table, pa.Table)
+    return _values(table["input_ids"]).to_numpy(), _values(table["labels" if "labels" in read else "input_ids"]).to_numpy()
+
+
+def too_long(
+    lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str, first_row: int = 0
+) -> list[str]:
+    """One problem for the longest of the rows above either limit, with the remedies; empty if all fit.
+
+    `first_row` is the number of the first of the rows.
+    """
     limit = min(max_length, memory_limit)
     above = np.flatnonzero(lengths > limit)
     if not len(above):
@@ -107,8 +155,8 @@ def too_long(lengths: IntArray, max_length: int, memory_limit: int, tokens_per_r
         broken = f"memory: tokens_per_rank {tokens_per_rank} on the largest group gives {memory_limit}"
     others = f" ({len(above) - 1} more rows are above it)" if len(above) > 1 else ""
     return [
-        f"{name} row {row} has {lengths[row]} tokens, above {broken}{others}; set long_sequences='truncate' to drop its "
-        f"tail, long_sequences='split' to cut it into independent documents, or raise the limit"
+        f"{name} row {first_row + row} has {lengths[row]} tokens, above {broken}{others}; set long_sequences='truncate' to drop "
+        f"its tail, long_sequences='split' to cut it into independent documents, or raise the limit"
     ]
 
 
@@ -119,19 +167,22 @@ def _columns(dataset: Any) -> list[str]:
     return list(row) if isinstance(row, Mapping) else [type(row).__name__]
 
 
-def _tables(dataset: Any) -> Iterator[tuple[int, pa.Table | str]]:
-    """(number of the first row, rows) batch by batch; instead of rows, what is wrong with them."""
+def _tables(dataset: Any) -> Iterator[pa.Table | str]:
+    """Rows batch by batch; instead of rows, what is wrong with them."""
     present = _columns(dataset)
     columns = [column for column in ("attention_mask", "input_ids", "labels") if column in present]
-    first_row = 0
-    if isinstance(dataset, datasets.Dataset):
-        for table in dataset.select_columns(columns).with_format("arrow").iter(_BATCH_ROWS):
-            yield first_row, table
-            first_row += len(table)
-        return
+    arrow = dataset.select_columns(columns).with_format("arrow") if isinstance(dataset, datasets.Dataset) else None
+    first_row, num_rows = 0, min(_FIRST_BATCH_ROWS, _BATCH_ROWS)
     while first_row < len(dataset):
-        stop = min(first_row + _BATCH_ROWS, len(dataset))
-        yield first_row, _plain_table([dataset[i] for i in range(first_row, stop)], columns, first_row)
+        stop = min(first_row + num_rows, len(dataset))
+        if arrow is not None:
+            table = arrow[first_row:stop]
+        else:
+            table = _plain_table([dataset[i] for i in range(first_row, stop)], columns, first_row)
+        yield table
+        # usable rows, or the reader would have stopped
+        num_tokens = len(_values(table["input_ids"]))
+        num_rows = max(1, min(_BATCH_ROWS, _BATCH_TOKENS * (stop - first_row) // max(num_tokens, 1)))
         first_row = stop
 
 
@@ -178,15 +229,16 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
             f"({IGNORE_INDEX} for none), not shifted"
             for row in np.flatnonzero(label_lengths != lengths)
         ]
-        flat = _values(table["labels"])
-        problems += _range_problems(name, "label", pc.filter(flat, pc.not_equal(flat, IGNORE_INDEX)), vocab_size)
+        problems += _label_problems(name, _values(table["labels"]), vocab_size)
     if "attention_mask" in table.column_names:
         mask_lengths = _list_lengths(table["attention_mask"])
         problems += [
             f"{name} row {first_row + row} has {lengths[row]} tokens but an attention_mask of {mask_lengths[row]}"
             for row in np.flatnonzero(mask_lengths != lengths)
         ]
-        if pc.min(pc.cast(_values(table["attention_mask"]), pa.int64())).as_py() == 0:
+        lowest = pc.min_max(_values(table["attention_mask"])).as_py()["min"]
+        # zero or false
+        if lowest is not None and not lowest:
             problems.append(
                 f"{name} is padded (attention_mask holds zeros); tokenise without padding, rows of any length are packed"
             )
@@ -214,9 +266,23 @@ def _list_lengths(column: pa.ChunkedArray) -> IntArray:
     return lengths
 
 
+def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int) -> list[str]:
+    """A problem if some label is missing, or neither a token id nor IGNORE_INDEX."""
+    if labels.null_count:
+        return [f"{name} holds a missing label inside a row; write {IGNORE_INDEX} for no label, or remove the row"]
+    bounds = pc.min_max(labels).as_py()
+    if bounds["min"] is None or (bounds["min"] >= 0 and bounds["max"] < vocab_size):
+        return []
+    # two counts instead of a filtered copy
+    num_negative, num_ignored = (pc.sum(found).as_py() for found in (pc.less(labels, 0), pc.equal(labels, IGNORE_INDEX)))
+    if num_negative == num_ignored and bounds["max"] < vocab_size:
+        return []
+    return _range_problems(name, "label", pc.filter(labels, pc.not_equal(labels, IGNORE_INDEX)), vocab_size)
+
+
 def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -> list[str]:
     """A problem if some value is missing or outside [0, limit)."""
-    if values.null_count and what == "token id":
+    if values.null_count:
         return [f"{name} holds a missing {what} inside a row; tokenise again or remove the row"]
     bounds = pc.min_max(values).as_py()
     if bounds["min"] is None or (bounds["min"] >= 0 and bounds["max"] < limit):
@@ -224,10 +290,3 @@ def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -
     wrong = bounds["max"] if bounds["max"] >= limit else bounds["min"]
     none = f" ({IGNORE_INDEX} means no label)" if what == "label" else ""
     return [f"{name} holds {what} {wrong}, the model's vocabulary has {limit}{none}; tokenise with the model's own tokenizer"]
-
-
-def _shorten(problems: list[str]) -> list[str]:
-    """The first few problems and how many more there are."""
-    unique = list(dict.fromkeys(problems))
-    more = len(unique) - _SHOWN
-    return unique[:_SHOWN] + ([f"... and {more} more problems"] if more > 0 else [])

@@ -7,8 +7,9 @@ differ between ranks, so no other rank ever solves.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import torch
@@ -24,20 +25,28 @@ from hf_longctx.plan.specs import PlannerConfig
 from hf_longctx.plan.types import StepPlan
 from hf_longctx.runtime.mesh import GroupPool
 
+logger = logging.getLogger(__name__)
+
+# a step's lengths, or what waits for them in the planner's thread
+Lengths = list[int] | Callable[[], list[int]]
+
 
 class PlanSource:
     """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new one.
 
     The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
-    samples.
+    samples. A plan may take as long as it needs, waiting for its lengths included: rank 0 tells the others that it is
+    still at it every `alive_s` seconds, which must be less than the control group's time-out.
     """
 
-    def __init__(self, pool: GroupPool, costs: CostModel, config: PlannerConfig, explore_steps: int = 5) -> None:
-        self.pool, self.costs, self.config = pool, costs, config
+    def __init__(
+        self, pool: GroupPool, costs: CostModel, config: PlannerConfig, explore_steps: int = 5, alive_s: float = 10.0
+    ) -> None:
+        self.pool, self.costs, self.config, self.alive_s = pool, costs, config, alive_s
         self._explore_steps = explore_steps
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-planner")
 
-    def plans(self, steps: Iterable[tuple[int, list[int]]], explore: bool) -> Iterator[StepPlan]:
+    def plans(self, steps: Iterable[tuple[int, Lengths]], explore: bool) -> Iterator[StepPlan]:
         """One plan per (step number, lengths), in order. Collective over all ranks: every rank must draw equally often.
 
         An error of the planner is raised on every rank.
@@ -60,17 +69,23 @@ class PlanSource:
         # what was made dear on purpose says nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
-    def _submit(self, step: tuple[int, list[int]] | None, explore: bool) -> Future[StepPlan] | int | None:
+    def _submit(self, step: tuple[int, Lengths] | None, explore: bool) -> Future[StepPlan] | int | None:
         """The future of a plan on rank 0, a stand-in on other ranks, None after the last step."""
         if step is None:
             return None
-        return self._thread.submit(self.solve, *step, explore) if self.pool.rank == 0 else step[0]
+        number, lengths = step
+        if self.pool.rank:
+            return number
+        return self._thread.submit(lambda: self.solve(number, lengths() if callable(lengths) else lengths, explore))
 
     def _share(self, pending: Future[StepPlan] | int) -> StepPlan:
         if isinstance(pending, int):
             return self._receive()
         if self.pool.control is None:
             return pending.result()
+        while wait([pending], timeout=self.alive_s).not_done:
+            logger.warning("a plan, or the data that it waits for, takes longer than %g s; all ranks wait", self.alive_s)
+            self._broadcast("")
         try:
             message = plan_to_json(pending.result())
         except Exception as error:
@@ -82,7 +97,9 @@ class PlanSource:
         return plan
 
     def _receive(self) -> StepPlan:
-        message = self._broadcast("")
+        message = ""
+        while not message:
+            message = self._broadcast("")
         if message.startswith("!"):
             raise ValueError(f"rank 0 could not plan: {message[1:]}")
         plan = plan_from_json(message)
@@ -135,9 +152,6 @@ class PlannedBatchSampler:
         for _ in range(num_skipped):
             yield []
         planned, ahead = itertools.tee(itertools.islice(self.sampler, num_skipped, None))
-        steps = (
-            (step, [int(self.lengths[sequence]) for sequence in batch])
-            for step, batch in enumerate(ahead, start=first + num_skipped)
-        )
+        steps = ((step, self.lengths[batch].tolist()) for step, batch in enumerate(ahead, start=first + num_skipped))
         for batch, plan in zip(planned, self.source.plans(steps, self.explore), strict=True):
             yield [PlannedStep(plan, tuple(batch), self.source.pool.rank)]

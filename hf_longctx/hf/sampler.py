@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,16 +15,19 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SequenceIndex:
-    """Pieces of dataset rows: sequence i is tokens [starts[i], stops[i]) of row rows[i]; each is a document of its own."""
+    """Pieces of dataset rows: sequence i is tokens [starts[i], stops[i]) of row rows[i]; each is a document of its own.
+
+    Arrays only, and shared where they are equal: 16 bytes per row as long as no row is split.
+    """
 
     rows: IntArray
     starts: IntArray
     stops: IntArray
 
-    @property
+    @cached_property
     def lengths(self) -> IntArray:
         """Tokens of every sequence."""
-        return self.stops - self.starts
+        return self.stops - self.starts if self.starts.any() else self.stops
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -35,8 +39,10 @@ class SequenceIndex:
         With long_sequences "error" no row may be above `limit`: check with `too_long` first.
         """
         rows = np.arange(len(row_lengths), dtype=np.int64)
-        if long_sequences != "split":
-            return cls(rows, np.zeros_like(rows), np.minimum(row_lengths, limit))
+        is_cut = len(row_lengths) > 0 and int(row_lengths.max()) > limit
+        if long_sequences != "split" or not is_cut:
+            no_start = np.broadcast_to(np.int64(0), len(rows))
+            return cls(rows, no_start, np.minimum(row_lengths, limit) if is_cut else row_lengths)
         num_pieces = -(-row_lengths // limit)
         piece_rows = np.repeat(rows, num_pieces)
         first_piece = np.cumsum(num_pieces) - num_pieces
@@ -85,18 +91,18 @@ class LengthAwareSampler:
             order = torch.randperm(len(self.lengths), generator=generator).numpy()
         start = 0
         for end in self._ends(order):
-            yield [int(i) for i in order[start:end]]
+            yield order[start:end].tolist()
             start = end
 
-    def _ends(self, order: IntArray) -> list[int]:
+    def _ends(self, order: IntArray) -> Iterator[int]:
+        """Where each step ends in `order`."""
         count = len(order)
         if self.tokens_per_step is None:
-            return [min((step + 1) * self.sequences_per_step, count) for step in range(self._num_steps)]
+            return (min((step + 1) * self.sequences_per_step, count) for step in range(self._num_steps))
         sums = np.cumsum(self.lengths[order])
-        targets = sums[-1] * (np.arange(self._num_steps) + 1) / self._num_steps
-        ends = np.searchsorted(sums, targets - 1e-6) + 1
-        # one sequence at least for every step, also around a sequence longer than several budgets
-        for step in range(self._num_steps):
-            lowest = int(ends[step - 1]) + 1 if step else 1
-            ends[step] = min(max(int(ends[step]), lowest), count - (self._num_steps - 1 - step))
-        return [int(end) for end in ends]
+        steps = np.arange(self._num_steps)
+        ends = np.searchsorted(sums, sums[-1] * (steps + 1) / self._num_steps - 1e-6) + 1
+        # one sequence at least for every step, also around a sequence longer than several budgets: each end lies behind
+        # the one before it, and leaves a sequence for every step to come
+        behind = np.maximum(np.maximum.accumulate(ends - steps), 1) + steps
+        return map(int, np.minimum(behind, count - (self._num_steps - 1 - steps)))

@@ -35,7 +35,8 @@ from hf_longctx.hf.agreement import (
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
-from hf_longctx.hf.data import DatasetScan, scan_dataset, token_rows, too_long
+from hf_longctx.hf.data import DatasetScan, token_rows, too_long
+from hf_longctx.hf.index_cache import scan_on_every_rank
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.placement import PlacementMixin
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
@@ -48,7 +49,9 @@ from hf_longctx.hf.refusals import (
     sharding_problems,
 )
 from hf_longctx.hf.report import RunReport
+from hf_longctx.hf.resume import DataRecorder, data_settings
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
+from hf_longctx.hf.streaming import PlannedStream, StreamBatches, StreamRules, is_stream, stream_problems
 from hf_longctx.plan.cost import CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.specs import PlannerConfig, default_degrees
 from hf_longctx.runtime.executor import StepExecutor
@@ -94,7 +97,7 @@ class LongContextMixin(PlacementMixin):
         costs = self._prepare_planning(model, args, degrees)
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
         self._told: set[str] = set()
-        self._check_data(model, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
+        self._check_data(model, args, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
         patch_model(model)
         self._num_attention_layers = num_attention_layers(model)
         super().__init__(
@@ -111,7 +114,11 @@ class LongContextMixin(PlacementMixin):
         self._pool = GroupPool(block_sizes(degrees, costs), self.longctx_config.collective_timeout_s, self._control)
         # one more than are fitted: the first step pays for start-up and is left out
         explore_steps = self.longctx_config.calibration_steps and self.longctx_config.calibration_steps + 1
-        self._source = PlanSource(self._pool, costs, self._planner_config, explore_steps)
+        alive_s = self.longctx_config.collective_timeout_s / 3
+        self._source = PlanSource(self._pool, costs, self._planner_config, explore_steps, alive_s)
+        self._recorder = DataRecorder()
+        # before the report, which lets the other ranks go on after a checkpoint
+        self.add_callback(self._recorder)
         self._report = RunReport(self.longctx_config, self._source)
         self.add_callback(self._report)
 
@@ -119,6 +126,8 @@ class LongContextMixin(PlacementMixin):
         """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
+        if is_stream(self.train_dataset):
+            return self._stream_loader(self.train_dataset)
         index = self._index("train_dataset", self.train_dataset)
         sampler = LengthAwareSampler(
             index.lengths,
@@ -133,8 +142,19 @@ class LongContextMixin(PlacementMixin):
                 f"dataloader_drop_last leaves no step: {len(index)} sequences are fewer than one step of "
                 f"{sampler.sequences_per_step}; set it to False or lower per_device_train_batch_size"
             )
-        done = (lambda: 0) if self.args.ignore_data_skip else (lambda: self.state.global_step)
-        return self._loader(self.train_dataset, index, PlannedBatchSampler(sampler, index.lengths, self._source, True, done))
+        scan = self._scans["train_dataset"][1]
+        is_cut = bool((scan.lengths > self._longest).any())
+        self._check_resumed(scan.digest, sampler.seed if sampler.shuffle else None, is_cut)
+        steps = PlannedBatchSampler(sampler, index.lengths, self._source, True, self._steps_done)
+        return self._loader(self.train_dataset, index, steps)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer`; refuses a checkpoint after which samples would be repeated or skipped."""
+        self._recorder.resume(resume_from_checkpoint, self.args)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._recorder.resume(None, self.args)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Planned steps of an evaluation set, in its order; the set given here is checked as those given at start."""
@@ -147,8 +167,8 @@ class LongContextMixin(PlacementMixin):
         return self._loader(dataset, index, PlannedBatchSampler(sampler, index.lengths, self._source, explore=False))
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Sequences of one optimizer step over all ranks; with a token budget, on average."""
-        if self.longctx_config.tokens_per_step is None:
+        """Sequences of one optimizer step over all ranks; with a token budget, on average (not known for a stream)."""
+        if self.longctx_config.tokens_per_step is None or is_stream(self.train_dataset):
             return args.per_device_train_batch_size * args.world_size
         lengths = self._index("train_dataset", self.train_dataset).lengths
         return max(1, round(self.longctx_config.tokens_per_step / float(lengths.mean())))
@@ -249,39 +269,43 @@ class LongContextMixin(PlacementMixin):
             spec, cluster, default_coefficients(spec, cluster), config.method, parameters=parameters, shard_ranks=shard_ranks
         )
 
-    def _check_data(self, model: Any, datasets: dict[str, Any]) -> None:
+    def _check_data(self, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
-        problems: list[str] = []
+        self._shows_progress = not args.disable_tqdm
+        problems = stream_problems(datasets, self.longctx_config, args)
         settings = {"model config": model.config.to_json_string(), "initial weights": _weights_digest(model)}
-        for name, dataset in datasets.items():
-            if dataset is not None:
-                scan = self._scan(name, dataset)
-                problems += scan.problems
-                self._scans[name] = (dataset, scan)
-                settings[f"tokens of {name}"] = scan.digest
-        # a scan may take as long on one rank as it likes
-        PartialState().wait_for_everyone()
+        given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
+        for name, scan in self._scan(given).items():
+            problems += scan.problems
+            self._scans[name] = (given[name], scan)
+            settings[f"tokens of {name}"] = scan.digest
         problems += differing_settings(settings, self._control)
         raise_together(problems, self._control)
 
-    def _scan(self, name: str, dataset: Any) -> DatasetScan:
-        """Lengths and problems of a set, sequences that are too long included where these are errors."""
+    def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:
+        """Lengths and problems of named sets, sequences that are too long included where these are errors."""
         planner = self._planner_config
-        scan = scan_dataset(dataset, name, self._vocab_size)
-        if scan.problems or self.longctx_config.long_sequences != "error":
-            return scan
+        scans = scan_on_every_rank(sets, self._vocab_size, self._shows_progress)
+        if self.longctx_config.long_sequences != "error":
+            return scans
         room = planner.tokens_per_rank * planner.degrees[-1]
-        return replace(scan, problems=too_long(scan.lengths, self._max_length, room, planner.tokens_per_rank, name))
+        return {
+            name: scan
+            if scan.problems
+            else replace(scan, problems=too_long(scan.lengths, self._max_length, room, planner.tokens_per_rank, name))
+            for name, scan in scans.items()
+        }
 
     def _index(self, name: str, dataset: Any) -> SequenceIndex:
         """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
         known, scan = self._scans.get(name, (None, None))
         if scan is None or known is not dataset:
-            scan = self._scan(name, dataset)
+            raise_together(stream_problems({name: dataset}, self.longctx_config, self.args), self._control)
+            scan = self._scan({name: dataset})[name]
             problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self._control)
             raise_together(problems, self._control)
-        planner = self._planner_config
-        limit = min(self._max_length, planner.tokens_per_rank * planner.degrees[-1])
+            self._scans[name] = (dataset, scan)
+        limit = self._longest
         index = SequenceIndex.build(scan.lengths, limit, self.longctx_config.long_sequences)
         if self.args.process_index == 0 and known is not None and name not in self._told:
             self._told.add(name)
@@ -295,12 +319,52 @@ class LongContextMixin(PlacementMixin):
             batch_sampler=steps,
             collate_fn=LongContextCollator(),
             num_workers=num_workers,
-            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            pin_memory=self._pins_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
             multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
         )
+
+    @property
+    def _longest(self) -> int:
+        """Most tokens of a sequence: longer rows are errors, or are cut."""
+        return min(self._max_length, self._planner_config.tokens_per_rank * self._planner_config.degrees[-1])
+
+    def _stream_loader(self, stream: Any) -> DataLoader[Any]:
+        """Planned steps of an iterable training set, read by rank 0 alone."""
+        args, config, planner = self.args, self.longctx_config, self._planner_config
+        assert config.lookahead_batches is not None
+        self._check_resumed("stream", None, config.long_sequences != "error")
+        rules = StreamRules(
+            name="train_dataset",
+            vocab_size=self._vocab_size,
+            max_length=self._max_length,
+            tokens_per_rank=planner.tokens_per_rank,
+            max_degree=planner.degrees[-1],
+            long_sequences=config.long_sequences,
+            sequences_per_step=args.per_device_train_batch_size * args.world_size,
+            tokens_per_step=config.tokens_per_step,
+            drop_last=args.dataloader_drop_last,
+        )
+        batches = StreamBatches(stream, rules, self._recorder.start())
+        # an epoch of the trainer is the whole run, since nobody knows when the stream ends
+        planned = PlannedStream(batches, config.lookahead_batches, self._source, lambda: self._steps_done() % args.max_steps)
+        self._recorder.cursor = lambda: planned.cursor
+        return planned.loader(self._pins_memory)
+
+    def _check_resumed(self, train_dataset: str, shuffle_seed: int | None, is_cut: bool) -> None:
+        """Tells the checkpoints to come which data this is; raises on every rank if the one resumed from had other data."""
+        settings = data_settings(self.args, self.longctx_config, train_dataset, shuffle_seed, self._longest if is_cut else None)
+        self._recorder.settings = settings
+        raise_together(self._recorder.problems() if self.args.process_index == 0 else [], self._control)
+
+    def _steps_done(self) -> int:
+        return 0 if self.args.ignore_data_skip else self.state.global_step
+
+    @property
+    def _pins_memory(self) -> bool:
+        return self.args.dataloader_pin_memory and self.args.device.type == "cuda"
 
     def _training_executor(self) -> StepExecutor:
         """The executor of the placed model; kept while that stays the same, since it owns gradient buffers."""

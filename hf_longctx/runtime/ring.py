@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.context import Ring
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.tiles import tile_backward, tile_forward
@@ -38,14 +39,15 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, readers: KVReaders, scale: float, ring: Ring) -> Tensor:
         wide = torch.promote_types(q_HTD.dtype, torch.float32)
-        out_HTD = torch.zeros_like(q_HTD, dtype=wide)
+        # unfilled: where the LSE is -inf the merge does not look at it
+        out_HTD = torch.empty_like(q_HTD, dtype=wide)
         lse_HT = torch.full(q_HTD.shape[:2], float("-inf"), dtype=wide, device=q_HTD.device)
         own_kv = torch.stack([k_GTD, v_GTD])
         for source, kv in _around(own_kv, ring):
             for rows, columns, causal in ring.tiles(source):
                 k, v = readers.expand(kv[:, :, columns], 1)
                 out, lse = tile_forward(q_HTD[:, rows], k, v, scale, causal)
-                _merge(out_HTD[:, rows], lse_HT[:, rows], out.to(wide), lse.to(wide))
+                accumulate_attention_(out_HTD[:, rows], lse_HT[:, rows], out, lse)
         output = out_HTD.to(q_HTD.dtype)
         ctx.save_for_backward(q_HTD, own_kv, output, lse_HT)
         ctx.settings = readers, scale, ring
@@ -97,10 +99,3 @@ def _pass_on(tensor: Tensor, ring: Ring, source: int) -> Tensor:
     for request in dist.batch_isend_irecv(operations):
         request.wait()
     return received
-
-
-def _merge(out_HTD: Tensor, lse_HT: Tensor, other_HTD: Tensor, other_lse_HT: Tensor) -> None:
-    """Adds a partial attention result to another one, in place: weights are exp(LSE) of the parts."""
-    total_HT = torch.logaddexp(lse_HT, other_lse_HT)
-    out_HTD.mul_((lse_HT - total_HT).exp().unsqueeze(-1)).add_(other_HTD * (other_lse_HT - total_HT).exp().unsqueeze(-1))
-    lse_HT.copy_(total_HT)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import HeadShare, KVReaders, head_shares
 from hf_longctx.runtime.ring import ring_attention
@@ -71,44 +72,24 @@ def _scatter_heads(
     q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, shares: tuple[HeadShare, ...], context: GroupContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One exchange: all heads of this rank's tokens in, this rank's heads of all tokens out."""
-    head_dim = q_1HTD.shape[3]
-    send_NTD = torch.cat(
-        [
-            part
-            for share in shares
-            for part in (
-                q_1HTD[0, share.q_start : share.q_stop],
-                k_1GTD[0, share.kv_start : share.kv_stop],
-                v_1GTD[0, share.kv_start : share.kv_stop],
-            )
-        ]
-    )
-    num_own = context.num_tokens
+    head_dim, num_own, mine = q_1HTD.shape[3], context.num_tokens, shares[context.block.index]
+    q_bounds = [0, *(share.q_stop for share in shares)]
+    kv_ranges = [bound for share in shares for bound in (share.kv_start, share.kv_stop)]
+    send = scatter_heads(q_1HTD[0], k_1GTD[0], v_1GTD[0], q_bounds, kv_ranges)
     send_sizes = [(share.num_q + 2 * share.num_kv) * num_own * head_dim for share in shares]
-    mine = shares[context.block.index]
-    num_received = mine.num_q + 2 * mine.num_kv
-    receive_sizes = [num_received * tokens * head_dim for tokens in context.block.tokens]
-    received = _exchange(send_NTD.reshape(-1), send_sizes, receive_sizes, context)
-    blocks = [
-        block.view(num_received, tokens, head_dim)
-        for block, tokens in zip(received.split(receive_sizes), context.block.tokens, strict=True)
-    ]
-    qkv_1nSD = torch.cat(blocks, dim=1).unsqueeze(0)
-    q, k, v = qkv_1nSD.split([mine.num_q, mine.num_kv, mine.num_kv], dim=1)
-    return q, k, v
+    receive_sizes = [(mine.num_q + 2 * mine.num_kv) * tokens * head_dim for tokens in context.block.tokens]
+    received = _exchange(send, send_sizes, receive_sizes, context)
+    q_hSD, k_gSD, v_gSD = join_tokens(received, context.block.tokens, mine.num_q, mine.num_kv, head_dim)
+    return q_hSD.unsqueeze(0), k_gSD.unsqueeze(0), v_gSD.unsqueeze(0)
 
 
 def _gather_heads(out_1ShD: Tensor, shares: tuple[HeadShare, ...], context: GroupContext) -> Tensor:
     """One exchange back: this rank's heads of all tokens in, all heads of this rank's tokens out, shape [1, T, H, D]."""
     num_own_heads, head_dim = out_1ShD.shape[2], out_1ShD.shape[3]
-    num_own = context.num_tokens
     send_sizes = [tokens * num_own_heads * head_dim for tokens in context.block.tokens]
-    receive_sizes = [num_own * share.num_q * head_dim for share in shares]
-    received = _exchange(out_1ShD.reshape(-1), send_sizes, receive_sizes, context)
-    blocks = [
-        block.view(num_own, share.num_q, head_dim) for block, share in zip(received.split(receive_sizes), shares, strict=True)
-    ]
-    return torch.cat(blocks, dim=1).unsqueeze(0)
+    receive_sizes = [context.num_tokens * share.num_q * head_dim for share in shares]
+    received = _exchange(scatter_tokens(out_1ShD[0], context.block.tokens), send_sizes, receive_sizes, context)
+    return join_heads(received, [share.num_q for share in shares], context.num_tokens, head_dim).unsqueeze(0)
 
 
 def _exchange(send: Tensor, send_sizes: list[int], receive_sizes: list[int], context: GroupContext) -> Tensor:

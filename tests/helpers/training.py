@@ -58,20 +58,20 @@ def training_arguments(folder: str, **changes: Any) -> TrainingArguments:
 
 def make_trainer(
     case: ModelCase,
-    rows: list[dict[str, list[int]]],
+    rows: Any,
     folder: str,
     config: dict[str, Any] | None = None,
     arguments: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> LongContextTrainer:
-    """A trainer on rows, with a global batch of 8 sequences whatever the number of ranks unless `arguments` say else."""
+    """A trainer on a list of rows or on a dataset; a step has 8 sequences on any number of ranks unless `arguments` differ."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     args = training_arguments(folder, **{"per_device_train_batch_size": 8 // num_ranks, **(arguments or {})})
     settings = {"report_steps": False, "timeline_steps": 0, **(config or {})}
     return LongContextTrainer(
         model=build_model(case),
         args=args,
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows,
         longctx_config=LongContextConfig(**settings),
         **kwargs,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from hf_longctx.hf import data
@@ -188,18 +191,6 @@ def test_rows_that_are_no_mappings_are_found() -> None:
     assert "no column 'input_ids' (it has list)" in problem
 
 
-def test_iterable_datasets_are_refused() -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(GOOD)
-
-    for stream in (Stream(), datasets.Dataset.from_list(GOOD).to_iterable_dataset()):
-        _, problems = dataset_problems(stream, "train_dataset", VOCAB_SIZE)
-        assert problems == [
-            "train_dataset is an iterable dataset, which is not supported yet; pass a map-style dataset with a length"
-        ]
-
-
 def test_a_dict_of_datasets_is_refused() -> None:
     for several in (datasets.DatasetDict(train=datasets.Dataset.from_list(GOOD)), {"a": GOOD}):
         (problem,) = dataset_problems(several, "eval_dataset", VOCAB_SIZE)[1]
@@ -343,3 +334,65 @@ def test_the_digest_tells_the_order_and_the_cuts(make) -> None:
 
     assert digest([1, 2], [3, 4]) == digest([1, 2], [3, 4])
     assert len({digest([1, 2], [3, 4]), digest([3, 4], [1, 2]), digest([1, 2, 3], [4])}) == 3
+
+
+def test_the_digest_does_not_depend_on_the_batches(make, monkeypatch) -> None:
+    rows = [{"input_ids": [n % 60] * (n % 5 + 1), "labels": [-100] * (n % 5) + [n % 60]} for n in range(150)]
+    expected = scan_dataset(make(rows), "d", VOCAB_SIZE)
+    assert expected.problems == []
+    for batch_rows, batch_tokens in ((1, 100), (7, 1000), (1000, 20), (1000, 1)):
+        monkeypatch.setattr(data, "_BATCH_ROWS", batch_rows)
+        monkeypatch.setattr(data, "_BATCH_TOKENS", batch_tokens)
+        found = scan_dataset(make(rows), "d", VOCAB_SIZE)
+        assert found.digest == expected.digest and np.array_equal(found.lengths, expected.lengths)
+
+
+def test_the_digest_tells_every_token_and_label(make) -> None:
+    def digest(**changes: list[int]) -> str:
+        row = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], **changes}
+        return scan_dataset(make([row]), "d", VOCAB_SIZE).digest
+
+    changed = [digest(), digest(input_ids=[1, 2, 4]), digest(labels=[1, 2, 3]), digest(labels=[-100, 2, 4])]
+    assert len(set(changed)) == len(changed)
+
+
+ITEMS = st.lists(st.sampled_from([0, 1, 63, 64, -1, -100, -101]), max_size=4)
+
+
+@given(st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=6), st.sampled_from(sorted(KINDS)))
+def test_a_set_is_clean_exactly_when_a_plain_loop_says_so(pairs: list[tuple[list[int], list[int]]], kind: str) -> None:
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
+    good = all(
+        len(ids) == len(labels) > 0
+        and all(0 <= token < VOCAB_SIZE for token in ids)
+        and all(label == -100 or 0 <= label < VOCAB_SIZE for label in labels)
+        for ids, labels in pairs
+    )
+    good = good and any(label != -100 for _, labels in pairs for label in labels[1:])
+    features = datasets.Features({name: datasets.List(datasets.Value("int64")) for name in ("input_ids", "labels")})
+    dataset = datasets.Dataset.from_list(rows, features=features) if kind == "arrow" else PlainList(rows)
+    scan = scan_dataset(dataset, "d", VOCAB_SIZE)
+    assert (not scan.problems) == good
+    assert not good or scan.lengths.tolist() == [len(ids) for ids, _ in pairs]
+
+
+def test_a_missing_label_inside_a_row_is_found() -> None:
+    kind = pa.list_(pa.int64())
+    table = pa.table({"input_ids": pa.array([[1, 2], [3, 4]], kind), "labels": pa.array([[1, 2], [3, None]], kind)})
+    (problem,) = dataset_problems(datasets.Dataset(table), "train_dataset", VOCAB_SIZE)[1]
+    assert "holds a missing label inside a row" in problem
+
+
+class Slow(PlainList):
+    def __getitem__(self, number: Any) -> Any:
+        time.sleep(0.3)
+        return self.rows[number]
+
+
+def test_a_bar_shows_when_reading_takes_longer_than_a_second(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(data, "_BATCH_ROWS", 1)
+    for rows, shown in (([{"input_ids": [1, 2]}] * 4, True), ([{"input_ids": [1, 2]}], False)):
+        scan_dataset(Slow(rows), "train_dataset", VOCAB_SIZE, show_progress=True)
+        assert ("reading train_dataset" in capsys.readouterr().err) == shown
+    scan_dataset(Slow([{"input_ids": [1, 2]}] * 4), "train_dataset", VOCAB_SIZE)
+    assert "reading" not in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -61,6 +62,20 @@ def test_one_step_is_drawn_ahead_and_no_more() -> None:
     for step in range(3):
         assert next(plans).step == step
         assert drawn == list(range(step + 2))
+
+
+def test_lengths_may_be_waited_for_while_the_step_before_runs() -> None:
+    known = threading.Event()
+
+    def late() -> list[int]:
+        known.wait(10.0)
+        return [5, 6]
+
+    plans = lone_source(tiny_costs(4)).plans([(0, [7]), (1, late), (2, late)], explore=False)
+    # the first plan is there before the lengths of the second are
+    assert next(plans).lengths == (7,)
+    known.set()
+    assert [plan.lengths for plan in plans] == [(5, 6), (5, 6)]
 
 
 def test_an_error_of_the_planner_is_raised_where_the_plan_is_drawn() -> None:

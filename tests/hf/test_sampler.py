@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -181,3 +183,26 @@ def test_split_by_hand() -> None:
     assert index.rows.tolist() == [0, 0, 0, 1, 2, 2]
     assert index.starts.tolist() == [0, 3, 6, 0, 0, 3]
     assert index.stops.tolist() == [3, 6, 7, 3, 3, 6]
+
+
+@pytest.mark.parametrize("budget", [None, 8192])
+def test_millions_of_lengths_cost_some_arrays_and_little_time(budget: int | None) -> None:
+    lengths = np.random.default_rng(0).integers(1, 200, 2_000_000)
+    tracemalloc.start()
+    start_s = time.perf_counter()
+    index = SequenceIndex.build(lengths, 1000, "split")
+    steps = iter(LengthAwareSampler(index.lengths, 64, budget))
+    first = next(steps)
+    seconds, (_, peak_bytes) = time.perf_counter() - start_s, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # a Python list of them would be 36 bytes per sequence, more than three arrays; a slow machine needs 0.3 s
+    assert len(first) > 10 and seconds < 5.0
+    assert peak_bytes <= (18 if budget is None else 42) * len(lengths)
+
+
+def test_a_set_without_long_rows_shares_its_lengths() -> None:
+    lengths = array([3, 5])
+    for long_sequences in ("error", "truncate", "split"):
+        index = SequenceIndex.build(lengths, 5, long_sequences)
+        assert index.lengths is lengths
+        assert (index.rows.tolist(), index.starts.tolist(), index.stops.tolist()) == ([0, 1], [0, 0], [3, 5])

@@ -204,8 +204,12 @@ def test_evaluation_takes_any_set_and_refuses_a_bad_one(rows) -> None:
         for count in (3, 7, 5):
             loss = trainer.evaluate(datasets.Dataset.from_list(rows[:count]))["eval_loss"]
             assert loss == pytest.approx(reference_step(model, rows[:count])[0], abs=1e-5)
-        with pytest.raises(ValueError, match="eval_dataset row 1 has no tokens"):
-            trainer.evaluate(datasets.Dataset.from_list([rows[0], {"input_ids": [], "labels": []}]))
+        bad = datasets.Dataset.from_list([rows[0], {"input_ids": [], "labels": []}])
+        for _ in range(2):
+            with pytest.raises(ValueError, match="eval_dataset row 1 has no tokens"):
+                trainer.evaluate(bad)
+        with pytest.raises(ValueError, match="eval_dataset is an iterable dataset, which cannot be evaluated as a whole"):
+            trainer.evaluate(bad.to_iterable_dataset())
 
 
 def test_default_config_needs_nothing(rows) -> None:

@@ -67,7 +67,7 @@ def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, 
 
 
 PLANTED = {
-    "wrong merge": (ring, "_merge", unweighted_merge),
+    "wrong merge": (ring, "accumulate_attention_", unweighted_merge),
     "wrong zigzag order": (
         context,
         "visible_tiles",

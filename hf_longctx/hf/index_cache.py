@@ -1,0 +1,135 @@
+"""One scan of a dataset per machine and per fingerprint: its result lies in a file beside the dataset's own cache files.
+
+A file is trusted only if its checksum fits and it was made from the same rows for the same purpose: fingerprint, columns,
+vocabulary, and the size and time of every Arrow file. Datasets without files (made from lists, or of other classes) are
+read again by every process: there is no fingerprint that survives the process, and they fit into memory anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import xxhash
+from accelerate import PartialState
+
+from hf_longctx.hf.data import DatasetScan, scan_dataset
+
+logger = logging.getLogger(__name__)
+
+# changes when a scan finds more, or writes it differently
+_FORMAT = 1
+
+
+def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: bool) -> dict[str, DatasetScan]:
+    """The scans of named datasets on every rank; one process per machine reads the rows, the others its file.
+
+    Collective over all ranks, on the default group with its patient time-out (`ddp_timeout`): every rank comes here
+    equally often, whatever its sets are. `show_progress`: a bar on the first rank when it takes longer than a second.
+    """
+    state = PartialState()
+    show_progress = show_progress and state.is_main_process
+    early = [name for name in sets if state.is_local_main_process or not _files(sets[name])]
+    found = {name: cached_scan(sets[name], name, vocab_size, show_progress) for name in early}
+    state.wait_for_everyone()
+    scans = {
+        name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress)
+        for name, dataset in sets.items()
+    }
+    # where no file could be written, the others are reading rows now
+    state.wait_for_everyone()
+    return scans
+
+
+def cached_scan(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
+    """`scan_dataset`, or its result from the file of an earlier one; writes that file where the dataset has files."""
+    files = _files(dataset)
+    if not files:
+        return scan_dataset(dataset, name, vocab_size, show_progress)
+    made_from = _made_from(dataset, files, name, vocab_size)
+    path = cache_path(dataset, name, vocab_size)
+    scan = _read(path, made_from, name) if path.exists() else None
+    if scan is None:
+        scan = scan_dataset(dataset, name, vocab_size, show_progress)
+        _write(path, made_from, scan, name)
+    return scan
+
+
+def cache_path(dataset: datasets.Dataset, name: str, vocab_size: int) -> Path:
+    """Where the scan of a dataset with files is kept: beside them, or in the datasets cache if that folder is read-only."""
+    folder = Path(_files(dataset)[0]).parent
+    if not os.access(folder, os.W_OK):
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_longctx"
+    purpose = xxhash.xxh3_64_hexdigest(json.dumps([_FORMAT, name, vocab_size, len(dataset), _columns(dataset)]).encode())
+    return folder / f"longctx-{dataset._fingerprint}-{purpose}.index"
+
+
+def _files(dataset: Any) -> list[str]:
+    """The files that hold an Arrow dataset; none for one in memory or of another class."""
+    return [file["filename"] for file in dataset.cache_files] if isinstance(dataset, datasets.Dataset) else []
+
+
+def _columns(dataset: datasets.Dataset) -> list[str]:
+    # all of them: some are refused by name
+    return sorted(dataset.column_names)
+
+
+def _made_from(dataset: datasets.Dataset, files: list[str], name: str, vocab_size: int) -> dict[str, Any]:
+    """Everything that a scan depends on, as JSON."""
+    states = [(file, Path(file).stat()) for file in files]
+    return {
+        "format": _FORMAT,
+        "name": name,
+        "vocab_size": vocab_size,
+        "fingerprint": dataset._fingerprint,
+        "columns": _columns(dataset),
+        "dataset_format": dataset.format["type"],
+        "num_rows": len(dataset),
+        "files": [[file, state.st_size, state.st_mtime_ns] for file, state in states],
+    }
+
+
+def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | None:
+    """The scan in a file; None, with a line in the log, if it is damaged or was made from something else."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        logger.warning("%s: the index in %s cannot be read (%s); it is built again", name, path, error)
+        return None
+    header_start = content.find(b"\n") + 1
+    checksum = content[:header_start].decode(errors="replace").strip()
+    if checksum != xxhash.xxh3_128_hexdigest(memoryview(content)[header_start:]):
+        logger.warning("%s: the index in %s is damaged; it is built again", name, path)
+        return None
+    lengths_start = content.index(b"\n", header_start) + 1
+    values = json.loads(content[header_start:lengths_start])
+    if values["made_from"] != made_from:
+        logger.warning("%s: the index in %s was made from other files; it is built again", name, path)
+        return None
+    return DatasetScan(np.frombuffer(content, dtype=np.int64, offset=lengths_start).copy(), values["digest"], values["problems"])
+
+
+def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
+    """Checksum, header and lengths, in one file that appears complete or not at all."""
+    header = json.dumps({"made_from": made_from, "digest": scan.digest, "problems": scan.problems}).encode() + b"\n"
+    checksum = xxhash.xxh3_128(header)
+    checksum.update(scan.lengths.data)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            temporary = Path(file.name)
+            file.write(checksum.hexdigest().encode() + b"\n" + header)
+            file.write(scan.lengths.data.cast("B"))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("%s: the index could not be kept in %s (%s); the next run reads all rows again", name, path, error)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

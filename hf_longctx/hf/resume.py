@@ -1,0 +1,108 @@
+"""What a checkpoint remembers about its data, so that a resumed run goes on with the next sample or refuses to start."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.streaming import Cursor
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "longctx_data.json"
+
+# setting -> what to do when it differs; all of them decide which samples a step has
+_REMEDIES = {
+    "train_dataset": "resume with the data of the first run",
+    "sequences_per_step": "set per_device_train_batch_size so that times the number of ranks it gives the first value",
+    "tokens_per_step": "set it back",
+    "shuffle_seed": "set data_seed (or seed) and train_sampling_strategy back",
+    "dataloader_drop_last": "set it back",
+    "cut_tokens": "sequences are cut there: set max_length, or tokens_per_rank and degrees, back",
+}
+
+
+def data_settings(
+    args: TrainingArguments, config: LongContextConfig, train_dataset: str, shuffle_seed: int | None, cut_tokens: int | None
+) -> dict[str, Any]:
+    """Everything that decides which samples a step has, as JSON.
+
+    `train_dataset` is the digest of a map-style one, or "stream"; `cut_tokens` where its longer sequences are cut, if any.
+    """
+    by_tokens = config.tokens_per_step is not None
+    return {
+        "train_dataset": train_dataset,
+        "sequences_per_step": None if by_tokens else args.per_device_train_batch_size * args.world_size,
+        "tokens_per_step": config.tokens_per_step,
+        "shuffle_seed": shuffle_seed,
+        "dataloader_drop_last": args.dataloader_drop_last,
+        # a tail that is dropped changes which samples a step has only through its tokens
+        "cut_tokens": cut_tokens if by_tokens or config.long_sequences == "split" else None,
+    }
+
+
+class DataRecorder(TrainerCallback):
+    """Writes beside every checkpoint what decides which samples come next; compares it when a run resumes.
+
+    `settings` has a value for every name in `_REMEDIES`; `cursor` gives the place in a stream, on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.cursor: Callable[[], Cursor | None] = lambda: None
+        self.resumed_from: Path | None = None
+
+    def resume(self, checkpoint: str | bool | None, args: TrainingArguments) -> None:
+        """Remembers from where the next training goes on, as `Trainer.train` was told."""
+        folder = get_last_checkpoint(str(args.output_dir)) if checkpoint is True else checkpoint
+        self.resumed_from = Path(folder) if folder and not args.ignore_data_skip else None
+
+    def problems(self) -> list[str]:
+        """Settings that differ from those of the checkpoint, so that samples would be repeated or skipped; for rank 0."""
+        record = self._record()
+        if self.resumed_from is None:
+            return []
+        if record is None:
+            missing = f"{self.resumed_from} has no readable {RECORD_NAME}, which says what data came before it"
+            if self.settings["train_dataset"] == "stream":
+                return [f"{missing}, so the stream cannot go on; set ignore_data_skip=True to start the stream anew"]
+            logger.warning("%s; make sure that the data and batch settings are those of the first run", missing)
+            return []
+        return [
+            f"{name} was {record['settings'].get(name)!r} in {self.resumed_from.name} and is {value!r} now, so samples would be "
+            f"repeated or skipped; {_REMEDIES[name]}, or set ignore_data_skip=True to start the data anew"
+            for name, value in self.settings.items()
+            if record["settings"].get(name) != value
+        ]
+
+    def start(self) -> Cursor:
+        """Where a stream goes on; at its beginning where nothing is resumed."""
+        record = self._record()
+        return Cursor(**record["cursor"]) if record is not None and record["cursor"] is not None else Cursor()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        cursor = self.cursor()
+        record = {"settings": self.settings, "cursor": None if cursor is None else asdict(cursor)}
+        path = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", RECORD_NAME)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=2) + "\n")
+        temporary.replace(path)
+
+    def _record(self) -> dict[str, Any] | None:
+        if self.resumed_from is None:
+            return None
+        try:
+            record: dict[str, Any] = json.loads((self.resumed_from / RECORD_NAME).read_text())
+            return record
+        except (OSError, json.JSONDecodeError):
+            return None

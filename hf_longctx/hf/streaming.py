@@ -1,0 +1,372 @@
+"""Streams: rank 0 alone reads an iterable dataset, a few global batches ahead, and sends every rank its own tokens.
+
+A global batch is closed when it has `sequences_per_step` sequences, or when `tokens_per_step` tokens are reached, and at
+the end of an epoch (`dataloader_drop_last` drops that last one). Sequences are taken in the order of the stream: shuffle it
+with `stream.shuffle(seed=..., buffer_size=...)`. At its end it starts again, with `set_epoch(epoch + 1)` if it has that.
+
+The cursor says which sequence comes next, never what was read ahead. A resumed run reads the rows of its epoch before the
+cursor once more, drops them, and compares their hash with that of the first run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from hf_longctx.hf.collator import LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data import row_tokens, too_long
+from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.sampler import IntArray, SequenceIndex
+from hf_longctx.plan.sharding import held_tokens, rank_pieces
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.runtime.executor import ChunkInputs
+from hf_longctx.runtime.loss import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRules:
+    """How rows become sequences, and sequences global batches: equal rules make equal batches of equal rows."""
+
+    name: str
+    vocab_size: int
+    max_length: int
+    tokens_per_rank: int
+    max_degree: int
+    long_sequences: str
+    sequences_per_step: int
+    tokens_per_step: int | None
+    drop_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """The next sequence: piece `piece` of row `row` of epoch `epoch`; `digest` hashes the epoch's rows that came before."""
+
+    epoch: int = 0
+    row: int = 0
+    piece: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The sequences of one step over all ranks, and the cursor behind them."""
+
+    sequences: tuple[TokenSequence, ...]
+    after: Cursor
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset can be read from its beginning only."""
+    return isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset)
+
+
+def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: TrainingArguments) -> list[str]:
+    """What stands against the streams among named sets, and a look-ahead without a stream."""
+    problems = []
+    for name, stream in sets.items():
+        if not is_stream(stream):
+            continue
+        if name != "train_dataset":
+            problems.append(
+                f"{name} is an iterable dataset, which cannot be evaluated as a whole; pass a map-style one, for example "
+                f"datasets.Dataset.from_list(list(stream.take(1000)))"
+            )
+        elif config.lookahead_batches is None:
+            problems.append(
+                f"{name} is an iterable dataset and lookahead_batches is not set; set it to the number of global batches that "
+                f"may be read ahead of training (for example 4), or pass a map-style dataset with a length"
+            )
+        if getattr(stream, "_distributed", None) is not None:
+            problems.append(
+                f"{name} is split over nodes (split_dataset_by_node), but rank 0 reads for all ranks and the rest would be "
+                f"lost; pass the stream before it was split"
+            )
+    if "train_dataset" not in sets:
+        return problems
+    if is_stream(sets["train_dataset"]):
+        if args.max_steps < 1:
+            problems.append("max_steps is not set, but an iterable dataset has no length; set max_steps")
+        if args.dataloader_num_workers:
+            problems.append(
+                f"dataloader_num_workers={args.dataloader_num_workers} has no effect with an iterable dataset, which a thread "
+                f"of rank 0 reads ahead (lookahead_batches); set it to 0"
+            )
+    elif config.lookahead_batches is not None:
+        problems.append(
+            f"lookahead_batches={config.lookahead_batches} has no effect without an iterable train_dataset; leave it out"
+        )
+    return problems
+
+
+class StreamBatches:
+    """The global batches of a stream from a cursor on, without end.
+
+    Raises ValueError with the row's number for a row that cannot be trained on, for a stream that fails, has no rows or no
+    labels, and for one that gives other rows before the cursor than in the run that wrote it.
+    """
+
+    def __init__(self, stream: Any, rules: StreamRules, start: Cursor) -> None:
+        self.stream, self.rules, self.start = stream, rules, start
+        self._has_told_cuts = False
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        start = self.start
+        while True:
+            yield from self._epoch(start)
+            start = Cursor(start.epoch + 1)
+
+    def _epoch(self, start: Cursor) -> Iterator[GlobalBatch]:
+        rules = self.rules
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(start.epoch)
+        waiting: list[TokenSequence] = []
+        num_tokens, num_sequences, has_label = 0, 0, False
+        is_whole = is_empty = start == Cursor(start.epoch)
+        for sequence, after in self._sequences(start):
+            waiting.append(sequence)
+            num_tokens += len(sequence.input_ids)
+            num_sequences += 1
+            has_label = has_label or bool((sequence.shift_labels != IGNORE_INDEX).any())
+            is_full = len(waiting) == rules.sequences_per_step
+            if num_tokens >= rules.tokens_per_step if rules.tokens_per_step is not None else is_full:
+                yield GlobalBatch(tuple(waiting), after)
+                waiting, num_tokens, is_empty = [], 0, False
+        if is_whole and not has_label:
+            raise ValueError(f"{rules.name} has no token with a label, so there is nothing to learn from it; check its labels")
+        if waiting and not rules.drop_last:
+            yield GlobalBatch(tuple(waiting), Cursor(start.epoch + 1))
+        elif is_empty:
+            raise ValueError(
+                f"dataloader_drop_last leaves no step: {num_sequences} sequences of {rules.name} are fewer than one step of "
+                f"{rules.sequences_per_step}; set it to False or lower per_device_train_batch_size"
+            )
+
+    def _sequences(self, start: Cursor) -> Iterator[tuple[TokenSequence, Cursor]]:
+        """Every sequence of an epoch from the cursor on, with the cursor behind it."""
+        epoch, digest, num_rows = start.epoch, xxhash.xxh3_128(), 0
+        if start.row:
+            logger.warning("%s: reading and dropping %d rows of epoch %d before the cursor", self.rules.name, start.row, epoch)
+        for row, (input_ids, labels) in enumerate(self._rows(epoch)):
+            if row == start.row and not start.piece:
+                self._compare(digest.hexdigest(), start)
+            # the length separates one row from the next
+            digest.update(np.int64(len(input_ids)).tobytes() + input_ids.tobytes() + labels.tobytes())
+            if row == start.row and start.piece:
+                self._compare(digest.hexdigest(), start)
+            num_rows = row + 1
+            cuts = self._cuts(row, epoch, len(input_ids))
+            for piece, cut in enumerate(cuts):
+                if (row, piece) >= (start.row, start.piece):
+                    place = (num_rows, 0) if piece + 1 == len(cuts) else (row, piece + 1)
+                    sequence = TokenSequence(torch.tensor(input_ids[cut]), shift(torch.tensor(labels[cut])))
+                    yield sequence, Cursor(epoch, *place, digest.hexdigest())
+        if num_rows < start.row + (start.piece > 0):
+            raise ValueError(
+                f"{self.rules.name} ended after {num_rows} rows of epoch {epoch}, but the checkpoint's cursor is at row "
+                f"{start.row}; resume with the same stream"
+            )
+        if num_rows == start.row:
+            self._compare(digest.hexdigest(), start)
+
+    def _rows(self, epoch: int) -> Iterator[tuple[IntArray, IntArray]]:
+        """Checked token ids and labels of every row of an epoch."""
+        rules, number, columns = self.rules, 0, None
+        try:
+            rows = iter(self.stream)
+            while True:
+                try:
+                    row = next(rows)
+                except StopIteration:
+                    break
+                columns = columns if columns is not None else sorted(row)
+                yield row_tokens(row, columns, number, rules.name, rules.vocab_size)
+                number += 1
+        except ValueError as error:
+            raise ValueError(f"{error} (row {number} of epoch {epoch} of the stream)") from error
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{rules.name} failed at row {number} of epoch {epoch} of the stream: {found}") from error
+        if not number:
+            again = "" if not epoch else f" in epoch {epoch}: it must start again on every iteration, which a generator does not"
+            raise ValueError(f"{rules.name} gave no rows{again}; check its source, split and filters")
+
+    def _cuts(self, row: int, epoch: int, num_tokens: int) -> list[slice]:
+        """The sequences of a row of `num_tokens` tokens, by the rule of map-style datasets."""
+        rules, lengths = self.rules, np.array([num_tokens])
+        room = rules.tokens_per_rank * rules.max_degree
+        if rules.long_sequences == "error":
+            for problem in too_long(lengths, rules.max_length, room, rules.tokens_per_rank, rules.name, row):
+                raise ValueError(f"{problem} (epoch {epoch} of the stream)")
+        limit = min(rules.max_length, room)
+        if num_tokens > limit and not self._has_told_cuts:
+            self._has_told_cuts = True
+            what = "truncated" if rules.long_sequences == "truncate" else "split"
+            logger.warning("%s: row %d has %d tokens and is %s at %d, later ones too", rules.name, row, num_tokens, what, limit)
+        index = SequenceIndex.build(lengths, limit, rules.long_sequences)
+        return [slice(int(start), int(stop)) for start, stop in zip(index.starts, index.stops, strict=True)]
+
+    def _compare(self, digest: str, start: Cursor) -> None:
+        if start.digest and digest != start.digest:
+            raise ValueError(
+                f"{self.rules.name} gives other rows before row {start.row} of epoch {start.epoch} than in the run that is "
+                f"resumed; give it a fixed order (a seed for every shuffle), or set ignore_data_skip=True to start it anew"
+            )
+
+
+class StreamReader:
+    """Reads batches in a thread: while one is in use, at most `lookahead` more have been read or are being read."""
+
+    def __init__(self, batches: StreamBatches, lookahead: int) -> None:
+        self._batches = batches
+        self._room = threading.Semaphore(lookahead + 1)
+        self._ready: queue.SimpleQueue[GlobalBatch | Exception] = queue.SimpleQueue()
+        self._is_stopped = False
+        # a daemon: a source that hangs must not keep the process alive
+        threading.Thread(target=self._read, name="longctx-stream", daemon=True).start()
+
+    def take(self) -> GlobalBatch:
+        """The next batch, waiting for it; raises what went wrong while reading it."""
+        batch = self._ready.get()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
+
+    def release(self) -> None:
+        """The batch in use is over."""
+        self._room.release()
+
+    def stop(self) -> None:
+        """Ends the thread, and a call that waits in `take`."""
+        self._is_stopped = True
+        self._room.release()
+        self._ready.put(RuntimeError("the stream is no longer read"))
+
+    def _read(self) -> None:
+        batches = iter(self._batches)
+        try:
+            while True:
+                self._room.acquire()
+                if self._is_stopped:
+                    return
+                self._ready.put(next(batches))
+        except Exception as error:
+            self._ready.put(error)
+
+
+class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """The batches of a run over a stream, planned and sent: each item is a rank's part of one step, as the collator makes it.
+
+    Collective over the source's control group: every rank draws equally often. `steps_done` says how many steps the trainer
+    throws away at first because they are over; these are empty, and nothing is read for them. `cursor` is known on rank 0.
+    """
+
+    def __init__(
+        self, batches: StreamBatches, lookahead: int, source: PlanSource, steps_done: Callable[[], int] = lambda: 0
+    ) -> None:
+        self.batches, self.lookahead, self.source, self.steps_done = batches, lookahead, source, steps_done
+        self.cursor = batches.start
+
+    def loader(self, pin_memory: bool) -> DataLoader[Any]:
+        """A loader without a length and without workers; not sharded again by accelerate."""
+        return DataLoader(self, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        num_skipped = self.steps_done()
+        for _ in range(num_skipped):
+            yield {}
+        if self.source.pool.rank:
+            yield from self._received(num_skipped)
+            return
+        reader = StreamReader(self.batches, self.lookahead)
+        try:
+            yield from self._sent(reader, num_skipped)
+        finally:
+            reader.stop()
+
+    def _sent(self, reader: StreamReader, first_step: int) -> Iterator[dict[str, Any]]:
+        """Rank 0: plans what the reader reads, sends the others their parts, keeps its own."""
+        in_planning: deque[GlobalBatch] = deque()
+
+        def lengths() -> list[int]:
+            # in the planner's thread, which may wait for the source
+            in_planning.append(reader.take())
+            return [len(sequence.input_ids) for sequence in in_planning[-1].sequences]
+
+        for plan in self.source.plans(((step, lengths) for step in itertools.count(first_step)), explore=True):
+            batch = in_planning.popleft()
+            parts = [_part(plan, rank, batch.sequences) for rank in range(plan.num_ranks)]
+            # the tensors must live until they have left
+            packed = {rank: _packed(part["chunks"]) for rank, part in enumerate(parts) if rank}
+            for message in [dist.isend(tensor, rank, self.source.pool.control) for rank, tensor in packed.items()]:
+                assert message is not None
+                message.wait()
+            self.cursor = batch.after
+            yield parts[0]
+            # the trainer asks for the next step
+            reader.release()
+
+    def _received(self, first_step: int) -> Iterator[dict[str, Any]]:
+        """Other ranks: their part of each plan's tokens, from rank 0."""
+        pool = self.source.pool
+
+        def no_lengths() -> list[int]:
+            raise AssertionError("rank 0 plans")
+
+        for plan in self.source.plans(((step, no_lengths) for step in itertools.count(first_step)), explore=True):
+            counts = _chunk_tokens(plan, pool.rank)
+            packed = torch.empty(3, sum(map(sum, counts)), dtype=torch.int32)
+            dist.recv(packed, 0, pool.control)
+            yield step_batch(_planned(plan, pool.rank), _unpacked(packed, counts))
+
+
+def _as_it_is(batch: Any) -> Any:
+    # the dataset makes whole batches; without this, torch would convert what is inside
+    return batch
+
+
+def _planned(plan: StepPlan, rank: int) -> PlannedStep:
+    # a stream has no index: sequences are numbered inside their batch
+    return PlannedStep(plan, tuple(range(len(plan.lengths))), rank)
+
+
+def _part(plan: StepPlan, rank: int, sequences: tuple[TokenSequence, ...]) -> dict[str, Any]:
+    return LongContextCollator()([(_planned(plan, rank), dict(enumerate(sequences)))])
+
+
+def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
+    """Tokens that a rank holds of each of its chunks, round by round."""
+    return [
+        [held_tokens(rank_pieces(chunk, group.degree, group.method))[group.positions.index(rank)] for chunk in group.chunks]
+        for group, _ in plan.for_rank(rank).rounds
+    ]
+
+
+def _packed(chunks: list[list[ChunkInputs]]) -> torch.Tensor:
+    """Token ids, positions and labels of all chunks in a row, shape [3, tokens], int32."""
+    flat = [inputs for round_chunks in chunks for inputs in round_chunks]
+    columns = [torch.cat([inputs.input_ids, inputs.position_ids, inputs.shift_labels]) for inputs in flat]
+    return torch.cat(columns, dim=1).to(torch.int32)
+
+
+def _unpacked(packed: torch.Tensor, counts: list[list[int]]) -> list[list[ChunkInputs]]:
+    """The chunks again, `counts[round][chunk]` tokens each."""
+    pieces = iter(packed.to(torch.int64).split([count for round_counts in counts for count in round_counts], dim=1))
+    return [[ChunkInputs(*next(pieces).unsqueeze(1)) for _ in round_counts] for round_counts in counts]

@@ -1,0 +1,131 @@
+"""The loader of a map-style set: only a rank's own rows, every sequence once over all ranks, plans ahead of batches."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from helpers.models import ModelCase, random_rows
+from helpers.training import make_trainer
+
+from hf_longctx.hf.trainer import LongContextDataLoader
+
+LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(31))]
+CONFIG = {"tokens_per_rank": 64}
+
+
+class Watched(Sequence[dict[str, Any]]):
+    """Rows that write down who reads them, also in a loader's workers, once `diary` is set."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.diary = rows, ""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        if self.diary:
+            with Path(self.diary).open("a") as file:
+                file.write(f"{number}\n")
+        return self.rows[number]
+
+
+def workers(count: int) -> dict[str, Any]:
+    # the ranks were spawned, and would spawn their workers too: seconds of imports each
+    return {"dataloader_num_workers": count, "dataloader_multiprocessing_context": "fork" if count else None}
+
+
+def rows_read_on_rank(num_workers: int, folder: str) -> list[tuple[list[int], list[int]]]:
+    """For every step of an epoch: the rows of this rank's spans; with them, once, what it read in all."""
+    dataset = Watched(random_rows(LENGTHS))
+    trainer = make_trainer(ModelCase(), dataset, folder, CONFIG, workers(num_workers))
+    dataset.diary = str(Path(folder, f"rank{dist.get_rank()}"))
+    own, everyone = [], []
+    for batch in trainer.get_train_dataloader():
+        step = batch["step"]
+        groups = [group for group, _ in step.plan.for_rank(step.rank).rounds]
+        spans = {span.sequence for group in groups for chunk in group.chunks for span in chunk.spans}
+        own += [step.sequences[i] for i in spans]
+        everyone += step.sequences
+    read = [int(line) for line in Path(dataset.diary).read_text().split()]
+    return [(sorted(own), sorted(read)), (sorted(everyone), [])]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_rank_reads_the_rows_of_its_own_spans_and_no_others(ranks, tmp_path: Path, num_workers: int) -> None:
+    results = ranks(2).run(rows_read_on_rank, num_workers, str(tmp_path))
+    for (own, read), (everyone, _) in results:
+        assert read == own and 0 < len(read) < len(LENGTHS)
+        assert everyone == list(range(len(LENGTHS)))
+    # a row that both read is one that they share
+    assert set(results[0][0][1]) | set(results[1][0][1]) == set(range(len(LENGTHS)))
+
+
+def steps_trained_on_rank(num_workers: int) -> tuple[bool, list[tuple[int, ...]]]:
+    """Whether the trainer runs over our loader as it is, and the sequences of its steps."""
+    steps: list[tuple[int, ...]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"max_steps": 4, **workers(num_workers)}
+        trainer = make_trainer(ModelCase(), random_rows(LENGTHS), folder, CONFIG, arguments)
+        original = trainer.training_step
+
+        def training_step(model: Any, inputs: dict[str, Any], *rest: Any) -> Any:
+            steps.append(inputs["step"].sequences)
+            return original(model, inputs, *rest)
+
+        trainer.training_step = training_step
+        trainer.train()
+        return type(trainer.callback_handler.train_dataloader) is LongContextDataLoader, steps
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_accelerate_does_not_share_the_steps_out_again(ranks, num_workers: int) -> None:
+    results = ranks(2).run(steps_trained_on_rank, num_workers)
+    assert [is_ours for is_ours, _ in results] == [True, True]
+    first, second = (steps for _, steps in results)
+    assert first == second and len(first) == 4
+    # 32 sequences are four steps of eight: one epoch, every sequence once
+    assert sorted(i for step in first for i in step) == list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("num_workers,prefetch", [(0, None), (1, 2), (2, 2)])
+def test_the_next_plans_are_solved_while_a_step_runs(num_workers: int, prefetch: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"per_device_train_batch_size": 2, "dataloader_prefetch_factor": prefetch, **workers(num_workers)}
+        trainer = make_trainer(ModelCase(), random_rows([5] * 32), folder, CONFIG, arguments)
+        solved: list[int] = []
+        original = trainer._source.solve
+
+        def solve(step: int, *rest: Any) -> Any:
+            plan = original(step, *rest)
+            solved.append(step)
+            return plan
+
+        trainer._source.solve = solve
+        batches = iter(trainer.get_train_dataloader())
+        for step in range(5):
+            next(batches)
+            # what the workers were given, and the one that is solved while the step runs
+            expected = list(range(step + 2 + num_workers * (prefetch or 0)))
+            deadline = time.monotonic() + 5.0
+            while solved != expected and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert solved == expected
+        del batches
+
+
+def test_workers_of_the_loader_are_other_processes() -> None:
+    # what the tests above rely on
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = Watched(random_rows([5] * 8))
+        dataset.rows = [{**row, "pid": 0} for row in dataset.rows]
+        trainer = make_trainer(ModelCase(), dataset, folder, CONFIG, workers(1))
+        batches = iter(trainer.get_train_dataloader())
+        assert batches._workers[0].pid != os.getpid()

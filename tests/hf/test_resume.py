@@ -1,0 +1,112 @@
+"""What a checkpoint remembers about its data: a run that would repeat or skip samples is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from helpers.models import ModelCase, random_rows
+from helpers.training import make_trainer, training_arguments
+from transformers import TrainerControl, TrainerState
+
+from hf_longctx import LongContextConfig
+from hf_longctx.hf.resume import DataRecorder, data_settings
+from hf_longctx.hf.streaming import Cursor
+
+
+def recorder(folder: Path, train_dataset: str, cursor: Cursor | None = None, **arguments: Any) -> DataRecorder:
+    args = training_arguments(str(folder), **arguments)
+    made = DataRecorder()
+    made.settings = data_settings(args, LongContextConfig(), train_dataset, 3, None)
+    made.cursor = lambda: cursor
+    return made
+
+
+def save(folder: Path, step: int, made: DataRecorder) -> Path:
+    """Writes a record as the trainer does; the checkpoint's folder."""
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    state = TrainerState(global_step=step, is_world_process_zero=True)
+    made.on_save(training_arguments(str(folder)), state, TrainerControl())
+    return checkpoint
+
+
+def test_a_cursor_survives_the_checkpoint(tmp_path: Path) -> None:
+    cursor = Cursor(2, 17, 1, "abc")
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", cursor))
+    for where in (str(checkpoint), True):
+        again = recorder(tmp_path, "stream")
+        again.resume(where, training_arguments(str(tmp_path)))
+        assert again.problems() == [] and again.start() == cursor
+    assert not list(checkpoint.glob("*.tmp"))
+
+
+def test_a_run_that_starts_or_skips_nothing_has_no_cursor_and_no_problems(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream", Cursor(2, 17)))
+    for where, arguments in ((None, {}), (str(checkpoint), {"ignore_data_skip": True})):
+        again = recorder(tmp_path, "another")
+        again.resume(where, training_arguments(str(tmp_path), **arguments))
+        assert again.problems() == [] and again.start() == Cursor()
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    recorder(tmp_path, "stream").on_save(
+        training_arguments(str(tmp_path)), TrainerState(is_world_process_zero=False), TrainerControl()
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_an_older_version_is_said_and_a_stream_refused(tmp_path: Path, caplog: Any) -> None:
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, "digest"))
+    for content in ("{", None):
+        path = checkpoint / "longctx_data.json"
+        path.unlink() if content is None else path.write_text(content)
+        map_style, stream = recorder(tmp_path, "digest"), recorder(tmp_path, "stream")
+        for made in (map_style, stream):
+            made.resume(str(checkpoint), training_arguments(str(tmp_path)))
+        caplog.clear()
+        assert map_style.problems() == [] and "has no readable longctx_data.json" in caplog.text
+        (problem,) = stream.problems()
+        assert "the stream cannot go on; set ignore_data_skip=True" in problem
+
+
+def test_the_record_is_readable(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, "digest", per_device_train_batch_size=4))
+    record = json.loads((checkpoint / "longctx_data.json").read_text())
+    assert record["cursor"] is None
+    assert record["settings"]["sequences_per_step"] == 4 and record["settings"]["shuffle_seed"] == 3
+
+
+def run_rows(
+    rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any], resume: int | None = None
+) -> None:
+    trainer = make_trainer(ModelCase(promoted=True), rows, folder, config, {"max_steps": 7, **arguments})
+    trainer.train(resume_from_checkpoint=str(Path(folder, f"checkpoint-{resume}")) if resume else None)
+
+
+def map_style_then_changed(folder: str) -> list[str]:
+    """The messages with which a map-style run refuses to go on with other data or settings."""
+    rows = random_rows([5] * 16)
+    config = {"tokens_per_rank": 64}
+    run_rows(rows, folder, config, {"max_steps": 3, "save_strategy": "steps", "save_steps": 3})
+    messages = []
+    for data, changes in [
+        (rows, {"per_device_train_batch_size": 2}),
+        (rows, {"data_seed": 9}),
+        (rows[::-1], {}),
+        (rows, {"dataloader_drop_last": True}),
+    ]:
+        try:
+            run_rows(data, folder, config, changes, resume=3)
+        except ValueError as error:
+            messages.append(str(error))
+    run_rows(rows[::-1], folder, config, {"ignore_data_skip": True}, resume=3)
+    return messages
+
+
+def test_a_map_style_run_with_other_samples_is_not_resumed(ranks, tmp_path: Path) -> None:
+    (messages,) = ranks(1).run(map_style_then_changed, str(tmp_path))
+    names = ["sequences_per_step was 8", "shuffle_seed was 3", "train_dataset was ", "dataloader_drop_last was False"]
+    assert len(messages) == len(names)
+    assert all(name in message and "repeated or skipped" in message for name, message in zip(names, messages, strict=True))
