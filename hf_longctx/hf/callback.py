@@ -153,7 +153,7 @@ class AttachedMixin(LongContextMixin):
 def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack) -> None:
     """Puts `AttachedMixin` in front of the class of this one instance and starts planning on it."""
     stock, own, lent = type(trainer), set(vars(trainer)), set[str]()
-    problems = _attach_problems(trainer)
+    problems = _attach_problems(trainer, callback.config)
     undo.callback(_remove_attributes, trainer, lent)
     undo.callback(setattr, trainer, "__class__", stock)
     trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
@@ -175,11 +175,16 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
         delattr(trainer, name)
 
 
-def _attach_problems(trainer: Trainer) -> list[str]:
+def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """What a built trainer has that plans would ignore."""
     arguments = {"compute_loss_func": trainer.compute_loss_func, "model_init": trainer.model_init}
     problems = argument_problems(trainer.args, arguments)
     problems += collator_problems(trainer.data_collator, trainer.train_dataset)
+    if config.parameters != "replicated":
+        problems.append(
+            f"parameters={config.parameters!r} would leave a sharded model to a stock trainer; use LongContextTrainer, or "
+            f"parameters='replicated'"
+        )
     if trainer.train_dataset is None:
         problems.append("the trainer has no train_dataset; give it one, or call attach on the trainer that trains")
     for name in ("train", "training_step", "get_train_dataloader", "get_batch_samples", "compute_loss"):
@@ -191,6 +196,11 @@ def _attach_problems(trainer: Trainer) -> list[str]:
 def _exchange_problems(config: LongContextConfig) -> list[str]:
     """Settings that need the trainer's loader, which a callback in `callbacks=[...]` does not have."""
     problems = []
+    if config.parameters != "replicated":
+        problems.append(
+            f"parameters={config.parameters!r} is for LongContextTrainer; here the trainer's own DDP holds the parameters: leave "
+            f"it out"
+        )
     if config.tokens_per_step is not None:
         problems.append(
             f"tokens_per_step={config.tokens_per_step} needs the trainer's loader; call attach(trainer), or leave it out and set "

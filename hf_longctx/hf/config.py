@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_longctx.plan.specs import GROUP_METHODS, SOLVERS
+from hf_longctx.plan.types import PARAMETERS
 
 LONG_SEQUENCES = ("error", "truncate", "split")
 
@@ -68,6 +69,21 @@ class LongContextConfig:
             "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every group."
         },
     )
+    parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
+        default="replicated",
+        metadata={
+            "help": "How weights, gradients and optimizer states live. 'replicated': whole on every rank. 'sharded': split over "
+            "ranks (FSDP2), gathered layer by layer in every forward and backward. 'gathered_per_round': split too, but gathered "
+            "once per micro-batch, which takes room for all weights."
+        },
+    )
+    shard_ranks: int | None = field(
+        default=None,
+        metadata={
+            "help": "Ranks that share one copy of sharded parameters, for example those of a node (HSDP): copies of the shards "
+            "across nodes. Default: all ranks."
+        },
+    )
     solver: Literal["auto", "greedy", "static"] = field(
         default="auto",
         metadata={
@@ -119,6 +135,15 @@ class LongContextConfig:
             raise ValueError(f"long_sequences is {self.long_sequences!r}; choose one of {', '.join(LONG_SEQUENCES)}")
         if self.method not in GROUP_METHODS:
             raise ValueError(f"method is {self.method!r}; choose one of {', '.join(GROUP_METHODS)}")
+        if self.parameters not in PARAMETERS:
+            raise ValueError(f"parameters is {self.parameters!r}; choose one of {', '.join(PARAMETERS)}")
+        if self.shard_ranks is not None and self.parameters == "replicated":
+            raise ValueError(
+                f"shard_ranks is {self.shard_ranks} but parameters are 'replicated'; it has an effect with parameters 'sharded' "
+                f"or 'gathered_per_round' only"
+            )
+        if self.shard_ranks is not None and self.shard_ranks < 2:
+            raise ValueError(f"shard_ranks is {self.shard_ranks}; give at least 2 ranks, or parameters='replicated'")
         if self.solver not in SOLVERS:
             raise ValueError(
                 f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)} ('lp' and 'milp' are not available yet)"
@@ -148,6 +173,8 @@ class LaunchEnvironment:
     compile_backend: str
     uses_fsdp: bool
     uses_deepspeed: bool
+    fsdp_reshard: str
+    fsdp_offload: bool
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
@@ -164,4 +191,7 @@ class LaunchEnvironment:
             compile_backend=text("ACCELERATE_DYNAMO_BACKEND", "no"),
             uses_fsdp=text("ACCELERATE_USE_FSDP", "false") == "true",
             uses_deepspeed=text("ACCELERATE_USE_DEEPSPEED", "false") == "true",
+            # version 2 says true or false, version 1 a strategy
+            fsdp_reshard=text("FSDP_RESHARD_AFTER_FORWARD", text("FSDP_SHARDING_STRATEGY", "true")),
+            fsdp_offload=text("FSDP_OFFLOAD_PARAMS", "false") == "true",
         )

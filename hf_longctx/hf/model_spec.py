@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.types import Parameters
 
 # what the formula of saved bytes leaves for workspace, fragmentation and the process itself
 _USABLE_SHARE = 0.8
@@ -29,7 +30,7 @@ def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> C
     return ClusterSpec(num_ranks=num_ranks, ranks_per_node=ranks_per_node, hardware=hardware)
 
 
-def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec) -> int:
+def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
     """Tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
-    states = spec.num_parameters * (2 * spec.bytes_per_element + 8)
+    states = spec.state_bytes(parameters, shard_ranks)
     return int(cluster.hardware.device_bytes * _USABLE_SHARE - states) // spec.saved_bytes_per_token

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from hf_longctx.hf.compat import model_problems, version_problems
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.plan.specs import check_degrees
+from hf_longctx.runtime.sharded import is_sharded
 
 # argument -> the values that are fine, and what to do about others
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -17,7 +18,7 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
     "gradient_checkpointing": ((False, None), "leave it out and lower tokens_per_rank if memory is short"),
     "activation_checkpointing": ((False, None), "leave it out and lower tokens_per_rank if memory is short"),
-    "deepspeed": ((None, ""), "start without a DeepSpeed config; parameters are replicated (DDP)"),
+    "deepspeed": ((None, ""), "start without a DeepSpeed config and set LongContextConfig(parameters='sharded')"),
     "torch_compile": ((False,), "leave it out, compiled models are not supported yet"),
     "average_tokens_across_devices": ((True,), "leave it True: a step's loss is the mean over the label tokens of all ranks"),
     "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
@@ -27,6 +28,12 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallelism_config": ((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
     "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
 }
+
+# without effect, since gradients are summed by the plan's executor and not by DDP
+_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
+# whose updates work element by element, so that shards may be stepped alone
+_SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 _TRAINER_ARGUMENTS = {
     "data_collator": "plans decide what is packed together; pass a dataset with input_ids and labels",
@@ -45,7 +52,12 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         if value not in allowed:
             problems.append(f"{name}={value!r} is not supported yet; {remedy}")
     if args.fsdp:
-        problems.append(f"fsdp={args.fsdp!r} is not supported yet; leave it out, parameters are replicated (DDP)")
+        settings: Any = args.fsdp_config
+        asked = str((settings or {}).get("reshard_after_forward", args.fsdp)).lower()
+        problems.append(f"fsdp={args.fsdp!r} would shard behind the plans (and not at all on CPU); {_own_sharding(asked)}")
+    for name in _DDP_ARGUMENTS:
+        if getattr(args, name, None) is not None:
+            problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")
     if str(args.optim).rsplit(".", 1)[-1].lower().startswith(("lomo", "adalomo")) or "layerwise" in str(args.optim).lower():
         problems.append(f"optim={args.optim!s} steps inside backward, before gradients are summed over ranks; choose another one")
     if args.n_gpu > 1:
@@ -85,13 +97,29 @@ def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[
             f"the accelerate configuration compiles the model (dynamo_backend {launch.compile_backend!r}), which is not "
             f"supported yet; leave dynamo out of it"
         )
-    for name, used in (("FSDP", launch.uses_fsdp), ("DeepSpeed", launch.uses_deepspeed)):
-        if used:
-            problems.append(
-                f"the accelerate configuration asks for {name}, which is not supported yet; use distributed_type MULTI_GPU "
-                f"without it, parameters are replicated (DDP)"
-            )
+    if launch.uses_deepspeed:
+        problems.append(
+            "the accelerate configuration asks for DeepSpeed, which is not supported; use distributed_type MULTI_GPU without it "
+            "and set LongContextConfig(parameters='sharded')"
+        )
+    # fsdp of the training arguments sets the same variable and has been named already
+    if launch.uses_fsdp and not args.fsdp:
+        offload = "; parameters cannot be offloaded to the CPU yet (FSDP_OFFLOAD_PARAMS)" if launch.fsdp_offload else ""
+        problems.append(
+            f"the accelerate configuration asks for FSDP, which would shard behind the plans (and not at all on CPU); use "
+            f"distributed_type MULTI_GPU without it: {_own_sharding(launch.fsdp_reshard)}{offload}"
+        )
     return problems
+
+
+def _own_sharding(asked: str) -> str:
+    """The setting of ours that means what an FSDP configuration asks for."""
+    if "hybrid" in asked:
+        return "leave it out and set LongContextConfig(parameters='sharded', shard_ranks=...) to the ranks of a node"
+    if asked in ("no_shard", "3"):
+        return "leave it out, parameters='replicated' is the default of LongContextConfig"
+    gathered = asked in ("false", "shard_grad_op", "2")
+    return f"leave it out and set LongContextConfig(parameters={'gathered_per_round' if gathered else 'sharded'!r})"
 
 
 _REPLACED_IN_TRAINING = {
@@ -145,6 +173,30 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
         problems.append(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts tokens_per_step="
             f"{config.tokens_per_step}, which already says what an optimizer step holds; leave one of them out"
+        )
+    return problems
+
+
+def sharding_problems(
+    model: Any, config: LongContextConfig, args: TrainingArguments, trainer_arguments: dict[str, Any]
+) -> list[str]:
+    """What does not go with sharded parameters."""
+    if is_sharded(model):
+        return ["the model is sharded already (fully_shard); pass a plain one and set LongContextConfig(parameters='sharded')"]
+    if config.parameters == "replicated":
+        return []
+    problems = []
+    if any(trainer_arguments.get("optimizers") or ()):
+        problems.append(
+            f"the trainer argument optimizers belongs to parameters that parameters={config.parameters!r} replaces by shards; "
+            f"pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim"
+        )
+    if config.shard_ranks is not None and args.world_size % config.shard_ranks:
+        problems.append(f"shard_ranks {config.shard_ranks} does not divide the {args.world_size} ranks; choose a divisor")
+    if (name := str(getattr(args.optim, "value", args.optim))) not in _SHARDED_OPTIMIZERS:
+        problems.append(
+            f"optim={name!r} is not tested with parameters={config.parameters!r}; use one of {', '.join(_SHARDED_OPTIMIZERS)}, "
+            f"or parameters='replicated'"
         )
     return problems
 

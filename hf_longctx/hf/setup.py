@@ -16,6 +16,7 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refusals import launch_problems, setup_problems
 from hf_longctx.plan.cost import CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.specs import PlannerConfig, default_degrees
+from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.mesh import GroupPool
 
 
@@ -64,12 +65,14 @@ def planning_setup(
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
     spec = model_spec(model)
-    fitting = min(gather_objects(tokens_that_fit(spec, cluster), control))
+    parameters, shard_ranks = shared_parameters(config, args.world_size)
+    fitting = min(gather_objects(tokens_that_fit(spec, cluster, parameters, shard_ranks), control))
     if config.tokens_per_rank is None and fitting < 1:
         gib = cluster.hardware.device_bytes / 2**30
         raise ValueError(
-            f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters leave no room for a "
-            f"token in {gib:.1f} GiB; use a smaller model or a larger device (sharded parameters are not available yet)"
+            f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters ({parameters}) leave "
+            f"no room for a token in {gib:.1f} GiB; set parameters='sharded' with more ranks, or use a smaller model or a "
+            f"larger device"
         )
     planner = PlannerConfig(
         tokens_per_rank=config.tokens_per_rank or fitting,
@@ -78,8 +81,17 @@ def planning_setup(
         static_degree=config.static_degree,
         micro_batch_trials=config.micro_batch_trials,
     )
-    costs = CostModel(spec, cluster, default_coefficients(spec, cluster), config.method)
+    costs = CostModel(
+        spec, cluster, default_coefficients(spec, cluster), config.method, parameters=parameters, shard_ranks=shard_ranks
+    )
     return PlanningSetup(costs, planner, config.max_length or spec.max_positions)
+
+
+def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parameters, int]:
+    """How parameters live with so many ranks, and how many ranks share one copy; one rank has nobody to share with."""
+    if config.parameters == "replicated" or num_ranks == 1:
+        return "replicated", 1
+    return config.parameters, config.shard_ranks or num_ranks
 
 
 def plan_source(config: LongContextConfig, setup: PlanningSetup, control: dist.ProcessGroup | None) -> PlanSource:

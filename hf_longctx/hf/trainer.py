@@ -1,8 +1,8 @@
 """`LongContextTrainer`: a `transformers.Trainer` that runs one plan per step. Read after `runtime/executor.py`.
 
 The mixin builds and hands over: at start it checks everything on every rank and makes the group pool, the loaders yield
-planned steps, `training_step` gives them to `StepExecutor`, `RunReport` logs. DDP comes from accelerate as usual; the
-executor keeps its reducer out and reduces once. Every override is of a public method of `Trainer`.
+planned steps, `training_step` gives them to `StepExecutor`, `RunReport` logs. Parameters live as `PlacementMixin` says,
+which overrides a few private methods of `Trainer`; every override here is of a public one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from hf_longctx.hf.agreement import control_group, explain_lost_ranks
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.placement import PlacementMixin
 from hf_longctx.hf.planned_data import PlannedDataMixin
-from hf_longctx.hf.refusals import argument_problems, config_problems, override_problems
+from hf_longctx.hf.refusals import argument_problems, config_problems, override_problems, sharding_problems
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.setup import PlanningSetup, check_setup, plan_source, planning_setup
 from hf_longctx.runtime.executor import StepExecutor
 
 
-class LongContextMixin(PlannedDataMixin):
+class LongContextMixin(PlannedDataMixin, PlacementMixin):
     """Turns a `Trainer` subclass into one that runs plans; put it in front: `class Mine(LongContextMixin, Trainer)`."""
 
     # whether evaluation runs under plans too, or as in `Trainer`
@@ -57,6 +58,7 @@ class LongContextMixin(PlannedDataMixin):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         config = longctx_config if longctx_config is not None else LongContextConfig()
         problems = argument_problems(args, {"data_collator": data_collator, **kwargs})
+        problems += sharding_problems(model, config, args, kwargs)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         setup = self._check_run(config, model, args, processing_class, datasets, problems)
         super().__init__(
@@ -96,7 +98,7 @@ class LongContextMixin(PlannedDataMixin):
         self._switch_optimizer("train")
         plan = inputs["step"].plan
         with self._explained():
-            result = self._training_executor(model).run(
+            result = self._training_executor().run(
                 plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch, self.accelerator.sync_gradients
             )
         self._report.step_done(plan, result)
@@ -111,7 +113,7 @@ class LongContextMixin(PlannedDataMixin):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential, under plans."""
-        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model = self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
         self.callback_handler.eval_dataloader = dataloader
@@ -168,6 +170,8 @@ class LongContextMixin(PlannedDataMixin):
     def _start_planning(self, setup: PlanningSetup) -> None:
         """Makes process groups, source of plans and report, once `Trainer` is built. Collective over all ranks."""
         self._executor = None
+        # the groups of shards before the groups of sequences
+        self._prepare_mesh()
         self._source = plan_source(self.longctx_config, setup, self._control)
         self._pool = self._source.pool
         self._recorder = DataRecorder()
@@ -176,8 +180,9 @@ class LongContextMixin(PlannedDataMixin):
         self._report = RunReport(self.longctx_config, self._source)
         self.add_callback(self._report)
 
-    def _training_executor(self, model: nn.Module) -> StepExecutor:
-        """The executor of the wrapped model; kept while that stays the same, since it owns gradient buffers."""
+    def _training_executor(self) -> StepExecutor:
+        """The executor of the placed model; kept while that stays the same, since it owns gradient buffers."""
+        model = self._placed_model()
         if self._executor is None or self._executor.model is not model:
             fp32_gradients = self.longctx_config.fp32_gradients
             self._executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device, fp32_gradients)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
 from hf_longctx.plan.traffic import Traffic, group_shapes, mean_traffic
-from hf_longctx.plan.types import Chunk, GroupShape
+from hf_longctx.plan.types import Chunk, GroupShape, Parameters
 
 FloatArray = NDArray[np.float64]
 
@@ -71,7 +71,8 @@ class CostModel:
     """Predicts chunks of `model` on groups of `cluster`.
 
     method: how groups share attention, "auto" for the cheapest way of each. favoured_degree: larger groups are priced as if
-    their exchanges took a thousand times as long, so that only sequences that need them get them (0: none is).
+    their exchanges took a thousand times as long, so that only sequences that need them get them (0: none is). parameters: how
+    weights live in every plan. shard_ranks: how many ranks share one copy of sharded ones.
     """
 
     model: ModelSpec
@@ -79,6 +80,8 @@ class CostModel:
     coefficients: CostCoefficients
     method: GroupMethod = "auto"
     favoured_degree: int = 0
+    parameters: Parameters = "replicated"
+    shard_ranks: int = 1
 
     def best_shape(self, degree: int, num_tokens: float) -> GroupShape:
         """The shape in which a group of `degree` ranks spends the fewest seconds on exchanging a chunk of `num_tokens`.
@@ -121,7 +124,7 @@ class CostModel:
 
     def rank_bytes(self, num_tokens: int) -> int:
         """Bytes on a rank that holds `num_tokens` tokens: weights, gradients, two fp32 Adam moments and saved tensors."""
-        states = self.model.num_parameters * (2 * self.model.bytes_per_element + 8)
+        states = self.model.state_bytes(self.parameters, self.shard_ranks)
         return states + num_tokens * self.model.saved_bytes_per_token
 
     def _exchange_s(self, num_tokens: float, shape: GroupShape) -> float:

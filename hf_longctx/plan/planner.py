@@ -32,9 +32,7 @@ from hf_longctx.plan.types import (
 from hf_longctx.plan.validate import validate_plan
 
 
-def plan_step(
-    step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig, parameters: Parameters = "replicated"
-) -> StepPlan:
+def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
     """The plan of optimizer step `step` for sequences of `lengths` tokens: what every rank will do, and its estimate.
 
     Deterministic: equal arguments give an equal digest. Raises ValueError for a sequence that fits no allowed group, and
@@ -44,7 +42,7 @@ def plan_step(
     check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
     problem = GroupingProblem.build(lengths, costs, config)
     layout, solver = choose_layout(problem, config)
-    plan = validate_plan(build_plan(step, lengths, layout, problem.shapes, costs, parameters))
+    plan = validate_plan(build_plan(step, lengths, layout, problem.shapes, costs, costs.parameters))
     run = evaluate_plan(plan, costs)
     estimate = Estimate(
         step_s=run.step_s,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hf_longctx.plan.types import Parameters
+
 Solver = Literal["auto", "greedy", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "static")
 
@@ -81,6 +83,18 @@ class ModelSpec:
         layer = 16 * self.hidden_size + 4 * a + 4 * k + 8 * self.intermediate_size + 4 * self.num_heads
         logits = self.vocab_size * (self.bytes_per_element + 3 * max(4, self.bytes_per_element))
         return self.num_layers * layer * self.bytes_per_element // 2 + logits
+
+    def state_bytes(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
+        """Bytes on a rank of weights, gradients and two fp32 Adam moments, which `shard_ranks` ranks share if sharded.
+
+        Gathered beside the shards are the embeddings and two layers, weights and gradients, or all weights for a round.
+        """
+        whole = self.num_parameters * (2 * self.bytes_per_element + 8)
+        if parameters == "replicated":
+            return whole
+        unit = self.num_parameters - max(0, self.num_layers - 2) * self.layer_parameters
+        weights = unit if parameters == "sharded" else self.num_parameters
+        return -(-whole // shard_ranks) + (weights + unit) * self.bytes_per_element
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,18 @@ Gradients are the sum over all ranks of the loss divided by the step's label tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.types import Action, RankPlan, SequenceGroup
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval, StepClock
-from hf_longctx.runtime.reduction import GradientSum
+from hf_longctx.runtime.sharded import parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,9 @@ class StepResult:
 class StepExecutor:
     """Runs rank plans of one model on the groups of one pool.
 
-    `model` is the plain or DDP-wrapped model; its attention must be the registered `longctx` function, called
-    `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add up in fp32.
+    `model` is the plain, DDP-wrapped or sharded (`shard_model`) model; its attention must be the registered `longctx`
+    function, called `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add
+    up in fp32.
     """
 
     def __init__(
@@ -69,41 +68,47 @@ class StepExecutor:
     ) -> None:
         self.model, self.pool, self.device = model, pool, device
         self.num_attention_layers = num_attention_layers
-        self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
+        self.parameters = parameters_of(model, fp32_gradients)
         # a mask of four dimensions is passed on by transformers as it is, so no mask is built over the packed row
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
     def run(
         self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], num_label_tokens: int, reduce: bool = True
     ) -> StepResult:
-        """Forward and backward of every round, then one gradient reduction over all ranks.
+        """Forward and backward of every round; gradients end as the sum over all ranks, sharded as the parameters are.
 
         `inputs[r][c]` is this rank's shard of chunk c in round r. `num_label_tokens` counts the label tokens of the step
         over all ranks. `reduce`: false for every plan of an optimizer step but its last, whose reduction then covers the
         gradients of all of them. Every rank of the pool must call it with its own path of the same plan. Raises ValueError
         by name for what this version does not execute.
         """
+        self.parameters.check(plan.parameters)
         refuse_unsupported(plan)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self._without_ddp_reduction():
+        with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
+                is_last = reduce and index == len(plan.rounds) - 1
+                self.parameters.enter_round(plan.parameters, is_last)
                 total += _Round(self, group, inputs[index], num_label_tokens, clock, index).run(stage.actions)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
-                self.gradients.reduce(self.pool.everyone)
+                self.parameters.reduce(self.pool.everyone)
             self._sum_over_ranks(total)
         return StepResult(total, clock)
 
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
         """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only, as `run` otherwise."""
+        self.parameters.check(plan.parameters)
         refuse_unsupported(plan)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (group, stage) in enumerate(plan.rounds):
+            self.parameters.enter_round(plan.parameters, is_last=False)
             forwards = [action for action in stage.actions if action.kind == "F"]
             total += _Round(self, group, inputs[index], 1, clock, index).run(forwards)
+        self.parameters.free()
         self._sum_over_ranks(total)
         return total
 
@@ -125,10 +130,6 @@ class StepExecutor:
         logits: Tensor = output.logits
         return logits
 
-    def _without_ddp_reduction(self) -> AbstractContextManager[None]:
-        """DDP's reducer expects one forward per backward, which a plan does not promise, so it stays out."""
-        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
-
     def _sum_over_ranks(self, total: Tensor) -> None:
         if self.pool.everyone is not None:
             dist.all_reduce(total, group=self.pool.everyone)
@@ -149,11 +150,13 @@ class _Round:
         self.executor, self.group, self.inputs = executor, group, inputs
         self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
         self.losses: dict[int, Tensor] = {}
+        self.num_backwards = 0
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.handlers = {"F": self._forward, "B": self._backward}
 
     def run(self, actions: Sequence[Action]) -> Tensor:
         """The actions in order; this rank's share of the step's loss, without a graph."""
+        self.num_backwards = sum(action.kind == "B" for action in actions)
         for action in actions:
             with self.clock.measure(self.index, action.kind, str(action)):
                 self.handlers[action.kind](action)
@@ -169,14 +172,15 @@ class _Round:
         self.losses[action.chunk] = loss
 
     def _backward(self, action: Action) -> None:
-        self.losses.pop(action.chunk).backward()
-        self.executor.gradients.absorb()
+        loss = self.losses.pop(action.chunk)
+        self.num_backwards -= 1
+        self.executor.parameters.before_backward(is_last=not self.num_backwards)
+        loss.backward()
+        self.executor.parameters.after_backward()
 
 
 def refuse_unsupported(plan: RankPlan) -> None:
     """Raises ValueError naming the first part of the plan that this version does not execute."""
-    if plan.parameters != "replicated":
-        raise ValueError(f"parameters {plan.parameters!r} are not executed yet; only 'replicated' (DDP) are")
     for group, stage in plan.rounds:
         if len(group.stages) > 1:
             raise ValueError(f"a plan of {len(group.stages)} pipeline stages is not executed yet; only one stage is")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from hf_longctx.plan.types import Parameters
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20
 
 
@@ -29,7 +34,7 @@ class GradientSum:
             return
         for parameter in self.parameters:
             gradient = parameter.grad
-            if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16):
+            if gradient is None or gradient.dtype not in HALF_DTYPES:
                 continue
             if parameter not in self._wide:
                 self._wide[parameter] = torch.zeros_like(gradient, dtype=torch.float32)
@@ -49,6 +54,43 @@ class GradientSum:
         for parameter, wide in self._wide.items():
             parameter.grad = wide.to(parameter.dtype)
             wide.zero_()
+
+
+class ReplicatedParameters:
+    """Parameters of a plain or DDP-wrapped model: whole on every rank, gradients summed once, at the end of a step."""
+
+    def __init__(self, model: nn.Module, fp32_gradients: bool) -> None:
+        self.model = model
+        self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
+
+    def check(self, parameters: Parameters) -> None:
+        """Raises ValueError unless these parameters can take the steps of such a plan."""
+        if parameters != "replicated":
+            raise ValueError(f"the plan expects {parameters} parameters, but the model is not sharded; apply shard_model to it")
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Around all forwards and backwards of a step.
+
+        DDP's reducer expects one forward per backward, which a plan does not promise, so it stays out.
+        """
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    def enter_round(self, parameters: Parameters, is_last: bool) -> None:
+        """Nothing to gather."""
+
+    def before_backward(self, is_last: bool) -> None:
+        """Nothing to announce."""
+
+    def after_backward(self) -> None:
+        """After every backward."""
+        self.gradients.absorb()
+
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
+        """Leaves the sum over the ranks of `group` in every `.grad`. Collective over the group."""
+        self.gradients.reduce(group)
+
+    def free(self) -> None:
+        """Nothing to free."""
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:

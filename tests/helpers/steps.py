@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from helpers.models import ModelCase, build_model
 from helpers.planted import plant
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
@@ -20,13 +22,15 @@ from hf_longctx.plan.grouping import Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
-from hf_longctx.plan.types import GroupShape, MicroBatch, StepPlan
+from hf_longctx.plan.types import GroupShape, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.sharded import shard_mesh, shard_model
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
 _POOLS: dict[tuple[int, float], GroupPool] = {}
+_MESHES: dict[int, DeviceMesh] = {}
 
 
 def tiny_costs(num_ranks: int, spec: ModelSpec = TINY) -> CostModel:
@@ -35,7 +39,14 @@ def tiny_costs(num_ranks: int, spec: ModelSpec = TINY) -> CostModel:
     return CostModel(spec, cluster, default_coefficients(spec, cluster))
 
 
-def plan_of(layout: Layout, lengths: list[int], num_ranks: int, ulysses: int = 0, rings: str = "none") -> StepPlan:
+def plan_of(
+    layout: Layout,
+    lengths: list[int],
+    num_ranks: int,
+    ulysses: int = 0,
+    rings: str = "none",
+    parameters: Parameters = "replicated",
+) -> StepPlan:
     """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy.
 
     ulysses: ranks of a block that share heads, 0 for all of a group, 1 for a ring; a group whose degree it does not divide
@@ -43,7 +54,7 @@ def plan_of(layout: Layout, lengths: list[int], num_ranks: int, ulysses: int = 0
     """
     degrees = {degree for groups in layout for degree, _ in groups}
     shapes = {d: GroupShape(d, d if not ulysses else min(ulysses, d) if d % min(ulysses, d) == 0 else 1) for d in degrees}
-    plan = build_plan(0, lengths, layout, shapes, tiny_costs(num_ranks), "replicated")
+    plan = build_plan(0, lengths, layout, shapes, tiny_costs(num_ranks), parameters)
     micro_batches = tuple(
         MicroBatch(
             tuple(
@@ -74,22 +85,48 @@ def rank_inputs(plan: StepPlan, rows: list[dict[str, list[int]]], rank: int) -> 
 
 
 def step_on_rank(
-    case: ModelCase, plan_json: str, rows: list[dict[str, list[int]]], bug: str = "", timeout_s: float = 60.0
+    case: ModelCase,
+    plan_json: str,
+    rows: list[dict[str, list[int]]],
+    bug: str = "",
+    timeout_s: float = 60.0,
+    shard_ranks: int = 0,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Runs one step on this rank (called on every rank of a pool); its loss and its gradients after the reduction."""
+    """Runs one step on this rank (called on every rank of a pool); its loss and its whole gradients after the reduction.
+
+    The model is sharded over `shard_ranks` (0: all) ranks unless the plan's parameters are replicated.
+    """
     pool, plan = group_pool(timeout_s), plan_from_json(plan_json)
     with plant(bug, pool.rank, pool.num_ranks):
         model = build_model(case)
         patch_model(model)
-        wrapped = DistributedDataParallel(model) if pool.num_ranks > 1 else model
+        wrapped = model
+        if plan.parameters != "replicated":
+            shard_model(model, model._no_split_modules, mesh(shard_ranks or pool.num_ranks), case.fp32_gradients)
+        elif pool.num_ranks > 1:
+            wrapped = DistributedDataParallel(model)
         executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"), case.fp32_gradients)
         batch = rank_inputs(plan, rows, pool.rank)
         num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
         result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return float(result.loss), gradients
 
 
-def run_step(pool: Any, case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]], bug: str = "") -> list[Any]:
+def run_step(
+    pool: Any, case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]], bug: str = "", shard_ranks: int = 0
+) -> list[Any]:
     """`step_on_rank` on every rank of a pool."""
-    return pool.run(step_on_rank, case, plan_to_json(plan), rows, bug)
+    return pool.run(step_on_rank, case, plan_to_json(plan), rows, bug, 60.0, shard_ranks)
+
+
+def mesh(shard_ranks: int) -> DeviceMesh:
+    """The mesh of blocks of `shard_ranks` ranks, made once per process."""
+    if shard_ranks not in _MESHES:
+        _MESHES[shard_ranks] = shard_mesh("cpu", shard_ranks, 60.0)
+    return _MESHES[shard_ranks]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as one plain tensor; collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

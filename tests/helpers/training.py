@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.models import ModelCase, build_model
+from helpers.steps import whole
 from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_longctx import LongContextConfig, LongContextTrainer
@@ -85,7 +86,7 @@ def train_on_rank(
         recorder = LossRecorder()
         recorder.attach(trainer)
         trainer.train()
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     return recorder.losses, recorder.layouts, weights
 
 

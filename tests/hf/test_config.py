@@ -22,6 +22,12 @@ def test_the_class_is_the_package_name_for_it() -> None:
 
 # settings -> what the message says: the name, the value and the remedy
 REFUSED = {
+    "parameters": ({"parameters": "zero3"}, "parameters is 'zero3'; choose one of replicated, gathered_per_round, sharded"),
+    "shards of nothing": ({"shard_ranks": 4}, "shard_ranks is 4 but parameters are 'replicated'; it has an effect with"),
+    "shards of one": (
+        {"shard_ranks": 1, "parameters": "sharded"},
+        "shard_ranks is 1; give at least 2 ranks, or parameters='replicated'",
+    ),
     "max_length zero": ({"max_length": 0}, "max_length is 0; give a positive number"),
     "max_length negative": ({"max_length": -5}, "max_length is -5; give a positive number"),
     "tokens_per_rank": ({"tokens_per_rank": 0}, "tokens_per_rank is 0; give a positive number of tokens or leave it out"),
@@ -92,6 +98,8 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "lookahead_batches": 3,
         "degrees": [1, 2],
         "method": "ring",
+        "parameters": "sharded",
+        "shard_ranks": 2,
         "solver": "static",
         "static_degree": 2,
         "micro_batch_trials": 3,

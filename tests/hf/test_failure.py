@@ -15,7 +15,8 @@ import os, sys, time
 from helpers.models import ModelCase, random_rows
 from helpers.training import make_trainer
 
-trainer = make_trainer(ModelCase(), random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 3), sys.argv[1], {"collective_timeout_s": 6.0})
+config = {"collective_timeout_s": 6.0, "parameters": "sharded" if "sharded" in sys.argv[2] else "replicated"}
+trainer = make_trainer(ModelCase(), random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 3), sys.argv[1], config)
 original = trainer.training_step
 
 def training_step(*args, **kwargs):
@@ -60,7 +61,7 @@ def run_ranks(folder: Path, how: str) -> tuple[list[int], str, float]:
         try:
             processes[0].wait(timeout=100)
             took = time.monotonic() - started
-            if how == "hang":
+            if how.startswith("hang"):
                 processes[1].kill()
             processes[1].wait(timeout=20)
         finally:
@@ -69,7 +70,7 @@ def run_ranks(folder: Path, how: str) -> tuple[list[int], str, float]:
     return [process.returncode for process in processes], errors.read_text(), took
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("how", ["raise", "kill", "hang", "hang, sharded"])
 def test_the_other_rank_exits_and_says_why(tmp_path: Path, how: str) -> None:
     codes, errors, took = run_ranks(tmp_path, how)
     assert codes[0] != 0 and codes[1] != 0

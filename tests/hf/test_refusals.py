@@ -68,7 +68,15 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "neftune_noise_alpha": (5.0, "neftune_noise_alpha=5.0 is not supported yet; leave it out"),
     "use_liger_kernel": (True, "use_liger_kernel=True is not supported yet; leave it out"),
     "dataloader_in_order": (False, "dataloader_in_order=False is not supported yet; leave it True"),
-    "fsdp": (True, "fsdp=True is not supported yet; leave it out, parameters are replicated (DDP)"),
+    "fsdp": (
+        True,
+        "fsdp=True would shard behind the plans (and not at all on CPU); leave it out and set "
+        "LongContextConfig(parameters='sharded')",
+    ),
+    "ddp_find_unused_parameters": (
+        False,
+        "ddp_find_unused_parameters=False has no effect here, since DDP is not used; leave it out",
+    ),
     "train_sampling_strategy": (
         "group_by_length",
         "train_sampling_strategy='group_by_length' has no effect here; leave it out, plans balance lengths",

@@ -152,6 +152,18 @@ def test_a_rank_holds_weights_gradients_moments_and_saved_tensors() -> None:
     assert costs.rank_bytes(7) - costs.rank_bytes(0) == 7 * MODEL.saved_bytes_per_token
 
 
+def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
+    # 10 layers of 8 * 2 * (8 + 4) + 3 * 8 * 16 = 576 parameters, embedding and head of 80 each
+    model = ModelSpec(10, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=4)
+    assert model.state_bytes() == model.state_bytes("replicated", 4) == 16 * 5920
+    # beside a quarter of all states: weights and gradients of two layers and the embeddings
+    assert model.state_bytes("sharded", 4) == 4 * 5920 + 2 * 4 * (2 * 576 + 160)
+    # or all weights, and the gradients of two layers and the embeddings
+    assert model.state_bytes("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + 4 * (2 * 576 + 160)
+    costs = replace(COSTS, model=model, parameters="sharded", shard_ranks=4)
+    assert costs.rank_bytes(3) == model.state_bytes("sharded", 4) + 3 * model.saved_bytes_per_token
+
+
 def test_default_coefficients_count_operations() -> None:
     model = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=2)
     costs = default_coefficients(model, ClusterSpec(4, 4, HARDWARE))

@@ -36,7 +36,7 @@ def plan(
     parameters: str = "sharded",
 ) -> StepPlan:
     config = PlannerConfig(capacity, default_degrees(num_ranks, 8, "ulysses"), solver, static_degree)
-    return plan_step(3, lengths, cost_model(kind, num_ranks), config, parameters)  # type: ignore[arg-type]
+    return plan_step(3, lengths, dataclasses.replace(cost_model(kind, num_ranks), parameters=parameters), config)  # type: ignore[arg-type]
 
 
 def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: CostModel, capacity: int) -> None:
@@ -53,7 +53,7 @@ def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: Cos
             assert start % degree == 0
             assert degree == 1 or group.num_tokens > 0
             assert group.stages[0].num_layers == costs.model.num_layers
-    run = evaluate_plan(found, costs)
+    run = evaluate_plan(found, dataclasses.replace(costs, parameters=found.parameters))
     assert found.estimate.step_s == run.step_s
     assert found.estimate.peak_bytes == max(run.peak_bytes)
     assert found.estimate.lower_bound_s <= found.estimate.step_s * (1 + 1e-9)
@@ -236,7 +236,7 @@ def test_ranks_without_work_get_the_dummy_chunk(num_ranks: int) -> None:
 
 def test_degrees_without_one_leave_single_ranks_to_the_dummy_chunk() -> None:
     config = PlannerConfig(400, (2, 4))
-    found = plan_step(3, [700, 90, 30], cost_model("exchange", 5), config, "sharded")
+    found = plan_step(3, [700, 90, 30], dataclasses.replace(cost_model("exchange", 5), parameters="sharded"), config)
     validate_plan(found)
     for group in (group for micro_batch in found.micro_batches for group in micro_batch.groups):
         assert (group.degree == 1) == (group.num_tokens == 0)

@@ -1,0 +1,101 @@
+"""Checkpoints of sharded models: weights as one ordinary Hugging Face checkpoint, optimizer states as shards.
+
+Both can be read at any number of ranks. Sharded optimizer states go through torch.distributed.checkpoint by parameter name,
+one file per rank in the folder `optimizer_shards`, which every rank must be able to read on resume.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+SHARDS_FOLDER = "optimizer_shards"
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def gather_weights(model: nn.Module, is_kept: bool) -> dict[str, Tensor]:
+    """Whole weights by name, on the CPU of ranks with `is_kept`, empty on others; tied weights are one tensor.
+
+    Collective over all ranks; one weight at a time is whole on every device.
+    """
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    gathered: dict[int, Tensor] = {}
+    weights = {}
+    for name, value in model.state_dict().items():
+        owner = id(owners.get(name, value))
+        if owner not in gathered:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            gathered[owner] = whole.cpu() if is_kept else torch.empty(0)
+        if is_kept:
+            weights[name] = gathered[owner]
+    return weights
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: str) -> None:
+    """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads them and keeps its shards.
+
+    Raises ValueError for a folder without safetensors or with other weights than the model's.
+    """
+    index = Path(folder) / "model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    if not (Path(folder) / files[0]).exists():
+        raise ValueError(f"{folder} has no {files[0]}; give a folder that this trainer or save_pretrained() wrote")
+    targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    loaded: set[int] = set()
+    for file in files:
+        with safe_open(Path(folder) / file, framework="pt", device="cpu") as reader:
+            for name in reader.keys():  # noqa: SIM118 (not a mapping)
+                if name not in targets:
+                    raise ValueError(
+                        f"{folder} has a weight {name}, which the model has not; resume with the model it was saved from"
+                    )
+                targets[name].copy_(_sharded_like(targets[name], reader.get_tensor(name)))
+                loaded.add(id(targets[name]))
+    missing = [name for name in model.state_dict() if id(targets[name]) not in loaded]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} first; resume with its own model")
+
+
+def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Writes every rank's shards of the optimizer's states and settings. Collective over all ranks."""
+    save_shards(get_optimizer_state_dict(model, optimizer, options=_BY_NAME), checkpoint_id=Path(folder) / SHARDS_FOLDER)
+
+
+def has_optimizer_shards(folder: str) -> bool:
+    """Whether `save_optimizer` wrote to this checkpoint."""
+    return (Path(folder) / SHARDS_FOLDER).is_dir()
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Reads what `save_optimizer` wrote, at any number of ranks, sharded or not. Collective over all ranks."""
+    states = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+    load_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    set_optimizer_state_dict(model, optimizer, states, options=_BY_NAME)
+
+
+def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
+    """Reads the `optimizer.pt` of a run with replicated parameters; every rank keeps its shards of the states."""
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, states in saved["state"].items():
+        parameter = parameters[index]
+        for name, value in states.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                states[name] = _sharded_like(parameter, value)
+    optimizer.load_state_dict(saved)
+
+
+def _sharded_like(target: Tensor, whole: Tensor) -> Tensor:
+    """`whole` on the target's device, cut as the target is; every rank holds it already, so nothing is sent."""
+    if not isinstance(target, DTensor):
+        return whole
+    return distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

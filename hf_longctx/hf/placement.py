@@ -1,0 +1,145 @@
+"""Where a run's parameters live: the overrides of `Trainer` that shard, step, save and load them.
+
+DDP and accelerate's FSDP stay out, on CPU and CUDA alike: the executor sums gradients, and sharding is our own. For that
+these private methods of `Trainer` are overridden: `_wrap_model`, `_move_model_to_device`, `_get_grad_norm`, `_save`,
+`_load_from_checkpoint`, `_load_best_model`, `_save_optimizer_and_scheduler` and `_load_optimizer_and_scheduler`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+
+from hf_longctx.hf.checkpoint import (
+    gather_weights,
+    has_optimizer_shards,
+    load_optimizer,
+    load_weights,
+    load_whole_optimizer,
+    save_optimizer,
+)
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.setup import shared_parameters
+from hf_longctx.runtime.sharded import free_gathered, is_sharded, shard_mesh, shard_model
+
+logger = logging.getLogger(__name__)
+
+# as in trainer.py: the mixin stands in front of any Trainer subclass
+if TYPE_CHECKING:
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+_SCHEDULER_FILE, _OPTIMIZER_FILE = "scheduler.pt", "optimizer.pt"
+
+
+class PlacedModel(nn.Module):
+    """A model that accelerate shall not wrap: `Trainer` leaves alone what is not its own model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        return self.module(*args, **kwargs)
+
+
+class PlacementMixin(_TrainerBase):
+    """The part of `LongContextMixin` that knows how parameters live; `longctx_config` is set before it is used."""
+
+    longctx_config: LongContextConfig
+    _mesh: DeviceMesh | None = None
+    _is_placed = False
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As `Trainer`, after sharding, so that optimizer states are made for shards."""
+        self._placed_model()
+        return super().create_optimizer(model)
+
+    def _prepare_mesh(self) -> None:
+        """Makes the groups of shards, collectively and before the sequence groups."""
+        parameters, shard_ranks = shared_parameters(self.longctx_config, self.args.world_size)
+        if parameters != "replicated":
+            self._mesh = shard_mesh(self.args.device.type, shard_ranks, self.longctx_config.collective_timeout_s)
+        elif self.longctx_config.parameters != "replicated":
+            logger.warning("parameters=%r has no effect on one rank", self.longctx_config.parameters)
+
+    def _placed_model(self) -> Any:
+        """The model as it is trained and evaluated: sharded if asked, under autocast if asked, no weight left gathered.
+
+        Collective over all ranks the first time.
+        """
+        model: Any = self.model
+        if not self._is_placed:
+            if self._mesh is not None:
+                shard_model(model, tuple(model._no_split_modules or ()), self._mesh, self.longctx_config.fp32_gradients)
+            # evaluation_mode: autocast, but no wrapping
+            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+            self._is_placed = True
+        free_gathered(model)
+        return model
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return model if isinstance(model, PlacedModel) else PlacedModel(self._placed_model())
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """As `Trainer`, but a model to be sharded goes to the device in shards, so that it need not fit there as a whole."""
+        if shared_parameters(self.longctx_config, self.args.world_size)[0] == "replicated":
+            super()._move_model_to_device(model, device)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As `Trainer`; over all shards, as one plain number that is the same on every rank."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As `Trainer`; collective over all ranks if the parameters are sharded."""
+        if not is_sharded(self.model):
+            return super()._save(output_dir, state_dict)
+        super()._save(output_dir, gather_weights(self._placed_model(), self.args.should_save))
+        # writing may take longer than the others' next collective would wait
+        PartialState().wait_for_everyone()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not is_sharded(self.model):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_weights(self._placed_model(), resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if not is_sharded(self.model) or self.state.best_model_checkpoint is None:
+            return super()._load_best_model()
+        load_weights(self._placed_model(), self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        assert self.lr_scheduler is not None
+        save_optimizer(self._placed_model(), self._plain_optimizer(), output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As `Trainer`; states of a sharded and of a replicated run may be loaded by either, at any number of ranks."""
+        if checkpoint is not None and has_optimizer_shards(checkpoint):
+            load_optimizer(self._placed_model(), self._plain_optimizer(), checkpoint)
+        elif checkpoint is not None and is_sharded(self.model) and (Path(checkpoint) / _OPTIMIZER_FILE).exists():
+            load_whole_optimizer(self._plain_optimizer(), str(Path(checkpoint) / _OPTIMIZER_FILE))
+        else:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        assert self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER_FILE, weights_only=True))
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without accelerate's wrapper."""
+        assert self.optimizer is not None
+        plain: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return plain

@@ -1,0 +1,142 @@
+"""Sharded parameters (FSDP2): wrapping, and when a round gathers weights and reduces gradients.
+
+Shards lie over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), never over a
+sequence group, so a plan moves tokens and never weights. Gradients of a round add up unsharded on each rank and are
+reduce-scattered as a sum in the round's last backward; with HSDP the blocks' sums are added once, in the step's last round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hf_longctx.plan.types import Parameters
+from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters
+
+
+def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float) -> DeviceMesh:
+    """The mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, copies across blocks.
+
+    Collective over all ranks: every rank creates every group in one order; call it before the sequence groups are made.
+    The groups are the mesh's own, so that a rank that waits longer than `timeout_s` fails. Raises ValueError unless
+    `shard_ranks` divides the number of ranks.
+    """
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    if shard_ranks < 1 or num_ranks % shard_ranks:
+        raise ValueError(
+            f"shard_ranks is {shard_ranks}, which does not divide the {num_ranks} ranks of the run; choose a divisor"
+        )
+    blocks = torch.arange(num_ranks).view(-1, shard_ranks)
+    shards = _own_group(blocks.tolist(), rank, timeout_s)
+    if len(blocks) == 1:
+        return DeviceMesh.from_group(shards, device_type, mesh_dim_names=("shard",))
+    copies = _own_group(blocks.T.tolist(), rank, timeout_s)
+    return DeviceMesh.from_group([copies, shards], device_type, mesh=blocks, mesh_dim_names=("replicate", "shard"))
+
+
+def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh, fp32_gradients: bool = True) -> None:
+    """Shards `model` in place over `mesh`: every module of a class in `layer_classes`, then the rest as one unit.
+
+    Tied embeddings belong to the rest, so they stay one parameter. `fp32_gradients`: gradients of weights in half
+    precision add up and are summed over ranks in fp32. Every rank's backward must reach the same parameters, else FSDP2
+    adds up the gradients of different ones in silence; plans send a chunk of every rank through the whole model. Raises
+    ValueError if no module has one of the classes.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no layers of class {', '.join(layer_classes) or '(none named)'} to shard")
+    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half and fp32_gradients else None)
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        # else fp32 sums would be scaled by 1 inside the collective, which gloo cannot
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+class ShardedParameters:
+    """Parameters of a model after `shard_model`, in steps of plans that are "sharded" or "gathered_per_round".
+
+    sharded: every forward and backward gathers a layer and frees it (the rest stays from forward to backward).
+    gathered_per_round: the round's first forward gathers each layer, its last backward frees it; the order of actions
+    in between is free.
+    """
+
+    def __init__(self, model: FSDPModule, fp32_gradients: bool) -> None:
+        assert isinstance(model, nn.Module)
+        self.model = model
+        self.layers = [module for module in _units(model) if module is not model]
+        free_gathered(self.model)
+        self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
+        self._is_gathered = self._is_last_round = False
+
+    def check(self, parameters: Parameters) -> None:
+        """Raises ValueError unless these parameters can take the steps of such a plan."""
+        if parameters == "replicated":
+            raise ValueError("the plan expects replicated parameters, but the model is sharded; plan with parameters='sharded'")
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Around all forwards and backwards of a step."""
+        return nullcontext()
+
+    def enter_round(self, parameters: Parameters, is_last: bool) -> None:
+        """Before the first action of a round; `is_last` of the step."""
+        self._is_gathered, self._is_last_round = parameters == "gathered_per_round", is_last
+        for layer in self.layers:
+            layer.set_reshard_after_forward(not self._is_gathered, recurse=False)
+
+    def before_backward(self, is_last: bool) -> None:
+        """Before every backward; the last one of a round reduces. Collective: every rank has the same last backward."""
+        self.model.set_is_last_backward(is_last)
+        self.model.set_requires_gradient_sync(is_last)
+        self.model.set_requires_all_reduce(is_last and self._is_last_round)
+        self.model.set_reshard_after_backward(is_last or not self._is_gathered)
+
+    def after_backward(self) -> None:
+        """After every backward: rounds in half precision add up in fp32."""
+        self.gradients.absorb()
+
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
+        """Leaves the step's sum of each shard in its `.grad`; the ranks have been summed round by round."""
+        self.gradients.reduce(None)
+
+    def free(self) -> None:
+        """After forwards without a backward, which leave weights gathered."""
+        free_gathered(self.model)
+
+
+def is_sharded(model: object) -> bool:
+    """Whether `shard_model` was applied to `model`."""
+    return isinstance(model, FSDPModule)
+
+
+def free_gathered(model: object) -> None:
+    """Drops gathered weights, so that the model's parameters are its shards; nothing to do for other models."""
+    for unit in _units(model):
+        unit.reshard()
+
+
+def parameters_of(model: nn.Module, fp32_gradients: bool) -> ReplicatedParameters | ShardedParameters:
+    """How the parameters of `model` live: sharded if `shard_model` was applied to it."""
+    if isinstance(model, FSDPModule):
+        return ShardedParameters(model, fp32_gradients)
+    return ReplicatedParameters(model, fp32_gradients)
+
+
+def _units(model: object) -> list[FSDPModule]:
+    assert isinstance(model, nn.Module)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _own_group(groups: list[list[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:
+    """Creates every group, on every rank in one order; returns the one that `rank` is in."""
+    handles = {tuple(ranks): dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups}
+    return next(handle for ranks, handle in handles.items() if rank in ranks)

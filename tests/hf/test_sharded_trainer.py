@@ -1,0 +1,295 @@
+"""The trainer with sharded parameters: the same trajectory, one ordinary checkpoint, resuming at any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+from helpers.models import ModelCase, build_model, random_rows, reference_step
+from helpers.steps import whole
+from helpers.training import LossRecorder, make_trainer, plain_training, train_on_rank
+from packaging.version import Version
+from safetensors import safe_open
+from test_trainer import SKEWED, start, start_under
+from transformers import AutoModelForCausalLM
+
+NUM_STEPS = 12
+ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
+
+# the older ones restore an optimizer to "cpu:0", which torch does not know
+resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, list[int]]]:
+    return random_rows(SKEWED)
+
+
+@pytest.fixture(scope="module")
+def expected(rows) -> tuple[list[float], dict[str, Any]]:
+    return plain_training(ModelCase(promoted=True, tied=True), rows, NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def norms(ranks, rows, tmp_path_factory) -> list[float]:
+    """Gradient norms before clipping, as one rank with whole parameters logs them."""
+    case, config = ModelCase(promoted=True, tied=True), {"tokens_per_rank": 96}
+    return ranks(1).run(train, case, rows, str(tmp_path_factory.mktemp("norms")), config, {})[0][1]
+
+
+def train(
+    case: ModelCase, rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
+    """Losses, logged gradient norms and whole final weights of a run on this rank; `resume` names a checkpoint."""
+    resume = arguments.pop("resume", None)
+    trainer = make_trainer(case, rows, folder, config, {**ARGUMENTS, **arguments})
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return recorder.losses, norms, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
+# name -> (ranks, settings, arguments)
+RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "two ranks": (2, {"parameters": "sharded", "tokens_per_rank": 64}, {}),
+    "fused AdamW": (2, {"parameters": "gathered_per_round", "tokens_per_rank": 64}, {"optim": "adamw_torch_fused"}),
+    "heterogeneous": (4, {"parameters": "gathered_per_round", "tokens_per_rank": 32}, {}),
+    "copies of shards": (4, {"parameters": "sharded", "shard_ranks": 2, "tokens_per_rank": 32}, {}),
+    # nothing to share: a line in the log, and the same run
+    "one rank": (1, {"parameters": "sharded", "tokens_per_rank": 96}, {}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_clipped_steps_follow_one_plain_process(ranks, rows, expected, norms, tmp_path: Path, name: str) -> None:
+    num_ranks, config, arguments = RUNS[name]
+    results = ranks(num_ranks).run(train, ModelCase(promoted=True, tied=True), rows, str(tmp_path), config, arguments)
+    for losses, found_norms, weights in results:
+        assert losses == pytest.approx(expected[0], rel=1e-10)
+        assert max(float((weights[n] - w).abs().max() / w.abs().max()) for n, w in expected[1].items()) <= 1e-10
+        assert found_norms == results[0][1]
+        assert all(type(norm) is float for norm in found_norms)
+        assert found_norms == pytest.approx(norms, rel=1e-10)
+        assert max(norms) > 0.5, "nothing was clipped"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16 weights"])
+def test_bf16_training_follows_fp32(ranks, rows, dtype: torch.dtype) -> None:
+    config = {"tokens_per_rank": 64, "parameters": "sharded"}
+    fp32, _, _ = ranks(2).run(train_on_rank, ModelCase(dtype=torch.float32), rows, config, ARGUMENTS)[0]
+    bf16, _, weights = ranks(2).run(
+        train_on_rank, ModelCase(dtype=dtype), rows, config, {**ARGUMENTS, "bf16": dtype == torch.float32}
+    )[0]
+    assert bf16 != fp32
+    assert bf16 == pytest.approx(fp32, rel=0.03)
+    assert {weight.dtype for weight in weights.values()} == {dtype}
+
+
+def save_evaluate_generate(
+    rows: list[dict[str, list[int]]], folder: str, case: ModelCase
+) -> tuple[float, float, float, list[int]]:
+    """Held-out losses before training, after it and after loading the saved weights again, and generated tokens."""
+    trainer = make_trainer(
+        case,
+        rows,
+        folder,
+        {"tokens_per_rank": 64, "parameters": "sharded"},
+        {"max_steps": 3},
+        eval_dataset=datasets.Dataset.from_list(rows[:9]),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    tokens = trainer.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+    # generating leaves weights gathered; saving must not mind
+    trainer.save_model()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
+    trainer._load_from_checkpoint(folder)
+    return before, after, trainer.evaluate()["eval_loss"], tokens[0].tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoint_is_an_ordinary_one(ranks, rows, tmp_path: Path, tied: bool) -> None:
+    case = ModelCase(dtype=torch.float32, tied=tied)
+    results = ranks(2).run(save_evaluate_generate, rows, str(tmp_path), case)
+    assert results[0] == results[1]
+    before, after, again, tokens = results[0]
+    assert before == pytest.approx(reference_step(build_model(case), rows[:9])[0], abs=1e-5)
+    assert again == after != before
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as reader:
+        names = set(reader.keys())
+    plain = build_model(case)
+    assert names == set(plain.state_dict()) - ({"lm_head.weight"} if tied else set())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert after == pytest.approx(reference_step(model, rows[:9])[0], abs=1e-5)
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+    assert tokens == generated[0].tolist()
+
+
+SHARDED = {"parameters": "sharded", "tokens_per_rank": 64}
+GATHERED = {"parameters": "gathered_per_round", "tokens_per_rank": 64}
+REPLICATED = {"tokens_per_rank": 64}
+
+
+SAVE = {"save_strategy": "steps", "save_steps": 7}
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, rows, tmp_path_factory) -> dict[str, Path]:
+    """The checkpoints of step 7 of runs with sharded and with replicated parameters on two ranks."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("sharded", "replicated")}
+    for (name, folder), config in zip(folders.items(), (SHARDED, REPLICATED), strict=True):
+        ranks(2).run(train, ModelCase(promoted=True, tied=True), rows, str(folder), config, SAVE)
+        folders[name] = folder / "checkpoint-7"
+    return folders
+
+
+@resuming
+@pytest.mark.parametrize(
+    "first,num_ranks,config",
+    [
+        ("sharded", 2, GATHERED),
+        ("sharded", 4, {**SHARDED, "shard_ranks": 2}),
+        ("sharded", 1, REPLICATED),
+        ("sharded", 2, REPLICATED),
+        ("replicated", 4, SHARDED),
+    ],
+    ids=["same", "more ranks", "one rank", "to replicated", "from replicated"],
+)
+def test_resuming_at_any_number_of_ranks_continues(
+    ranks, rows, expected, saved, tmp_path: Path, first: str, num_ranks: int, config: dict[str, Any]
+) -> None:
+    resume = {**SAVE, "resume": str(saved[first])}
+    results = ranks(num_ranks).run(train, ModelCase(promoted=True, tied=True), rows, str(tmp_path), config, resume)
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{NUM_STEPS}", dtype=torch.float64)
+    for losses, _, weights in [*results, (results[0][0], [], {n: p.detach() for n, p in final.named_parameters()})]:
+        assert losses == pytest.approx(expected[0][7:], rel=1e-10)
+        assert max(float((weights[n] - w).abs().max() / w.abs().max()) for n, w in expected[1].items()) <= 1e-10
+
+
+def train_for_the_best(rows: list[dict[str, list[int]]], folder: str) -> tuple[float, float, float]:
+    """The best, the last and the final held-out loss with the final weights; steps are so large that the loss jumps."""
+    arguments = {
+        "max_steps": 4,
+        "learning_rate": 0.3,
+        "warmup_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    trainer = make_trainer(
+        ModelCase(tied=True), rows, folder, SHARDED, arguments, eval_dataset=datasets.Dataset.from_list(rows[:9])
+    )
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return min(losses), losses[-1], trainer.evaluate()["eval_loss"]
+
+
+def test_the_best_model_is_loaded_at_the_end(ranks, rows, tmp_path: Path) -> None:
+    for best, last, final in ranks(2).run(train_for_the_best, rows, str(tmp_path)):
+        assert final == pytest.approx(best, rel=1e-12)
+        assert best < last
+
+
+BAD_STARTS = {
+    "blocks": ({**SHARDED, "shard_ranks": 3}, {}, "shard_ranks 3 does not divide the 2 ranks; choose a divisor"),
+    "optimizer": (SHARDED, {"optim": "adafactor"}, "optim='adafactor' is not tested with parameters='sharded'"),
+    "DDP": ({}, {"ddp_bucket_cap_mb": 25}, "ddp_bucket_cap_mb=25 has no effect here"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_what_does_not_go_with_shards_is_refused_on_every_rank(ranks, rows, name: str) -> None:
+    config, arguments, message = BAD_STARTS[name]
+    for found in ranks(2).run(start, rows, config, arguments, None):
+        assert message in found
+
+
+def start_with_own_optimizer(rows: list[dict[str, list[int]]], folder: str) -> list[str]:
+    """Messages for an optimizer of the unsharded parameters, and for a model that another trainer has sharded."""
+    found = []
+    case = ModelCase(dtype=torch.float32)
+    optimizers = (torch.optim.SGD(build_model(case).parameters(), lr=0.1), None)
+    try:
+        make_trainer(case, rows, folder, SHARDED, optimizers=optimizers)
+    except ValueError as error:
+        found.append(str(error))
+    trainer = make_trainer(case, rows, folder, SHARDED)
+    trainer.create_optimizer()
+    trainer.train_dataset = None
+    try:
+        type(trainer)(model=trainer.model, args=trainer.args, train_dataset=datasets.Dataset.from_list(rows))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_what_was_made_before_sharding_is_refused(ranks, rows, tmp_path: Path) -> None:
+    for optimizers, model in ranks(2).run(start_with_own_optimizer, rows, str(tmp_path)):
+        assert "pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim" in optimizers
+        assert "the model is sharded already (fully_shard); pass a plain one" in model
+
+
+def start_under_fsdp(rows: list[dict[str, list[int]]], variables: dict[str, str]) -> str:
+    """The message with which a run under an accelerate FSDP configuration is refused."""
+    os.environ.update(variables)
+    try:
+        return start_under(rows, "ACCELERATE_USE_FSDP", "true")
+    finally:
+        for name in variables:
+            os.environ.pop(name)
+
+
+@pytest.mark.parametrize(
+    "variables,remedy",
+    [
+        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}, "parameters='sharded')"),
+        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "parameters='gathered_per_round')"),
+        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "parameters='sharded', shard_ranks=...) to the ranks of a node"),
+        ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "parameters='replicated' is the default"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "parameters cannot be offloaded to the CPU yet (FSDP_OFFLOAD_PARAMS)"),
+    ],
+)
+def test_an_accelerate_fsdp_configuration_is_refused_with_our_setting(
+    ranks, rows, variables: dict[str, str], remedy: str
+) -> None:
+    for found in ranks(2).run(start_under_fsdp, rows, variables):
+        assert "the accelerate configuration asks for FSDP, which would shard behind the plans" in found
+        assert remedy in found
+
+
+def memory_of_a_rank(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any]) -> tuple[int, int]:
+    """Elements of weights and of Adam moments that this rank holds after a step."""
+    trainer = make_trainer(ModelCase(dtype=torch.float32), rows, folder, config, {"max_steps": 1})
+    trainer.train()
+    weights = sum(_local(p).numel() for p in trainer.model.parameters())
+    moments = sum(_local(s["exp_avg"]).numel() for s in trainer._plain_optimizer().state.values())
+    return weights, moments
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_a_rank_holds_its_share_of_weights_and_moments(ranks, rows, tmp_path: Path) -> None:
+    num_elements = sum(p.numel() for p in build_model(ModelCase()).parameters())
+    held = ranks(4).run(memory_of_a_rank, rows, str(tmp_path), {**SHARDED, "tokens_per_rank": 32})
+    assert sum(weights for weights, _ in held) == sum(moments for _, moments in held) == num_elements
+    assert max(weights for weights, _ in held) <= num_elements / 4 * 1.05
+    for weights, _ in ranks(4).run(memory_of_a_rank, rows, str(tmp_path), {**SHARDED, "shard_ranks": 2, "tokens_per_rank": 32}):
+        assert num_elements / 2 * 0.95 <= weights <= num_elements / 2 * 1.05

@@ -1,0 +1,283 @@
+"""Sharded parameters: any plan still gives the gradients of one plain process, and weights are gathered as often as said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.steps import group_pool, mesh, plan_of, rank_inputs, run_step, step_on_rank, whole
+from hypothesis import HealthCheck, Phase, given, settings
+from test_equality import LAYOUTS, TOLERANCE, random_steps
+from test_precision import BAND
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
+from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.sharded import ShardedParameters, shard_mesh, shard_model
+
+MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_round")
+NAMES = [name for name, (num_ranks, _, _) in LAYOUTS.items() if num_ranks > 1]
+
+
+def check(pool: Any, case: ModelCase, plan: StepPlan, lengths: list[int], shard_ranks: int = 0) -> None:
+    """Asserts that every rank ends with the loss and gradients of the plain reference."""
+    rows = random_rows(lengths)
+    expected_loss, expected = reference_step(build_model(case), rows)
+    for loss, gradients in run_step(pool, case, plan, rows, shard_ranks=shard_ranks):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert gradients.keys() == expected.keys()
+        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_layout_matches_one_plain_process(ranks, name: str, parameters: Parameters) -> None:
+    num_ranks, layout, lengths = LAYOUTS[name]
+    plan = plan_of(layout, lengths, num_ranks, parameters=parameters)
+    check(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("ulysses,rings", [(1, "none"), (2, "second")], ids=["rings", "hybrid groups and rings"])
+def test_rings_match(ranks, ulysses: int, rings: str, parameters: Parameters) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
+    plan = plan_of(layout, lengths, num_ranks, ulysses, rings, parameters)
+    check(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["<2,1,1>", "<4>,<2,2>,<1,1,1,1>"])
+def test_shards_inside_a_node_with_copies_across_match(ranks, name: str, tied: bool, parameters: Parameters) -> None:
+    num_ranks, layout, lengths = LAYOUTS[name]
+    plan = plan_of(layout, lengths, num_ranks, parameters=parameters)
+    check(ranks(num_ranks), ModelCase(promoted=True, tied=tied), plan, lengths, shard_ranks=2)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_every_admitted_class_matches_with_tied_embeddings(ranks, family: str, parameters: Parameters) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]
+    plan = plan_of(layout, lengths, num_ranks, parameters=parameters)
+    check(ranks(num_ranks), ModelCase(family, promoted=True, tied=True), plan, lengths)
+
+
+def chunks_plan(orders: tuple[str, str], parameters: Parameters) -> StepPlan:
+    """Two ranks with three chunks of one sequence each in one round, then a round of one chunk; `orders` of their actions."""
+    plan = plan_of([[(1, (0, 1, 2)), (1, (3, 4, 5))], [(2, (6,))]], CHUNK_LENGTHS, 2)
+    groups = []
+    for group, order in zip(plan.micro_batches[0].groups, orders, strict=True):
+        chunks = tuple(Chunk(i, (Span(s.sequence, 0, s.stop),)) for i, s in enumerate(group.chunks[0].spans))
+        stage = replace(group.stages[0], actions=tuple(Action.parse(word) for word in order.split()))
+        groups.append(replace(group, chunks=chunks, stages=(stage,)))
+    return validate_plan(replace(plan, parameters=parameters, micro_batches=(MicroBatch(tuple(groups)), plan.micro_batches[1])))
+
+
+CHUNK_LENGTHS = [13, 7, 5, 17, 3, 2, 19]
+FFFBBB, FBFBFB, FFBFBB = "0F0 0F1 0F2 0B2 0B1 0B0", "0F0 0B0 0F1 0B1 0F2 0B2", "0F0 0F1 0B1 0F2 0B2 0B0"
+
+
+@pytest.mark.parametrize(
+    "orders,parameters",
+    [
+        ((FFFBBB, FFFBBB), "sharded"),
+        ((FBFBFB, FBFBFB), "sharded"),
+        ((FFBFBB, FFBFBB), "sharded"),
+        ((FFFBBB, FFFBBB), "gathered_per_round"),
+        # gathered once, so ranks may differ
+        ((FFFBBB, FBFBFB), "gathered_per_round"),
+        ((FFBFBB, FBFBFB), "gathered_per_round"),
+    ],
+)
+def test_several_chunks_of_a_round_match(ranks, orders: tuple[str, str], parameters: Parameters) -> None:
+    check(ranks(2), ModelCase(promoted=True), chunks_plan(orders, parameters), CHUNK_LENGTHS)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("shard_ranks", [0, 2])
+def test_bf16_weights_stay_in_the_band_of_plain_bf16(ranks, parameters: Parameters, shard_ranks: int) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
+    rows, case = random_rows(lengths), ModelCase(dtype=torch.bfloat16)
+    exact_loss, exact = reference_step(build_model(ModelCase()), rows)
+    _, plain = reference_step(build_model(case), rows)
+    plan = plan_of(layout, lengths, num_ranks, parameters=parameters)
+    (loss, found), *_ = run_step(ranks(num_ranks), case, plan, rows, shard_ranks=shard_ranks)
+    assert loss == pytest.approx(exact_loss, rel=5e-3)
+    errors = [max(relative_error(g[name].double(), exact[name]) for name in exact) for g in (found, plain)]
+    assert errors[0] <= min(BAND, 1.5 * errors[1] + 5e-3)
+
+
+def accumulated(num_rounds: int, num_chunks: int, fp32_gradients: bool) -> float:
+    """The gradient of a bf16 weight over both ranks: one of 1 and all others of 2^-9, which bf16 rounds away beside it."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2, bias=False, dtype=torch.bfloat16))
+    shard_model(model, ("Linear",), mesh(2), fp32_gradients)
+    parameters = ShardedParameters(model, fp32_gradients)
+    for step_round in range(num_rounds):
+        parameters.enter_round("sharded", step_round == num_rounds - 1)
+        for chunk in range(num_chunks):
+            value = 2.0**-9 if step_round or chunk else 1.0
+            loss = (model(torch.ones(1, 1, dtype=torch.bfloat16)) * value).sum()
+            parameters.before_backward(chunk == num_chunks - 1)
+            loss.backward()
+            parameters.after_backward()
+    parameters.reduce(None)
+    return float(whole(model[0].weight.grad)[0])
+
+
+@pytest.mark.parametrize("num_rounds,num_chunks", [(65, 1), (1, 65), (13, 5)])
+def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, num_chunks: int) -> None:
+    # two ranks of 1 + 64 / 512; a round's sum is rounded to bf16 once
+    assert ranks(2).run(accumulated, num_rounds, num_chunks, True) == [2.25] * 2
+    assert max(ranks(2).run(accumulated, num_rounds, num_chunks, False)) < 2.25
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_random_plans_match(ranks, parameters: Parameters) -> None:
+    @settings(max_examples=12, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+    @given(random_steps(4))
+    def matches(step: tuple[list, list[int]]) -> None:
+        plan = plan_of(*step, 4, parameters=parameters)
+        check(ranks(4), ModelCase(promoted=True), plan, step[1], shard_ranks=2)
+
+    matches()
+
+
+@contextmanager
+def planted(bug: str) -> Iterator[None]:
+    """Replaces a step of the gradient reduction by a wrong one."""
+    if bug == "mean over ranks":
+        with patch.object(FSDPModule, "set_gradient_divide_factor", lambda unit, factor: None):
+            yield
+    elif bug == "only the last chunk counts":
+        with patch.object(ShardedParameters, "before_backward", forget_earlier_chunks):
+            yield
+    else:
+        yield
+
+
+def forget_earlier_chunks(self: ShardedParameters, is_last: bool) -> None:
+    for parameter in self.model.parameters():
+        parameter.grad = None
+    _BEFORE_BACKWARD(self, is_last)
+
+
+_BEFORE_BACKWARD = ShardedParameters.before_backward
+
+
+def gradients_with_bug(bug: str, plan_json: str, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    with planted(bug):
+        return step_on_rank(ModelCase(), plan_json, rows)[1]
+
+
+@pytest.mark.parametrize("bug", ["", "mean over ranks", "only the last chunk counts"])
+def test_planted_bug_is_noticed(ranks, bug: str) -> None:
+    plan, rows = chunks_plan((FFFBBB, FFFBBB), "gathered_per_round"), random_rows(CHUNK_LENGTHS)
+    _, expected = reference_step(build_model(ModelCase()), rows)
+    for gradients in ranks(2).run(gradients_with_bug, bug, plan_to_json(plan), rows):
+        worst = max(relative_error(gradients[name], expected[name]) for name in expected)
+        assert worst > 0.1 if bug else worst <= 1e-6
+
+
+def collectives_of_a_step(plan_json: str, rows: list[dict[str, list[int]]], shard_ranks: int) -> tuple[Counter[str], bool]:
+    """How often this rank gathers, reduces and sums over copies in a step and an evaluation, and whether it ends sharded."""
+    plan, pool = plan_from_json(plan_json), group_pool()
+    model = build_model(ModelCase(dtype=torch.float32))
+    patch_model(model)
+    shard_model(model, model._no_split_modules, mesh(shard_ranks))
+    executor = StepExecutor(model, pool, 2, torch.device("cpu"))
+    chunks = rank_inputs(plan, rows, pool.rank)["chunks"]
+    calls: Counter[str] = Counter()
+    original = torch.distributed.all_reduce
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        calls["copies"] += kwargs["group"] in mesh(shard_ranks).get_all_groups()
+        return original(*args, **kwargs)
+
+    with patch.object(torch.distributed, "all_reduce", all_reduce):
+        with torch.profiler.profile() as step:
+            executor.run(plan.for_rank(pool.rank), chunks, 10)
+        with torch.profiler.profile() as evaluation:
+            executor.evaluate(plan.for_rank(pool.rank), chunks)
+    calls["gathers"] = num_events(step, "FSDP::all_gather")
+    calls["reductions"] = num_events(step, "FSDP::post_backward_reduce")
+    calls["evaluation"] = num_events(evaluation, "FSDP::all_gather")
+    return calls, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def num_events(profile: torch.profiler.profile, label: str) -> int:
+    """Regions of FSDP2 with this label; a unit's name may follow in brackets."""
+    return sum(event.name.split(" ")[0] == label for event in profile.events())
+
+
+# three units: two layers and the rest; the round of one chunk, then the round of three
+@pytest.mark.parametrize(
+    "parameters,shard_ranks,gathers,evaluation",
+    [
+        # a layer is gathered by each forward and each backward, the rest by a forward, or by a backward after another's
+        ("sharded", 2, 2 * 2 * 4 + 1 + 3, 2 * 4 + 1),
+        ("gathered_per_round", 2, 3 * 2, 3),
+    ],
+)
+def test_weights_are_gathered_as_often_as_the_plan_says(
+    ranks, parameters: Parameters, shard_ranks: int, gathers: int, evaluation: int
+) -> None:
+    plan, rows = chunks_plan((FFFBBB, FFFBBB), parameters), random_rows(CHUNK_LENGTHS)
+    for calls, is_sharded in ranks(2).run(collectives_of_a_step, plan_to_json(plan), rows, shard_ranks):
+        assert calls["gathers"] == gathers
+        # once per round and unit, whatever the number of chunks
+        assert calls["reductions"] == 2 * 3
+        assert calls["evaluation"] == evaluation
+        assert is_sharded
+
+
+def test_copies_are_summed_once_per_step(ranks) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
+    plan = plan_of(layout, lengths, num_ranks, parameters="sharded")
+    for calls, _ in ranks(4).run(collectives_of_a_step, plan_to_json(plan), random_rows(lengths), 2):
+        assert calls["reductions"] == 3 * 3
+        assert calls["copies"] == 3
+
+
+def refusals() -> list[str]:
+    """What this rank says to wrong combinations of plan, model and mesh."""
+    pool, found = group_pool(), []
+    plain, sharded = build_model(ModelCase()), build_model(ModelCase())
+    shard_model(sharded, sharded._no_split_modules, mesh(2))
+    tries = (
+        lambda: StepExecutor(plain, pool, 2, torch.device("cpu")).run(plan_of_mode("sharded").for_rank(0), [], 1),
+        lambda: StepExecutor(sharded, pool, 2, torch.device("cpu")).evaluate(plan_of_mode("replicated").for_rank(0), []),
+        lambda: shard_model(plain, ("NoSuchLayer",), mesh(2)),
+        lambda: shard_mesh("cpu", 3, 1.0),
+    )
+    for attempt in tries:
+        try:
+            attempt()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def plan_of_mode(parameters: Parameters) -> StepPlan:
+    return plan_of([[(2, (0,))]], [9], 2, parameters=parameters)
+
+
+def test_what_does_not_fit_is_refused_by_name(ranks) -> None:
+    for found in ranks(2).run(refusals):
+        assert found == [
+            "the plan expects sharded parameters, but the model is not sharded; apply shard_model to it",
+            "the plan expects replicated parameters, but the model is sharded; plan with parameters='sharded'",
+            "LlamaForCausalLM has no layers of class NoSuchLayer to shard",
+            "shard_ranks is 3, which does not divide the 2 ranks of the run; choose a divisor",
+        ]
