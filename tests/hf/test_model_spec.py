@@ -72,7 +72,7 @@ def test_cuda_memory_is_the_devices() -> None:
 
 
 def hardware(device_bytes: int) -> ClusterSpec:
-    return ClusterSpec(1, 1, HardwareSpec("test", 1e12, 1e12, device_bytes, 1e9))
+    return ClusterSpec(1, 1, HardwareSpec("test", 1e12, 1e12, device_bytes, 1e9, 1.0, 0.0))
 
 
 @pytest.mark.parametrize("device_bytes", [1 << 20, 1 << 24, 1 << 30])
