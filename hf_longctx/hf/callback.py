@@ -21,6 +21,7 @@ from hf_longctx.hf.agreement import control_group
 from hf_longctx.hf.attention import NAMES, attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.exchange import SequenceExchange
+from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.refusals import argument_problems
 from hf_longctx.hf.resume import check_resumed
 from hf_longctx.hf.setup import check_setup, plan_source, planning_setup
@@ -141,7 +142,7 @@ class AttachedMixin(LongContextMixin):
             self._longctx_callback.detach()
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        return super(LongContextMixin, self).get_eval_dataloader(*args, **kwargs)
+        return super(PlannedDataMixin, self).get_eval_dataloader(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         return super(LongContextMixin, self).evaluation_loop(*args, **kwargs)

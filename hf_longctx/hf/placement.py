@@ -57,8 +57,8 @@ class PlacementMixin(_TrainerBase):
     """The part of `LongContextMixin` that knows how parameters live; `longctx_config` is set before it is used."""
 
     longctx_config: LongContextConfig
-    _mesh: DeviceMesh | None = None
-    _is_placed = False
+    _mesh: DeviceMesh | None
+    _is_placed: bool
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As `Trainer`, after sharding, so that optimizer states are made for shards."""
@@ -67,6 +67,7 @@ class PlacementMixin(_TrainerBase):
 
     def _prepare_mesh(self) -> None:
         """Makes the groups of shards, collectively and before the sequence groups."""
+        self._mesh, self._is_placed = None, False
         parameters, shard_ranks = shared_parameters(self.longctx_config, self.args.world_size)
         if parameters != "replicated":
             self._mesh = shard_mesh(self.args.device.type, shard_ranks, self.longctx_config.collective_timeout_s)
