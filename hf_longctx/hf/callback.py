@@ -155,6 +155,8 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
     """Puts `AttachedMixin` in front of the class of this one instance and starts planning on it."""
     stock, own, lent = type(trainer), set(vars(trainer)), set[str]()
     problems = _attach_problems(trainer, callback.config)
+    # else the next training would take the model as plans had it for wrapped already, and leave DDP out
+    undo.callback(setattr, trainer, "model_wrapped", trainer.model)
     undo.callback(_remove_attributes, trainer, lent)
     undo.callback(setattr, trainer, "__class__", stock)
     trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
