@@ -155,8 +155,7 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
     """Puts `AttachedMixin` in front of the class of this one instance and starts planning on it."""
     stock, own, lent = type(trainer), set(vars(trainer)), set[str]()
     problems = _attach_problems(trainer, callback.config)
-    # else the next training would take the model as plans had it for wrapped already, and leave DDP out
-    undo.callback(setattr, trainer, "model_wrapped", trainer.model)
+    undo.callback(_unprepare, trainer)
     undo.callback(_remove_attributes, trainer, lent)
     undo.callback(setattr, trainer, "__class__", stock)
     trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
@@ -171,6 +170,15 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
     undo.callback(planned._pool.close)
     undo.callback(trainer.remove_callback, planned._report)
     undo.callback(trainer.remove_callback, planned._recorder)
+
+
+def _unprepare(trainer: Trainer) -> None:
+    """Takes back that accelerate knows the model (as plans have it, without DDP), so that it prepares it anew.
+
+    Autocast stays bound to the model, as behind any training.
+    """
+    trainer.model_wrapped = trainer.model
+    vars(trainer.model).pop("_is_accelerate_prepared", None)
 
 
 def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
