@@ -293,8 +293,8 @@ def check_step(device: torch.device) -> tuple[float, str]:
 
 def check_training(device: torch.device) -> tuple[float, str]:
     """The last loss over the first of a short run that learns one document by heart."""
-    row = torch.randint(0, 512, (600,), generator=torch.Generator().manual_seed(1)).tolist()
-    data = datasets.Dataset.from_dict({"input_ids": [row[: 100 * (i + 1)] for i in range(6)] * 20})
+    row = torch.randint(0, 512, (240,), generator=torch.Generator().manual_seed(1)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": [row[: 40 * (i + 1)] for i in range(6)] * 20})
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(

@@ -68,6 +68,19 @@ def test_demo_prints_one_line_per_step_and_its_world(demo) -> None:
     assert float(after) < float(before)
 
 
+def losses_of(run: subprocess.CompletedProcess[str]) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step +\d+ \| loss +([\d.]+) \|", run.stdout)]
+
+
+def test_demo_in_bf16_and_with_shards_follows_it_in_fp32(demo, tmp_path: Path) -> None:
+    config = str(ROOT / "recipes" / "configs" / "demo.yaml")
+    run = launch(tmp_path, config, *SMALL, "--bf16", "true", "--parameters", "sharded")
+    assert run.returncode == 0, run.stderr[-3000:]
+    fp32, bf16 = losses_of(demo[0]), losses_of(run)
+    assert bf16 != fp32 and len(bf16) == 8
+    assert bf16 == pytest.approx(fp32, rel=0.03)
+
+
 def test_demo_draws_its_timeline(demo) -> None:
     _, folder = demo
     root = ElementTree.parse(folder / "timeline.svg").getroot()
