@@ -59,6 +59,7 @@ class PlacementMixin(_TrainerBase):
     longctx_config: LongContextConfig
     _mesh: DeviceMesh | None
     _is_placed: bool
+    _whole_weights: dict[str, Any] | None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As `Trainer`, after sharding, so that optimizer states are made for shards."""
@@ -67,7 +68,7 @@ class PlacementMixin(_TrainerBase):
 
     def _prepare_mesh(self) -> None:
         """Makes the groups of shards, collectively and before the sequence groups."""
-        self._mesh, self._is_placed = None, False
+        self._mesh, self._is_placed, self._whole_weights = None, False, None
         parameters, shard_ranks = shared_parameters(self.longctx_config, self.args.world_size)
         if parameters != "replicated":
             self._mesh = shard_mesh(self.args.device.type, shard_ranks, self.longctx_config.collective_timeout_s)
@@ -102,13 +103,19 @@ class PlacementMixin(_TrainerBase):
         norm = super()._get_grad_norm(model, grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer`; collective over all ranks if the parameters are sharded."""
         if not is_sharded(self.model):
-            return super()._save(output_dir, state_dict)
-        super()._save(output_dir, gather_weights(self._placed_model(), self.args.should_save))
+            return super().save_model(output_dir, _internal_call)
+        # on all ranks, since some versions of `Trainer` call `_save` on the writing one alone
+        self._whole_weights = gather_weights(self._placed_model(), self.args.should_save)
+        super().save_model(output_dir, _internal_call)
+        self._whole_weights = None
         # writing may take longer than the others' next collective would wait
         PartialState().wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not is_sharded(self.model):
