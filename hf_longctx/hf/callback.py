@@ -108,6 +108,11 @@ class LongContextCallback(TrainerCallback):
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config)
         if attention_name(model) in NAMES.values():
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
+        if args.world_size > 1 and vars(model).get("_is_accelerate_prepared"):
+            problems.append(
+                "evaluate() or predict() ran before train(), after which accelerate trains every rank alone, without DDP; call "
+                "them behind train(), set eval_on_start=True, or attach the callback to the trainer"
+            )
         degrees = check_setup(config, model, args, processing_class, problems, control)
         setup = planning_setup(config, model, args, degrees, control)
         source = plan_source(config, replace(setup, planner=replace(setup.planner, one_micro_batch=True)), control)
@@ -177,6 +182,7 @@ def _unprepare(trainer: Trainer) -> None:
 
     Autocast stays bound to the model, as behind any training.
     """
+    assert trainer.model is not None
     trainer.model_wrapped = trainer.model
     vars(trainer.model).pop("_is_accelerate_prepared", None)
 
@@ -226,5 +232,8 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
 
 def _without_effect(config: LongContextConfig) -> list[str]:
     """Settings that were changed although nothing measures or reports the forwards of a stock trainer."""
-    idle = ("calibration_steps", "fp32_gradients", "report_steps", "timeline_steps")
+    idle = (
+        *("calibration_steps", "fp32_gradients", "report_steps", "timeline_steps"),
+        *("lookahead_batches", "micro_batch_trials"),
+    )
     return [field.name for field in fields(config) if field.name in idle and getattr(config, field.name) != field.default]

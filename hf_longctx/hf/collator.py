@@ -52,8 +52,9 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
     def _sequence(self, number: int) -> TokenSequence:
         row = self.dataset[int(self.index.rows[number])]
         cut = slice(int(self.index.starts[number]), int(self.index.stops[number]))
-        input_ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)[cut]
-        labels = torch.as_tensor(row["labels"], dtype=torch.int64)[cut] if "labels" in row else input_ids
+        # cut first: the row of a short piece may have millions of tokens
+        input_ids = torch.as_tensor(row["input_ids"][cut], dtype=torch.int64)
+        labels = torch.as_tensor(row["labels"][cut], dtype=torch.int64) if "labels" in row else input_ids
         return TokenSequence(input_ids, shift(labels))
 
 

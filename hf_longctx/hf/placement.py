@@ -84,9 +84,9 @@ class PlacementMixin(_TrainerBase):
         if not self._is_placed:
             if self._mesh is not None:
                 shard_model(model, tuple(model._no_split_modules or ()), self._mesh, self.longctx_config.fp32_gradients)
-            # evaluation_mode: autocast, but no wrapping
-            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
             self._is_placed = True
+        # evaluation_mode: autocast, once, but no wrapping; every training makes the accelerator forget its models
+        self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         free_gathered(model)
         return model
 

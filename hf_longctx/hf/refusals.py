@@ -45,7 +45,7 @@ _TRAINER_ARGUMENTS = {
 
 
 def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True) -> list[str]:
-    """Trainer settings that do not work yet or would lose their meaning; `draws_batches`: batches are ours, not the trainer's."""
+    """Trainer settings that do not work yet or would lose their meaning; `draws_batches`: batches and sums are ours."""
     problems = version_problems()
     for name, (allowed, remedy) in _ARGUMENTS.items():
         value = getattr(args, name, allowed[0])
@@ -56,7 +56,7 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         asked = str((settings or {}).get("reshard_after_forward", args.fsdp)).lower()
         problems.append(f"fsdp={args.fsdp!r} would shard behind the plans (and not at all on CPU); {_own_sharding(asked)}")
     for name in _DDP_ARGUMENTS:
-        if getattr(args, name, None) is not None:
+        if draws_batches and getattr(args, name, None) is not None:
             problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")
     if str(args.optim).rsplit(".", 1)[-1].lower().startswith(("lomo", "adalomo")) or "layerwise" in str(args.optim).lower():
         problems.append(f"optim={args.optim!s} steps inside backward, before gradients are summed over ranks; choose another one")

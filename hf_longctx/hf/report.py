@@ -141,6 +141,8 @@ class RunReport(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # what a training that stopped inside a step left behind
         self._pending = []
+        # ranks read checkpoints and open trackers at their own pace: as in on_save
+        PartialState().wait_for_everyone()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []

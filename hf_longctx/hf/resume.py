@@ -23,6 +23,7 @@ RECORD_NAME = "longctx_data.json"
 _REMEDIES = {
     "train_dataset": "resume with the data of the first run",
     "sequences_per_step": "choose per_device_train_batch_size x ranks x gradient_accumulation_steps as before",
+    "sequences_per_plan": "an epoch ends with a whole plan: choose gradient_accumulation_steps as before",
     "tokens_per_step": "set it back",
     "shuffle_seed": "set data_seed (or seed) and train_sampling_strategy back",
     "dataloader_drop_last": "set it back",
@@ -38,9 +39,12 @@ def data_settings(
     `train_dataset` is the digest of a map-style one, or "stream"; `cut_tokens` where its longer sequences are cut, if any.
     """
     by_tokens = config.tokens_per_step is not None
+    # how a step is divided into plans matters only where an epoch's end depends on it
+    ends_by_plans = not by_tokens and (train_dataset == "stream" or args.dataloader_drop_last)
     return {
         "train_dataset": train_dataset,
         "sequences_per_step": None if by_tokens else sequences_per_step(args),
+        "sequences_per_plan": args.per_device_train_batch_size * args.world_size if ends_by_plans else None,
         "tokens_per_step": config.tokens_per_step,
         "shuffle_seed": shuffle_seed,
         "dataloader_drop_last": args.dataloader_drop_last,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,73 @@ def test_a_problem_of_one_rank_is_refused_on_all(ranks, rows, name: str) -> None
     for message, is_unchanged, _ in ranks(2).run(refuse, rows, name, 1):
         assert REFUSED[name][-1] in message or "differs between ranks" in message
         assert is_unchanged
+
+
+def train_after_evaluating(rows: list[dict[str, list[int]]], mode: str) -> tuple[str, list[torch.Tensor]]:
+    """Weights after evaluations before and behind an attached training and one more of the trainer, or why it is refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_stock_trainer(
+            CASE, rows, folder, {"max_steps": 2}, eval_dataset=datasets.Dataset.from_list(rows[:4]), exact_loss=False
+        )
+        callback = LongContextCallback(quiet_config())
+        if mode == "attached":
+            callback.attach(trainer)
+        else:
+            trainer.add_callback(callback)
+        trainer.evaluate()
+        try:
+            trainer.train()
+            trainer.evaluate()
+            trainer.train()
+        except ValueError as error:
+            return str(error), []
+        finally:
+            callback.detach()
+    return "", [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["attached", "alone"])
+def test_ranks_do_not_drift_apart_after_an_evaluation(ranks, rows, mode: str) -> None:
+    (message, first), (_, second) = ranks(2).run(train_after_evaluating, rows, mode)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert ("evaluate() or predict() ran before train()" in message) == (mode == "alone")
+
+
+class SlowStart(TrainerCallback):
+    """The second rank takes longer to get ready than a step's collectives may wait."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 1:
+            time.sleep(2.5)
+
+
+def train_after_a_slow_start(rows: list[dict[str, list[int]]]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_stock_trainer(CASE, rows, folder, {"max_steps": 1}, callbacks=[SlowStart()])
+        LongContextCallback(quiet_config(collective_timeout_s=1.0)).attach(trainer)
+        trainer.train()
+    return trainer.state.global_step
+
+
+def test_a_rank_that_is_slow_to_start_is_waited_for(ranks, rows) -> None:
+    assert ranks(2).run(train_after_a_slow_start, rows) == [1, 1]
+
+
+def train_with_ddp_arguments(rows: list[dict[str, list[int]]]) -> bool:
+    config = quiet_config(lookahead_batches=2, micro_batch_trials=1)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"max_steps": 1, "ddp_find_unused_parameters": False}
+        trainer = make_stock_trainer(CASE, rows, folder, arguments, callbacks=[LongContextCallback(config)])
+        with pytest.MonkeyPatch.context() as patch:
+            lines: list[str] = []
+            patch.setattr("hf_longctx.hf.callback.logger.warning", lambda text, *values: lines.append(text % values))
+            trainer.train()
+    is_said = any("lookahead_batches" in line and "micro_batch_trials" in line for line in lines)
+    return trainer.state.global_step == 1 and is_said == (dist.get_rank() == 0)
+
+
+def test_alone_it_leaves_ddp_its_arguments_and_says_what_it_does_not_use(ranks, rows) -> None:
+    assert ranks(2).run(train_with_ddp_arguments, rows) == [True, True]
 
 
 def test_a_trainer_that_runs_plans_takes_no_second_author(rows, tmp_path: Path) -> None:

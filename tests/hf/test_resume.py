@@ -145,3 +145,16 @@ def test_other_steps_per_epoch_are_refused_unless_data_is_not_skipped(tmp_path) 
     with pytest.raises(ValueError, match=r"step 7 and epoch 1.4000, but with the present batch size step 7 is epoch 0.7000"):
         check_resumed(arguments(tmp_path), state, batches(10))
     check_resumed(arguments(tmp_path, ignore_data_skip=True), state, batches(10))
+
+
+def test_how_a_step_is_divided_matters_only_where_plans_end_an_epoch(tmp_path: Path) -> None:
+    whole = {"per_device_train_batch_size": 4}
+    halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    for number, (train_dataset, arguments, is_refused) in enumerate(
+        [("digest", {}, False), ("digest", {"dataloader_drop_last": True}, True), ("stream", {}, True)]
+    ):
+        checkpoint = save(tmp_path, number, recorder(tmp_path, train_dataset, Cursor(), **whole, **arguments))
+        for division, is_other in ((whole, False), (halves, True)):
+            again = recorder(tmp_path, train_dataset, **division, **arguments)
+            again.resume(str(checkpoint), training_arguments(str(tmp_path)))
+            assert ["sequences_per_plan was 4" in problem for problem in again.problems()] == [True] * (is_other and is_refused)

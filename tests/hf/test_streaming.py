@@ -319,6 +319,10 @@ def test_a_run_resumed_in_the_middle_goes_on_with_the_same_samples(ranks, tmp_pa
     for message in refusals:
         assert "sequences_per_step was 8 in checkpoint-5 and is 4 now" in message
         assert "choose per_device_train_batch_size" in message and "ignore_data_skip=True" in message
+    # two plans of four for a step: the short batch at an epoch's end would be another one
+    halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    for message in ranks(2).run(resume_elsewhere, LENGTHS, str(tmp_path), halves, {}):
+        assert "sequences_per_plan was 8 in checkpoint-5 and is 4 now" in message
     (message,) = ranks(1).run(resume_elsewhere, LENGTHS, str(tmp_path), {}, {"max_length": 31})
     assert "cut_tokens was 30 in checkpoint-5 and is 31 now" in message
     (anew,) = ranks(1).run(resume_elsewhere, LENGTHS, str(tmp_path), {"ignore_data_skip": True}, {"max_length": 31})
