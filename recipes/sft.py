@@ -242,12 +242,11 @@ def describe(trainer: LongContextTrainer, model: PreTrainedModel) -> str:
 def write_held_out(trainer: LongContextTrainer, folder: Path, loss: float) -> None:
     """held_out.json: the held-out sequences, their labels and loss, so that `recipes/evaluate.py` can check the checkpoint."""
     dataset = trainer.get_eval_dataloader().dataset
-    index = dataset.index
+    index, rows = dataset.index, dataset.dataset.with_format(None)
     held_out: dict[str, Any] = {"loss": loss}
-    for column in dataset.dataset.column_names:
+    for column in rows.column_names:
         held_out[column] = [
-            dataset.dataset[int(row)][column][start:stop].tolist()
-            for row, start, stop in zip(index.rows, index.starts, index.stops, strict=True)
+            rows[int(row)][column][start:stop] for row, start, stop in zip(index.rows, index.starts, index.stops, strict=True)
         ]
     (folder / "held_out.json").write_text(json.dumps(held_out))
 

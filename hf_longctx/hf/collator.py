@@ -1,4 +1,4 @@
-"""Rows to a rank's chunks: fetch only this rank's sequences, shift labels before any cut, pack, keep this rank's shard."""
+"""Rows to a rank's chunks: fetch only what this rank holds, shift labels before any cut, pack, keep this rank's shard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -28,14 +30,26 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """One sequence: token ids and next-token labels (IGNORE_INDEX where there is none), each of shape [n], int64."""
+    """Tokens of one sequence from number `first` on: ids and next-token labels (IGNORE_INDEX where there is none).
+
+    Both are of shape [n] and type int64.
+    """
 
     input_ids: Tensor
     shift_labels: Tensor
+    first: int = 0
+
+    def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Ids and labels of the sequence's tokens [begin, end)."""
+        cut = slice(begin - self.first, end - self.first)
+        return self.input_ids[cut], self.shift_labels[cut]
 
 
 class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
-    """Rows of a dataset, asked for by planned steps: one item is the sequences of one rank's chunks."""
+    """Rows of a dataset, asked for by planned steps: one item is what one rank holds of the sequences of its chunks.
+
+    `dataset` gives rows as mappings of lists or arrays, or as Arrow tables, of which no more is copied than is held.
+    """
 
     def __init__(self, dataset: Any, index: SequenceIndex) -> None:
         self.dataset, self.index = dataset, index
@@ -44,18 +58,39 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
         return len(self.index)
 
     def __getitem__(self, step: PlannedStep) -> tuple[PlannedStep, dict[int, TokenSequence]]:
-        wanted = {
-            span.sequence for group, _ in step.plan.for_rank(step.rank).rounds for chunk in group.chunks for span in chunk.spans
-        }
-        return step, {i: self._sequence(step.sequences[i]) for i in sorted(wanted)}
+        ranges = held_ranges(step.plan, step.rank)
+        return step, {i: self._sequence(step.sequences[i], *ranges[i]) for i in sorted(ranges)}
 
-    def _sequence(self, number: int) -> TokenSequence:
+    def _sequence(self, number: int, first: int, stop: int) -> TokenSequence:
         row = self.dataset[int(self.index.rows[number])]
-        cut = slice(int(self.index.starts[number]), int(self.index.stops[number]))
-        # cut first: the row of a short piece may have millions of tokens
-        input_ids = torch.as_tensor(row["input_ids"][cut], dtype=torch.int64)
-        labels = torch.as_tensor(row["labels"][cut], dtype=torch.int64) if "labels" in row else input_ids
-        return TokenSequence(input_ids, shift(labels))
+        start, end = int(self.index.starts[number]), int(self.index.stops[number])
+        column = "labels" if "labels" in (row.column_names if isinstance(row, pa.Table) else row) else "input_ids"
+        labels = _tokens(row, column, start + first + 1, min(start + stop + 1, end))
+        if start + stop == end:
+            labels = torch.cat([labels, labels.new_full((1,), IGNORE_INDEX)])
+        return TokenSequence(_tokens(row, "input_ids", start + first, start + stop), labels, first)
+
+
+def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
+    """For every sequence of the plan that this rank holds tokens of, the first of them and one past the last."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for group, _ in plan.for_rank(rank).rounds:
+        for chunk in group.chunks:
+            for piece in rank_pieces(chunk, group.shape)[group.positions.index(rank)]:
+                if piece.document < len(chunk.spans):
+                    span = chunk.spans[piece.document]
+                    begin, end = span.start + piece.start, span.start + piece.stop
+                    low, high = ranges.get(span.sequence, (begin, end))
+                    ranges[span.sequence] = (min(low, begin), max(high, end))
+    return ranges
+
+
+def _tokens(row: Any, column: str, start: int, stop: int) -> Tensor:
+    """Items [start, stop) of a row's list, shape [stop - start], int64."""
+    if not isinstance(row, pa.Table):
+        return torch.as_tensor(row[column][start:stop], dtype=torch.int64)
+    values = row[column].combine_chunks().flatten().slice(start, stop - start)
+    return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
 
 
 def shift(labels: Tensor) -> Tensor:
@@ -99,8 +134,8 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
         if piece.document < len(chunk.spans):
             span = chunk.spans[piece.document]
             begin, end = span.start + piece.start, span.start + piece.stop
-            sequence = sequences[span.sequence]
-            parts.append((sequence.input_ids[begin:end], torch.arange(begin, end), sequence.shift_labels[begin:end]))
+            ids, labels = sequences[span.sequence].part(begin, end)
+            parts.append((ids, torch.arange(begin, end), labels))
         else:
             zeros = torch.zeros(piece.num_tokens, dtype=torch.int64)
             parts.append((zeros, zeros, torch.full_like(zeros, IGNORE_INDEX)))

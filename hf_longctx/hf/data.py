@@ -113,11 +113,11 @@ def column_problem(columns: Sequence[str], name: str) -> str | None:
 
 
 def token_rows(dataset: Any) -> Any:
-    """The dataset with only the columns that training reads, as numpy arrays where it is an Arrow dataset."""
+    """The dataset with only the columns that training reads, row by row as Arrow tables where it is an Arrow dataset."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
     columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
-    return dataset.select_columns(columns).with_format("numpy")
+    return dataset.select_columns(columns).with_format("arrow")
 
 
 def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> tuple[IntArray, IntArray]:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep, TokenSequence, chunk_inputs, shift
+from hf_longctx.hf.data import token_rows
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.grouping import rank_layouts
 from hf_longctx.plan.types import Chunk, SequenceGroup, Span, StepPlan
@@ -215,3 +216,36 @@ def test_rows_of_any_array_type_give_the_same_batch(kind: str) -> None:
     plan = plan_of([[(2, (0, 1))]], [6, 3], 2)
     for plain, found in zip(batches_of(plan, rows), batches_of(plan, other), strict=True):
         assert tokens_in(found["chunks"][0][0]) == tokens_in(plain["chunks"][0][0])
+
+
+class Reading(list):  # type: ignore[type-arg]
+    """A row's tokens that remember how many of them were taken."""
+
+    taken = 0
+
+    def __getitem__(self, cut: Any) -> Any:
+        found = super().__getitem__(cut)
+        self.taken = max(self.taken, len(found))
+        return found
+
+
+@pytest.mark.parametrize("arrow", [False, True])
+@pytest.mark.parametrize("ulysses", [0, 1, 2], ids=["ulysses", "ring", "hybrid"])
+def test_a_rank_takes_from_a_row_only_what_it_holds(ulysses: int, arrow: bool) -> None:
+    (row,) = random_rows([64])
+    plan = plan_of([[(4, (0,))]], [64], 4, ulysses)
+    index = SequenceIndex.build(np.array([64]), 64, "error")
+    whole = tokens_of(row)
+    for rank in range(4):
+        reading = Reading(row["input_ids"])
+        rows: Any = [{**row, "input_ids": reading}]
+        if arrow:
+            rows = token_rows(datasets.Dataset.from_list([row]))
+        sequence = PlannedDataset(rows, index)[PlannedStep(plan, (0,), rank)][1][0]
+        first, stop = sequence.first, sequence.first + len(sequence.input_ids)
+        ids, labels = sequence.part(first, stop)
+        assert list(zip(ids.tolist(), range(first, stop), labels.tolist(), strict=True)) == whole[first:stop]
+        if ulysses == 0:
+            assert stop - first == 16
+        if not arrow:
+            assert reading.taken == stop - first
