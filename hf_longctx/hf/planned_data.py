@@ -157,7 +157,8 @@ class PlannedDataMixin(_TrainerBase):
             num_workers=num_workers,
             pin_memory=self._pins_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
-            persistent_workers=args.dataloader_persistent_workers,
+            # a loader is made for every evaluation, and its workers would outlive it
+            persistent_workers=args.dataloader_persistent_workers and steps.explore,
             multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
         )

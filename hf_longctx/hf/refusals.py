@@ -29,6 +29,15 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
 }
 
+# of no effect where evaluation runs under plans, which return losses: the default
+_EVALUATION_ARGUMENTS: dict[str, Any] = {
+    "eval_accumulation_steps": None,
+    "eval_do_concat_batches": True,
+    "label_names": None,
+    "batch_eval_metrics": False,
+    "include_for_metrics": [],
+}
+
 # without effect, since gradients are summed by the plan's executor and not by DDP
 _DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -55,6 +64,8 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         settings: Any = args.fsdp_config
         asked = str((settings or {}).get("reshard_after_forward", args.fsdp)).lower()
         problems.append(f"fsdp={args.fsdp!r} would shard behind the plans (and not at all on CPU); {_own_sharding(asked)}")
+    if draws_batches and getattr(args.accelerator_config, "split_batches", False):
+        problems.append("accelerator_config split_batches=True has no effect on planned steps; leave it out")
     for name in _DDP_ARGUMENTS:
         if draws_batches and getattr(args, name, None) is not None:
             problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")
@@ -76,6 +87,15 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         if trainer_arguments.get(name) is not None:
             problems.append(f"the trainer argument {name} is not supported; {remedy}")
     return problems
+
+
+def evaluation_problems(args: TrainingArguments) -> list[str]:
+    """Trainer settings about predictions, which an evaluation under plans does not make."""
+    return [
+        f"{name}={getattr(args, name)!r} has no effect here, since evaluation returns the loss only; leave it out"
+        for name, default in _EVALUATION_ARGUMENTS.items()
+        if getattr(args, name, default) != default
+    ]
 
 
 def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[str]:

@@ -106,10 +106,10 @@ class DataRecorder(TrainerCallback):
         if self.resumed_from is None:
             return None
         try:
-            record: dict[str, Any] = json.loads((self.resumed_from / RECORD_NAME).read_text())
-            return record
+            record = json.loads((self.resumed_from / RECORD_NAME).read_text())
         except (OSError, json.JSONDecodeError):
             return None
+        return record if isinstance(record, dict) and {"settings", "cursor"} <= set(record) else None
 
 
 def sequences_per_step(args: TrainingArguments) -> int:
@@ -133,7 +133,14 @@ def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader
     A stock run writes no record, but `Trainer` counts optimizer steps. They say which sequences are over at any world size
     and accumulation, as long as an epoch has as many steps as before.
     """
-    if not state.global_step or not state.epoch or args.ignore_data_skip or not has_length(train_dataloader):
+    if not state.global_step or args.ignore_data_skip:
+        return
+    if not has_length(train_dataloader):
+        raise ValueError(
+            f"the checkpoint stands at step {state.global_step} of a dataset without a length, of which nobody knows where it "
+            f"stopped; use attach(trainer) with lookahead_batches, whose checkpoints do, or set ignore_data_skip=True"
+        )
+    if not state.epoch:
         return
     per_epoch = len(train_dataloader)
     expected = plans_done(state.global_step, per_epoch, args) / per_epoch

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -25,7 +26,13 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.placement import PlacementMixin
 from hf_longctx.hf.planned_data import PlannedDataMixin
-from hf_longctx.hf.refusals import argument_problems, config_problems, override_problems, sharding_problems
+from hf_longctx.hf.refusals import (
+    argument_problems,
+    config_problems,
+    evaluation_problems,
+    override_problems,
+    sharding_problems,
+)
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.setup import PlanningSetup, check_setup, plan_source, planning_setup
@@ -58,7 +65,7 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         config = longctx_config if longctx_config is not None else LongContextConfig()
         problems = argument_problems(args, {"data_collator": data_collator, **kwargs})
-        problems += sharding_problems(model, config, args, kwargs)
+        problems += sharding_problems(model, config, args, kwargs) + evaluation_problems(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         setup = self._check_run(config, model, args, processing_class, datasets, problems)
         super().__init__(
@@ -102,6 +109,9 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
                 plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch, self.accelerator.sync_gradients
             )
         self._report.step_done(plan, result)
+        empty_steps = self.args.torch_empty_cache_steps
+        if empty_steps is not None and self.state.global_step % empty_steps == 0:
+            clear_device_cache()
         return result.loss
 
     def evaluation_loop(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers.models import ModelCase, random_rows
 from helpers.training import make_trainer
 
+from hf_longctx.hf.collator import held_ranges
 from hf_longctx.hf.planned_data import LongContextDataLoader
 
 LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(31))]
@@ -50,9 +51,7 @@ def rows_read_on_rank(num_workers: int, folder: str) -> list[tuple[list[int], li
     own, everyone = [], []
     for batch in trainer.get_train_dataloader():
         step = batch["step"]
-        groups = [group for group, _ in step.plan.for_rank(step.rank).rounds]
-        spans = {span.sequence for group in groups for chunk in group.chunks for span in chunk.spans}
-        own += [step.sequences[i] for i in spans]
+        own += [step.sequences[i] for i in held_ranges(step.plan, step.rank)]
         everyone += step.sequences
     read = [int(line) for line in Path(dataset.diary).read_text().split()]
     return [(sorted(own), sorted(read)), (sorted(everyone), [])]

@@ -158,3 +158,20 @@ def test_how_a_step_is_divided_matters_only_where_plans_end_an_epoch(tmp_path: P
             again = recorder(tmp_path, train_dataset, **division, **arguments)
             again.resume(str(checkpoint), training_arguments(str(tmp_path)))
             assert ["sequences_per_plan was 4" in problem for problem in again.problems()] == [True] * (is_other and is_refused)
+
+
+def test_a_stock_loader_without_a_length_is_not_resumed(tmp_path) -> None:
+    state, stream = TrainerState(global_step=7, epoch=0.0), iter(())
+    with pytest.raises(ValueError, match=r"step 7 of a dataset without a length.*attach\(trainer\) with lookahead_batches"):
+        check_resumed(arguments(tmp_path), state, stream)
+    check_resumed(arguments(tmp_path, ignore_data_skip=True), state, stream)
+    check_resumed(arguments(tmp_path), TrainerState(), stream)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"settings": {}}', "{"])
+def test_a_record_that_is_none_counts_as_missing(tmp_path, text: str) -> None:
+    checkpoint = save(tmp_path, 4, recorder(tmp_path, "stream"))
+    (checkpoint / "longctx_data.json").write_text(text)
+    again = recorder(tmp_path, "stream")
+    again.resume(str(checkpoint), training_arguments(str(tmp_path)))
+    assert "no readable longctx_data.json" in again.problems()[0]
