@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -64,6 +65,8 @@ def planning_setup(
     """
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
+    # nodes may differ; blocks of a common divisor of their ranks lie inside nodes, and every rank makes the same groups
+    cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model)
     parameters, shard_ranks = shared_parameters(config, args.world_size)
     fitting = min(gather_objects(tokens_that_fit(spec, cluster, parameters, shard_ranks), control))

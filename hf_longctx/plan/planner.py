@@ -101,10 +101,11 @@ def _place_groups(
 ) -> MicroBatch:
     """Groups on consecutive positions, ranks to spare behind them.
 
-    Blocks start at a multiple of their size and powers of two divide each other, so the largest blocks come first.
+    A group starts at a multiple of the largest power of two in its degree, which its blocks divide: so blocks find their
+    process groups, and a group of a power of two that fits into a node does not cross nodes.
     """
     busy = [(shapes[degree], members) for degree, members in groups if members]
-    busy.sort(key=lambda item: (-item[0].ulysses, -item[0].degree, item[1]))
+    busy.sort(key=lambda item: (-(item[0].degree & -item[0].degree), -item[0].degree, item[1]))
     spare = num_ranks - sum(shape.degree for shape, _ in busy)
     placed, position = [], 0
     for shape, members in [*busy, *[(GroupShape(1), ())] * spare]:

@@ -36,6 +36,9 @@ class GroupPool:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
         self.everyone = dist.new_group(timeout=timeout)
+        # NCCL joins ranks at the first use of a group, and rings send messages between some of its ranks only
+        is_on_device = torch.cuda.is_available() and dist.get_backend(self.everyone) != "gloo"
+        dist.all_reduce(torch.zeros(1, device="cuda" if is_on_device else "cpu"), group=self.everyone)
         self._groups[tuple(range(self.num_ranks))] = self.everyone
         for positions in aligned_groups(self.num_ranks, degrees):
             if positions not in self._groups:

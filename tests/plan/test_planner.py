@@ -13,10 +13,11 @@ from plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, lea
 from hf_longctx.plan import planner
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.grouping import Layout
+from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import PlannerConfig, Solver, default_degrees
-from hf_longctx.plan.types import PARAMETERS, StepPlan
+from hf_longctx.plan.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.validate import PlanError, validate_plan
 
 DEGREES = (1, 2, 4)
@@ -288,3 +289,11 @@ def test_one_micro_batch_that_memory_does_not_hold_is_refused_with_the_numbers()
         ValueError, match=r"450 tokens in 3 sequences \(the longest has 150\) fit no single micro-batch on 4 ranks"
     ):
         plan_step(3, [150, 150, 150], cost_model("attention", 4), config)
+
+
+def test_groups_start_at_a_multiple_of_their_degree_whatever_their_methods() -> None:
+    # two nodes of eight: the cost model takes a ring of eight to stay inside one
+    layout: Layout = [[(2, (2,)), (4, (1,)), (8, (0,)), (2, (3,))]]
+    shapes = {8: GroupShape(8), 4: GroupShape(4, 4), 2: GroupShape(2)}
+    plan = build_plan(0, [80, 40, 20, 10], layout, shapes, cost_model(COST_KINDS[0], 16), "replicated")
+    assert all(group.positions[0] % group.degree == 0 for group in plan.micro_batches[0].groups)

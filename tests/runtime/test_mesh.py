@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,3 +138,24 @@ def num_groups_made_by_contexts() -> int:
 
 def test_no_group_is_made_after_construction(ranks) -> None:
     assert ranks(4).run(num_groups_made_by_contexts) == [0, 0, 0, 0]
+
+
+def collectives_of_a_new_pool() -> list[bool]:
+    """For every collective of a new pool: whether it is on the group of all ranks that rings send on."""
+    calls: list[dist.ProcessGroup] = []
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["group"])
+        return original(tensor, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", all_reduce):
+        pool = GroupPool((1,), timeout_s=60.0)
+    found = [group is pool.everyone for group in calls]
+    pool.close()
+    return found
+
+
+def test_all_ranks_meet_on_their_group_before_some_send_messages_on_it(ranks) -> None:
+    # NCCL: a batch of messages between some ranks is undefined as a group's first use
+    assert ranks(2).run(collectives_of_a_new_pool) == [[True]] * 2
