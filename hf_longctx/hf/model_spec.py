@@ -15,9 +15,10 @@ from hf_longctx.plan.types import Parameters
 _USABLE_SHARE = 0.8
 
 
-def model_spec(model: PreTrainedModel) -> ModelSpec:
-    """The shapes of `model` as the planner sees them."""
-    return ModelSpec.from_config(model.config.to_dict(), bytes_per_element=model.dtype.itemsize)
+def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
+    """The shapes of `model` as the planner sees them; `is_autocast`: attention runs in bf16 whatever the weights are."""
+    spec = ModelSpec.from_config(model.config.to_dict(), bytes_per_element=model.dtype.itemsize)
+    return replace(spec, bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0)
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:

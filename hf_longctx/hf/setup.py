@@ -67,7 +67,7 @@ def planning_setup(
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
     # nodes may differ; blocks of a common divisor of their ranks lie inside nodes, and every rank makes the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
-    spec = model_spec(model)
+    spec = model_spec(model, is_autocast=args.bf16)
     parameters, shard_ranks = shared_parameters(config, args.world_size)
     fitting = min(gather_objects(tokens_that_fit(spec, cluster, parameters, shard_ranks), control))
     if config.tokens_per_rank is None and fitting < 1:

@@ -18,7 +18,11 @@ GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shapes of a decoder-only model; `bytes_per_element` is that of weights and activations."""
+    """Shapes of a decoder-only model.
+
+    bytes_per_element: of weights and saved activations. bytes_sent_per_element: of queries, keys and values between ranks,
+    fewer than that under autocast (0: as many).
+    """
 
     num_layers: int
     hidden_size: int
@@ -30,6 +34,7 @@ class ModelSpec:
     max_positions: int
     tied_embeddings: bool = False
     bytes_per_element: int = 4
+    bytes_sent_per_element: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:

@@ -78,8 +78,7 @@ def sent_bytes(model: ModelSpec, shape: GroupShape, tokens: Sequence[int]) -> tu
 
     `tokens`: tokens of every rank of the group, dummy tokens included.
     """
-    element = model.head_dim * model.bytes_per_element
-    gradient = model.head_dim * max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
+    element, gradient = _sent_per_head(model)
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     sent = [q + _KV * kv for q, kv in zip(heads.queries, heads.kv, strict=True)]
     block_tokens = [sum(tokens[first : first + shape.ulysses]) for first in range(0, shape.degree, shape.ulysses)]
@@ -107,7 +106,7 @@ def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_
     """
     if shape.degree == 1:
         return Traffic()
-    element = model.head_dim * model.bytes_per_element * model.num_layers
+    element, gradient = (num_bytes * model.num_layers for num_bytes in _sent_per_head(model))
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
@@ -121,7 +120,6 @@ def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_
         ring = hops * passed * element
         messages += hops * model.num_layers
         if is_backward:
-            gradient = model.head_dim * max(_LEAST_GRADIENT_BYTES, model.bytes_per_element) * model.num_layers
             ring += shape.num_blocks * passed * gradient
             messages += shape.num_blocks * model.num_layers
         if shape.degree > cluster.ranks_per_node:
@@ -129,3 +127,9 @@ def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_
         else:
             link += ring
     return Traffic(link, network, messages)
+
+
+def _sent_per_head(model: ModelSpec) -> tuple[int, int]:
+    """Bytes of one head of one token, and of its gradient around a ring."""
+    element = model.bytes_sent_per_element or model.bytes_per_element
+    return model.head_dim * element, model.head_dim * max(_LEAST_GRADIENT_BYTES, element)

@@ -19,7 +19,7 @@ from hf_longctx.plan.cost import block_sizes
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """Ranks per node and sizes of blocks that this rank plans with, on a node of `ranks_on_node[rank]` ranks."""
-    arguments: Any = SimpleNamespace(device=torch.device("cpu"), world_size=dist.get_world_size())
+    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=dist.get_world_size())
     config = replace(LongContextConfig(), method="hybrid")
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_on_node[dist.get_rank()])):
         setup = planning_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)

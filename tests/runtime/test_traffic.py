@@ -25,9 +25,8 @@ from hf_longctx.runtime.heads import head_shares
 
 
 def spec_of(case: ModelCase) -> ModelSpec:
-    return ModelSpec(
-        2, 8 * case.num_heads, 48, case.num_heads, case.num_kv_heads, 8, VOCAB_SIZE, 512, bytes_per_element=case.dtype.itemsize
-    )
+    heads = (8 * case.num_heads, 48, case.num_heads, case.num_kv_heads, 8)
+    return ModelSpec(2, *heads, VOCAB_SIZE, 512, bytes_per_element=case.dtype.itemsize, bytes_sent_per_element=2 * case.autocast)
 
 
 @contextmanager
@@ -63,11 +62,16 @@ def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]
 
 
 # half precision too, where gradients travel in fp32
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+PRECISIONS = {"fp64": (torch.float64, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 2), (6, 1), (6, 3), (5, 5)])
 @pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
-def test_bytes_sent_are_those_of_the_formula(ranks, ulysses: int, num_heads: int, num_kv_heads: int, dtype) -> None:
-    case, lengths = ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype), [37, 14, 3]
+def test_bytes_sent_are_those_of_the_formula(ranks, ulysses: int, num_heads: int, num_kv_heads: int, precision: str) -> None:
+    dtype, autocast = PRECISIONS[precision]
+    case = ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, autocast=autocast)
+    lengths = [37, 14, 3]
     plan = plan_of([[(4, (0, 1, 2))]], lengths, 4, ulysses)
     (group,) = plan.micro_batches[0].groups
     tokens = held_tokens(rank_pieces(group.chunks[0], group.shape))
