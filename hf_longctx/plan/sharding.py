@@ -101,6 +101,32 @@ def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, 
     return ranks
 
 
+def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piece, ...], ...]:
+    """Of every block the pieces whose keys some other block's queries see, lying from 0 on; the rest never leaves its block."""
+    # per document the last start, and the last start outside the block that has it
+    last: dict[int, tuple[int, int]] = {}
+    elsewhere: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        for piece in block:
+            start, owner = last.get(piece.document, (-1, index))
+            if piece.start > start:
+                if owner != index:
+                    elsewhere[piece.document] = start
+                last[piece.document] = (piece.start, index)
+            elif owner != index:
+                elsewhere[piece.document] = max(elsewhere.get(piece.document, -1), piece.start)
+    result = []
+    for index, block in enumerate(blocks):
+        kept, held = [], 0
+        for piece in block:
+            start, owner = last[piece.document]
+            if piece.start < (elsewhere.get(piece.document, -1) if owner == index else start):
+                kept.append(Piece(piece.document, piece.start, piece.stop, held))
+                held += piece.num_tokens
+        result.append(tuple(kept))
+    return tuple(result)
+
+
 def held_tokens(pieces: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:
     """Tokens of every rank, dummy tokens included."""
     return tuple(sum(piece.num_tokens for piece in rank) for rank in pieces)

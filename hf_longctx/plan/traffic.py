@@ -2,8 +2,8 @@
 
 Inside a block (Ulysses) a rank sends each neighbour that neighbour's heads of its own tokens (queries, and every KV head
 that these read, in keys and values), and after attention its own heads of the neighbour's tokens; backward the same the
-other way round. Around the ring, b blocks pass on their keys and values b - 1 times, in backward again, and their
-gradients, in at least fp32, b times.
+other way round. Around the ring, b blocks pass on b - 1 times the keys and values that other blocks see (all but the last
+of the 2b zigzag pieces of a document), in backward again, and as often their gradients, in at least fp32.
 """
 
 from __future__ import annotations
@@ -73,10 +73,13 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
     return tuple(dict.fromkeys(shapes))
 
 
-def sent_bytes(model: ModelSpec, shape: GroupShape, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def sent_bytes(
+    model: ModelSpec, shape: GroupShape, tokens: Sequence[int], travelling: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
     """Bytes that every rank sends to others in one forward and one backward over all layers, exactly.
 
-    `tokens`: tokens of every rank of the group, dummy tokens included.
+    `tokens`: tokens of every rank of the group, dummy tokens included. `travelling`: tokens of every block whose keys and
+    values go around (`sharding.travelling_pieces`).
     """
     element, gradient = _sent_per_head(model)
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
@@ -90,10 +93,11 @@ def sent_bytes(model: ModelSpec, shape: GroupShape, tokens: Sequence[int]) -> tu
         backward = (others * sent[inside] + own * (sum(heads.queries) - heads.queries[inside])) * element
         hops = shape.num_blocks - 1
         if hops:
-            # a rank passes on the keys and values of all blocks but the one it gets last, and gradients of all
-            passed = sum(block_tokens[(block - hop) % shape.num_blocks] for hop in range(hops))
+            # a rank passes on keys and values of all blocks but the one it gets last, and gradients of all but its own
+            passed = sum(travelling[(block - hop) % shape.num_blocks] for hop in range(hops))
+            returned = sum(travelling) - travelling[block]
             forward += passed * _KV * heads.kv[inside] * element
-            backward += passed * _KV * heads.kv[inside] * element + sum(block_tokens) * _KV * heads.kv[inside] * gradient
+            backward += (passed * element + returned * gradient) * _KV * heads.kv[inside]
         result.append((forward * model.num_layers, backward * model.num_layers))
     return tuple(result)
 
@@ -116,12 +120,13 @@ def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_
     link, messages = exchanged - network, 2 * model.num_layers * (neighbours > 0)
     hops = shape.num_blocks - 1
     if hops:
-        passed = num_tokens / shape.num_blocks * _KV * sum(heads.kv) / shape.ulysses
+        travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
+        passed = travelling * _KV * sum(heads.kv) / shape.ulysses
         ring = hops * passed * element
         messages += hops * model.num_layers
         if is_backward:
-            ring += shape.num_blocks * passed * gradient
-            messages += shape.num_blocks * model.num_layers
+            ring += hops * passed * gradient
+            messages += hops * model.num_layers
         if shape.degree > cluster.ranks_per_node:
             network += ring
         else:

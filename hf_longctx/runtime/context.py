@@ -39,29 +39,37 @@ class Ring:
     """The blocks of a group, seen by one rank: the ranks that hold the same heads in every block, in ring order.
 
     process_group: the group of all ranks, whose links messages use (any ranks form a ring without a group of their own).
-    index: this rank's block. ranks: the global ranks of the ring. pieces: what every block holds of the documents.
-    known_tiles: filled by `tiles`, for all layers of a chunk.
+    index: this rank's block. ranks: the global ranks of the ring. pieces: what this rank's block holds of the documents.
+    travelling: of every block, what others see. known_tiles: filled by `tiles`, for all layers of a chunk.
     """
 
     process_group: dist.ProcessGroup | None
     index: int
     ranks: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[Piece, ...]
+    travelling: tuple[tuple[Piece, ...], ...]
     known_tiles: dict[int, list[Tile]] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
         return len(self.ranks)
 
-    def num_tokens(self, block: int) -> int:
-        """Tokens of a block."""
-        last = self.pieces[block][-1]
-        return last.first + last.num_tokens
+    def num_travelling(self, block: int) -> int:
+        """Tokens of a block whose keys and values go around."""
+        pieces = self.travelling[block]
+        return pieces[-1].first + pieces[-1].num_tokens if pieces else 0
+
+    @property
+    def departing(self) -> list[slice]:
+        """The tokens of this rank's block whose keys and values go around, in the order of `travelling`."""
+        sent = {(piece.document, piece.start) for piece in self.travelling[self.index]}
+        return [piece.tokens for piece in self.pieces if (piece.document, piece.start) in sent]
 
     def tiles(self, block: int) -> list[Tile]:
-        """What this rank's queries see of the keys of a block."""
+        """What this rank's queries see of the keys of a block, as they lie there or, of other blocks, as they travel."""
         if block not in self.known_tiles:
-            self.known_tiles[block] = visible_tiles(self.pieces[self.index], self.pieces[block])
+            keys = self.pieces if block == self.index else self.travelling[block]
+            self.known_tiles[block] = visible_tiles(self.pieces, keys)
         return self.known_tiles[block]
 
 

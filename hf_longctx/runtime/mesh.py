@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import block_pieces, document_bounds, even_shards
+from hf_longctx.plan.sharding import block_pieces, document_bounds, even_shards, travelling_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup
 from hf_longctx.runtime.context import Block, GroupContext, Ring
 from hf_longctx.runtime.heads import HeadShare, KVReaders
@@ -76,7 +76,7 @@ class GroupPool:
         tokens = even_shards(sum(piece.num_tokens for piece in pieces[index]), shape.ulysses)
         return GroupContext(
             block=Block(self.group(neighbours), inside, tokens),
-            ring=Ring(self.everyone, index, group.positions[inside :: shape.ulysses], pieces),
+            ring=Ring(self.everyone, index, group.positions[inside :: shape.ulysses], pieces[index], travelling_pieces(pieces)),
             cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
             known_readers=self._readers,
         )

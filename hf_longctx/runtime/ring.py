@@ -2,8 +2,8 @@
 
 Documents are cut in zigzag pieces (`plan.sharding`), so every rank has about the same number of query-key pairs. A tile of
 one query piece and one key piece is seen wholly, causally (the same piece) or not at all; masked tiles are never
-computed. Partial outputs merge by their log-sum-exp (LSE) in at least fp32. Backward passes keys, values and their
-gradients around once more and uses the merged output and LSE.
+computed, and keys that no other block sees are never sent. Partial outputs merge by their log-sum-exp (LSE) in at least
+fp32. Backward passes keys, values and their gradients around once more and uses the merged output and LSE.
 
 Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size, U tokens of the block whose keys are at hand.
 
@@ -59,43 +59,50 @@ class _RingAttention(torch.autograd.Function):
         readers, scale, ring = ctx.settings
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
-        # gradients travel behind their keys and values and are home again after the last hop
-        travelling = torch.zeros_like(own_kv, dtype=wide)
-        for source, kv in _around(own_kv, ring):
+        own_sum = torch.zeros_like(own_kv, dtype=wide)
+        travelling = own_sum
+        for hop, (source, kv) in enumerate(_around(own_kv, ring)):
+            # the gradients of another block travel behind its keys and values, from the first rank that sees these
+            total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if hop == 1 else travelling
             for rows, columns, causal in ring.tiles(source):
                 k, v = readers.expand(kv[:, :, columns], 1)
                 dq, dk, dv = tile_backward(
                     gradient_HTD[:, rows], q_HTD[:, rows], k, v, out_HTD[:, rows], lse_HT[:, rows], scale, causal
                 )
                 dq_HTD[:, rows] += dq
-                readers.fold_into(travelling[0, :, columns], dk)
-                readers.fold_into(travelling[1, :, columns], dv)
-            travelling = _pass_on(travelling, ring, source)
-        dk_GTD, dv_GTD = travelling.to(q_HTD.dtype)
+                readers.fold_into(total[0, :, columns], dk)
+                readers.fold_into(total[1, :, columns], dv)
+            if hop:
+                travelling = _pass_on(total, ring, source)
+        # home again after the last hop
+        for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
+            own_sum[:, :, tokens] += travelling[:, :, arrived.tokens]
+        dk_GTD, dv_GTD = own_sum.to(q_HTD.dtype)
         return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None
 
 
 def _around(own_kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """(block, its keys and values) for every block of the ring, starting with this one."""
-    kv = own_kv
-    for hop in range(ring.num_blocks):
-        source = (ring.index - hop) % ring.num_blocks
-        yield source, kv
-        if hop < ring.num_blocks - 1:
-            kv = _pass_on(kv, ring, source)
+    """(block, its keys and values) for every block of the ring: this rank's whole, of the others what travels."""
+    yield ring.index, own_kv
+    kv = torch.cat([own_kv[:, :, tokens] for tokens in ring.departing], dim=2) if ring.departing else own_kv[:, :, :0]
+    for hop in range(1, ring.num_blocks):
+        kv = _pass_on(kv, ring, (ring.index - hop + 1) % ring.num_blocks)
+        yield (ring.index - hop) % ring.num_blocks, kv
 
 
 def _pass_on(tensor: Tensor, ring: Ring, source: int) -> Tensor:
-    """Sends what came from block `source` to the next block; returns what the previous block passes on."""
+    """Sends what belongs to block `source` to the next block; returns what the previous block passes on."""
     shape = list(tensor.shape)
-    shape[2] = ring.num_tokens((source - 1) % ring.num_blocks)
+    shape[2] = ring.num_travelling((source - 1) % ring.num_blocks)
     received = tensor.new_empty(shape)
     following = ring.ranks[(ring.index + 1) % ring.num_blocks]
     previous = ring.ranks[(ring.index - 1) % ring.num_blocks]
-    operations = [
-        dist.P2POp(dist.isend, tensor.contiguous(), following, group=ring.process_group),
-        dist.P2POp(dist.irecv, received, previous, group=ring.process_group),
-    ]
-    for request in dist.batch_isend_irecv(operations):
+    operations = []
+    # both ends know from the layout where there is nothing to send
+    if tensor.shape[2]:
+        operations.append(dist.P2POp(dist.isend, tensor.contiguous(), following, group=ring.process_group))
+    if shape[2]:
+        operations.append(dist.P2POp(dist.irecv, received, previous, group=ring.process_group))
+    for request in dist.batch_isend_irecv(operations) if operations else []:
         request.wait()
     return received

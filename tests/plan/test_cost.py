@@ -44,18 +44,18 @@ def test_a_ulysses_group_divides_the_work_and_pays_for_two_exchanges() -> None:
     assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), FOUR, 1) == 150 + 100 + 7 * 5 * 16 * 3 / 4 + 2 * 1000
 
 
-def test_a_ring_pays_for_keys_and_values_a_hop_and_in_backward_for_fp32_gradients() -> None:
-    # 10 tokens a rank, keys and values of 2 KV heads: 40 bytes a hop, one hop
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == 300 + 100 + 7 * 40 + 1000
-    # backward: one hop of keys and values, two hops of their gradients at four bytes an element
-    expected = (5 * 200 + 20 * 20) / 2 + 300 + 9 * (40 + 2 * 4 * 40) + 3 * 4000
+def test_a_ring_pays_for_keys_and_values_that_others_see_and_in_backward_for_fp32_gradients() -> None:
+    # 10 tokens a rank of which 3 / 4 travel, keys and values of 2 KV heads: 30 bytes a hop, one hop
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == 300 + 100 + 7 * 30 + 1000
+    # backward: one hop of keys and values, one of their gradients at four bytes an element
+    expected = (5 * 200 + 20 * 20) / 2 + 300 + 9 * (30 + 4 * 30) + 2 * 4000
     assert COSTS.backward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == expected
 
 
 def test_a_hybrid_pays_for_both_with_fewer_heads_around_the_ring() -> None:
-    # blocks of 2: 5 tokens a rank, 5 * 12 / 2 bytes inside; around two blocks one KV head of 10 tokens: 20 bytes
+    # blocks of 2: 5 tokens a rank, 5 * 12 / 2 bytes inside; around two blocks one KV head of 7.5 tokens: 15 bytes
     shape = GroupShape(4, 2)
-    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), shape, 1) == 150 + 100 + 7 * (30 + 20) + 3 * 1000
+    assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), shape, 1) == 150 + 100 + 7 * (30 + 15) + 3 * 1000
 
 
 def test_bytes_to_other_nodes_go_over_the_network() -> None:
@@ -64,7 +64,7 @@ def test_bytes_to_other_nodes_go_over_the_network() -> None:
     # two of three neighbours are on the other node
     assert nodes.forward_s(chunk, FOUR, 1) == pytest.approx(150 + 100 + (7 * 1 + 70 * 2) / 3 * 60 + 2000)
     # a ring across nodes runs at the speed of the network, a block inside a node at that of its links
-    assert nodes.forward_s(chunk, GroupShape(4, 2), 1) == 150 + 100 + 7 * 30 + 70 * 20 + 3000
+    assert nodes.forward_s(chunk, GroupShape(4, 2), 1) == 150 + 100 + 7 * 30 + 70 * 15 + 3000
     assert nodes.forward_s(chunk, GroupShape(2), 1) == COSTS.forward_s(chunk, GroupShape(2), 1)
 
 
@@ -87,7 +87,7 @@ def test_sequences_and_group_seconds_by_hand() -> None:
     assert COSTS.sequences_s([10, 2], TWO).tolist() == [325 + 480, 37 + 96]
     assert COSTS.group_s(ONE) == 400
     assert COSTS.group_s(TWO) == COSTS.group_s(FOUR) == 400 + 2 * 5000
-    assert COSTS.group_s(GroupShape(4)) == 400 + 3 * 1000 + 7 * 4000
+    assert COSTS.group_s(GroupShape(4)) == 400 + 3 * 1000 + 6 * 4000
 
 
 @pytest.mark.parametrize("kind", COST_KINDS)
@@ -103,8 +103,8 @@ def test_a_packed_chunk_costs_its_sequences_and_its_group(kind: str, shape: Grou
 @pytest.mark.parametrize(
     ("degree", "ranks_per_node", "coefficients", "method"),
     [
-        # many KV heads' worth of gradients go around a ring, so Ulysses inside a fast node
-        (4, 8, {"link_byte_s": 1e-9}, "ulysses"),
+        # few KV heads: what a ring passes on is less than what Ulysses exchanges of all query heads
+        (2, 8, {"link_byte_s": 1e-9}, "ring"),
         # more ranks than query heads: no Ulysses
         (16, 16, {"link_byte_s": 1e-9}, "hybrid"),
         # the network is all that counts: keys and values alone cross it, and each only once
@@ -123,6 +123,13 @@ def test_the_method_follows_heads_degree_and_links(degree: int, ranks_per_node: 
     cluster = ClusterSpec(32, ranks_per_node, HARDWARE)
     costs = CostModel(MODEL, cluster, CostCoefficients(one_pass, one_pass, 0.0, "test"))
     assert costs.best_shape(degree, 1000.0 * degree).method == method
+
+
+def test_with_as_many_kv_heads_as_query_heads_ulysses_sends_the_least() -> None:
+    one_pass = PassCoefficients(1.0, 1.0, 1.0, link_byte_s=1e-9)
+    coefficients = CostCoefficients(one_pass, one_pass, 0.0, "test")
+    costs = CostModel(replace(MODEL, num_kv_heads=8), ClusterSpec(32, 8, HARDWARE), coefficients)
+    assert costs.best_shape(4, 4000.0).method == "ulysses"
 
 
 def test_a_method_can_be_asked_for() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.sharding import Piece, block_pieces, document_bounds, held_tokens, rank_pieces
+from hf_longctx.plan.sharding import Piece, block_pieces, document_bounds, held_tokens, rank_pieces, travelling_pieces
 from hf_longctx.plan.types import Chunk, GroupShape, Span
 
 lengths_of_documents = st.lists(st.integers(1, 90), max_size=6)
@@ -71,6 +71,18 @@ def test_zigzag_gives_all_blocks_the_same_pairs(lengths: list[int], num_blocks: 
 def test_many_short_documents_do_not_pile_up_on_one_rank(length: int) -> None:
     held = held_tokens(rank_pieces(chunk_of([length] * 64), GroupShape(4)))
     assert max(held) - min(held) <= 2 * length
+
+
+@given(lengths_of_documents, shapes())
+def test_what_travels_is_what_another_block_sees(lengths: list[int], shape: GroupShape) -> None:
+    blocks = block_pieces(chunk_of(lengths), shape)
+    for index, (block, travelling) in enumerate(zip(blocks, travelling_pieces(blocks), strict=True)):
+        others = [query for other, queries in enumerate(blocks) if other != index for query in queries]
+        seen = [k for k in block if any(q.document == k.document and q.start >= k.start for q in others)]
+        assert [(p.document, p.start, p.stop) for p in travelling] == [(p.document, p.start, p.stop) for p in seen]
+        assert [piece.first for piece in travelling] == list(accumulate((p.num_tokens for p in seen[:-1]), initial=0))[
+            : len(seen)
+        ]
 
 
 @settings(max_examples=30)

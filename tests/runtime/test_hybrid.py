@@ -14,7 +14,7 @@ from test_equality import LAYOUTS, TOLERANCE, check
 from hf_longctx.plan.serialize import plan_to_json
 from hf_longctx.plan.types import GroupShape, MicroBatch, StepPlan
 from hf_longctx.plan.validate import validate_plan
-from hf_longctx.runtime import mesh
+from hf_longctx.runtime import sequence_parallel
 
 HYBRIDS = {name: LAYOUTS[name] for name in ("<4>", "<4>,<2,2>,<1,1,1,1>", "<4> of two tokens", "one long, many short")}
 
@@ -67,23 +67,21 @@ def test_methods_stand_beside_each_other(ranks, name: str) -> None:
         assert max(relative_error(gradients[key], expected[key]) for key in expected) <= TOLERANCE
 
 
-def step_with_wrong_block(plan: StepPlan, rows: Any) -> Any:
-    """One step in which every rank takes its block for the next one of the ring."""
-    original = mesh.GroupPool.context
+def step_with_wrong_heads(plan: StepPlan, rows: Any) -> Any:
+    """One step in which every rank of a block takes its share of the heads for its neighbour's."""
+    original = sequence_parallel.join_tokens
 
-    def context(self: Any, *args: Any) -> Any:
-        found = original(self, *args)
-        ring = found.ring
-        return replace(found, ring=replace(ring, pieces=ring.pieces[1:] + ring.pieces[:1]))
+    def join(*args: Any) -> Any:
+        q, k, v = original(*args)
+        return q.flip(0), k, v
 
-    with patch.object(mesh.GroupPool, "context", context):
+    with patch.object(sequence_parallel, "join_tokens", join):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 
 def test_planted_bug_is_noticed(ranks) -> None:
-    # one document of eight tokens for each rank: all pieces are of one size, so that only the numbers go wrong
     rows = random_rows([32])
     _, expected = reference_step(build_model(ModelCase()), rows)
     plan = plan_of([[(4, (0,))]], [32], 4, ulysses=2)
-    for gradients in ranks(4).run(step_with_wrong_block, plan, rows):
+    for gradients in ranks(4).run(step_with_wrong_heads, plan, rows):
         assert max(relative_error(gradients[key], expected[key]) for key in expected) > 1e-3
