@@ -30,12 +30,12 @@ from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_atte
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.sharding import block_pieces
+from hf_longctx.plan.sharding import HeadShare, block_pieces
 from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Chunk, GroupShape, Span
 from hf_longctx.runtime.context import visible_tiles
 from hf_longctx.runtime.executor import ChunkInputs, StepExecutor
-from hf_longctx.runtime.heads import HeadShare, KVReaders
+from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.sequence_parallel import packed_attention

@@ -23,6 +23,7 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.sharding import Piece, rank_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.executor import no_mask
 from hf_longctx.runtime.loss import IGNORE_INDEX
 
 # what a batch may hold besides: kept as it is, or replaced by what the plan says
@@ -217,8 +218,7 @@ class SequenceExchange:
             **kept,
             "input_ids": rows_T2[:, 0].unsqueeze(0),
             "position_ids": positions_T.unsqueeze(0),
-            # a mask of four dimensions is passed on by transformers as it is, so no mask is built over the packed row
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows_T2.device),
+            "attention_mask": no_mask(rows_T2.device),
             # models compute a loss only if there are labels, and do not shift where there are shifted ones
             "labels": labels_1T,
             "shift_labels": labels_1T,
@@ -229,11 +229,8 @@ class SequenceExchange:
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Raises RuntimeError if some layer's attention did not get the plan."""
         context, self._context = self._context, None
-        if context is not None and context.calls.count != self.num_attention_layers:
-            raise RuntimeError(
-                f"{context.calls.count} of {self.num_attention_layers} attention layers received the plan; the model drops "
-                f"extra keyword arguments between its forward and its attention, so it cannot be run"
-            )
+        if context is not None:
+            context.check_calls(self.num_attention_layers)
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
         """This rank's documents and the lengths of every rank's; a rank's problem is raised on all of them."""

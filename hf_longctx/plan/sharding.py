@@ -1,4 +1,4 @@
-"""Which token of a chunk lies at which position of its group: one rule for collator, runtime and simulator.
+"""Which token of a chunk lies at which position of its group, and which heads: one rule for collator, runtime and planner.
 
 A group is a ring of blocks (`GroupShape`). Every document is cut into 2b pieces for b blocks, and one block holds pieces i
 and 2b - 1 - i (zigzag), so that all blocks have about the same number of causal query-key pairs in every document; one
@@ -79,10 +79,46 @@ def _zigzag_pieces(chunk: Chunk, num_blocks: int) -> tuple[list[list[Piece]], li
     return blocks, held
 
 
-def even_shards(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
-    """Tokens of every rank of a block that holds `num_tokens`: at most one token apart, larger shards first."""
-    base, remainder = divmod(num_tokens, num_ranks)
+def even_shards(count: int, num_ranks: int) -> tuple[int, ...]:
+    """How many of `count` tokens or heads each rank of a block gets: at most one apart, larger shares first."""
+    base, remainder = divmod(count, num_ranks)
     return tuple(base + (index < remainder) for index in range(num_ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """Query heads [q_start, q_stop) of one rank and the KV heads [kv_start, kv_stop) that they read."""
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+    @property
+    def num_q(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def num_kv(self) -> int:
+        return self.kv_stop - self.kv_start
+
+
+def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShare, ...]:
+    """Contiguous query heads per rank, spread as evenly as possible, and their KV heads.
+
+    Raises ValueError when KV heads do not divide query heads or a rank would get no head.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+    if num_ranks > num_heads:
+        raise ValueError(f"{num_ranks} ranks share {num_heads} heads, but Ulysses needs at least one head per rank")
+    per_kv = num_heads // num_kv_heads
+    shares, start = [], 0
+    for count in even_shards(num_heads, num_ranks):
+        stop = start + count
+        shares.append(HeadShare(start, stop, start // per_kv, (stop - 1) // per_kv + 1))
+        start = stop
+    return tuple(shares)
 
 
 def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, ...]]:
@@ -103,6 +139,8 @@ def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, 
 
 def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piece, ...], ...]:
     """Of every block the pieces whose keys some other block's queries see, lying from 0 on; the rest never leaves its block."""
+    if len(blocks) == 1:
+        return ((),)
     # per document the last start, and the last start outside the block that has it
     last: dict[int, tuple[int, int]] = {}
     elsewhere: dict[int, int] = {}

@@ -11,7 +11,7 @@ from hf_longctx.plan.types import Parameters
 Solver = Literal["auto", "greedy", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "static")
 
-# how groups of two or more ranks share attention; "auto" is the cheapest of the others for every group
+# how groups of two or more ranks share attention; "auto" is the cheapest of the others for every degree and step
 GroupMethod = Literal["auto", "ulysses", "ring", "hybrid"]
 GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 

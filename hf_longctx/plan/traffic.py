@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_longctx.plan.sharding import head_shares
 from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
 from hf_longctx.plan.types import GroupShape
 
@@ -40,13 +41,9 @@ class HeadCounts:
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadCounts:
-        """Contiguous query heads spread as evenly as possible, the first ranks taking one more, and the KV heads they read."""
-        base, remainder = divmod(num_heads, num_ranks)
-        per_kv = num_heads // num_kv_heads
-        queries = tuple(base + (index < remainder) for index in range(num_ranks))
-        stops = [sum(queries[: index + 1]) for index in range(num_ranks)]
-        kv = tuple((stop - 1) // per_kv - (stop - count) // per_kv + 1 for stop, count in zip(stops, queries, strict=True))
-        return cls(queries, kv)
+        """Those of `sharding.head_shares`."""
+        shares = head_shares(num_heads, num_kv_heads, num_ranks)
+        return cls(tuple(share.num_q for share in shares), tuple(share.num_kv for share in shares))
 
 
 def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: ClusterSpec) -> tuple[GroupShape, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import Piece
-from hf_longctx.runtime.heads import HeadShare, KVReaders
+from hf_longctx.plan.sharding import HeadShare, Piece
+from hf_longctx.runtime.heads import KVReaders
 
 # tokens of the query piece and of the key piece, as slices of their blocks, and whether it is causal (the same piece)
 Tile = tuple[slice, slice, bool]
@@ -108,6 +108,14 @@ class GroupContext:
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.block.tokens[self.block.index]
+
+    def check_calls(self, num_layers: int) -> None:
+        """Raises RuntimeError, behind a forward, if some of `num_layers` attention layers did not get this context."""
+        if self.calls.count != num_layers:
+            raise RuntimeError(
+                f"{self.calls.count} of {num_layers} attention layers received the plan; the model drops extra keyword "
+                f"arguments between its forward and its attention, so it cannot be run"
+            )
 
     def readers(self, share: HeadShare, per_kv: int, device: torch.device) -> KVReaders:
         """How the query heads of `share` read its KV heads, made once per run."""

@@ -69,8 +69,7 @@ class StepExecutor:
         self.model, self.pool, self.device = model, pool, device
         self.num_attention_layers = num_attention_layers
         self.parameters = parameters_of(model, fp32_gradients)
-        # a mask of four dimensions is passed on by transformers as it is, so no mask is built over the packed row
-        self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self._no_mask = no_mask(device)
 
     def run(
         self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], num_label_tokens: int, reduce: bool = True
@@ -122,11 +121,7 @@ class StepExecutor:
             return_dict=True,
             longctx=context,
         )
-        if context.calls.count != self.num_attention_layers:
-            raise RuntimeError(
-                f"{context.calls.count} of {self.num_attention_layers} attention layers received the plan; the model drops "
-                f"extra keyword arguments between its forward and its attention, so it cannot be run"
-            )
+        context.check_calls(self.num_attention_layers)
         logits: Tensor = output.logits
         return logits
 
@@ -177,6 +172,11 @@ class _Round:
         self.executor.parameters.before_backward(is_last=not self.num_backwards)
         loss.backward()
         self.executor.parameters.after_backward()
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """An attention mask of four dimensions: transformers passes it on as it is, and builds none over the packed row."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def refuse_unsupported(plan: RankPlan) -> None:

@@ -1,4 +1,4 @@
-"""Which heads a rank of a block computes, and which KV head each of its query heads reads.
+"""Which KV head each query head of a rank reads.
 
 Shapes: h query heads and g KV heads of one rank, U tokens, D head size.
 """
@@ -10,42 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class HeadShare:
-    """Query heads [q_start, q_stop) of one rank and the KV heads [kv_start, kv_stop) that they read."""
-
-    q_start: int
-    q_stop: int
-    kv_start: int
-    kv_stop: int
-
-    @property
-    def num_q(self) -> int:
-        return self.q_stop - self.q_start
-
-    @property
-    def num_kv(self) -> int:
-        return self.kv_stop - self.kv_start
-
-
-def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShare, ...]:
-    """Contiguous query heads per rank, spread as evenly as possible, and their KV heads.
-
-    Raises ValueError when KV heads do not divide query heads or a rank would get no head.
-    """
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
-    if num_ranks > num_heads:
-        raise ValueError(f"{num_ranks} ranks share {num_heads} heads, but Ulysses needs at least one head per rank")
-    per_kv = num_heads // num_kv_heads
-    base, remainder = divmod(num_heads, num_ranks)
-    shares, start = [], 0
-    for index in range(num_ranks):
-        stop = start + base + (index < remainder)
-        shares.append(HeadShare(start, stop, start // per_kv, (stop - 1) // per_kv + 1))
-        start = stop
-    return tuple(shares)
+from hf_longctx.plan.sharding import HeadShare
 
 
 @dataclass(frozen=True, slots=True)

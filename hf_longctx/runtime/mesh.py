@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import block_pieces, document_bounds, even_shards, travelling_pieces
+from hf_longctx.plan.sharding import HeadShare, block_pieces, document_bounds, even_shards, travelling_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup
 from hf_longctx.runtime.context import Block, GroupContext, Ring
-from hf_longctx.runtime.heads import HeadShare, KVReaders
+from hf_longctx.runtime.heads import KVReaders
 
 
 class GroupPool:

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
+from hf_longctx.plan.sharding import HeadShare, head_shares
 from hf_longctx.runtime.context import GroupContext
-from hf_longctx.runtime.heads import HeadShare, KVReaders, head_shares
+from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.ring import ring_attention
 
 

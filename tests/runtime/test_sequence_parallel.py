@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.kernels.reference import packed_causal_attention
+from hf_longctx.plan.sharding import HeadShare, head_shares
 from hf_longctx.runtime import sequence_parallel
 from hf_longctx.runtime.context import Block, GroupContext, Ring
-from hf_longctx.runtime.heads import HeadShare, KVReaders, head_shares
+from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.sequence_parallel import packed_attention, sequence_parallel_attention
 
 # H query heads, G KV heads, S tokens of the chunk, D head size; both sides in fp64 with sums of at most some 30 terms

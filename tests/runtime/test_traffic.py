@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.plan.sharding import block_pieces, held_tokens, rank_pieces, travelling_pieces
+from hf_longctx.plan.sharding import block_pieces, head_shares, held_tokens, rank_pieces, travelling_pieces
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.traffic import HeadCounts, mean_traffic, sent_bytes
 from hf_longctx.plan.types import Chunk, GroupShape, Span, StepPlan
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.heads import head_shares
 
 
 def spec_of(case: ModelCase) -> ModelSpec:
