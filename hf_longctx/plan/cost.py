@@ -6,7 +6,7 @@ pairs n^2 / 2 for its s^2, and its all-to-all term split into what a rank sends 
     pair_s * c / d  +  token_s * n / d  +  chunk_s
         +  link_byte_s * link_bytes  +  network_byte_s * network_bytes  +  message_s * messages
 
-So one set of coefficients prices every method, and the method of a group is the cheapest of those that its heads allow.
+So one set of coefficients prices every method, and a degree's method in a step is the cheapest of those that the heads allow.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CostCoefficients:
 class CostModel:
     """Predicts chunks of `model` on groups of `cluster`.
 
-    method: how groups share attention, "auto" for the cheapest way of each. favoured_degree: larger groups are priced as if
+    method: how groups share attention, "auto" for the cheapest of each degree. favoured_degree: larger groups are priced as if
     their exchanges took a thousand times as long, so that only sequences that need them get them (0: none is). parameters: how
     weights live in every plan. shard_ranks: how many ranks share one copy of sharded ones.
     """

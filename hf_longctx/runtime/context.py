@@ -40,7 +40,8 @@ class Ring:
 
     process_group: the group of all ranks, whose links messages use (any ranks form a ring without a group of their own).
     index: this rank's block. ranks: the global ranks of the ring. pieces: what this rank's block holds of the documents.
-    travelling: of every block, what others see. known_tiles: filled by `tiles`, for all layers of a chunk.
+    travelling: of every block, what others see. departing: the tokens of this rank's block that travel. known_tiles:
+    filled by `tiles`, for all layers of a chunk.
     """
 
     process_group: dist.ProcessGroup | None
@@ -48,6 +49,7 @@ class Ring:
     ranks: tuple[int, ...]
     pieces: tuple[Piece, ...]
     travelling: tuple[tuple[Piece, ...], ...]
+    departing: tuple[slice, ...] = ()
     known_tiles: dict[int, list[Tile]] = field(default_factory=dict)
 
     @property
@@ -59,18 +61,18 @@ class Ring:
         pieces = self.travelling[block]
         return pieces[-1].first + pieces[-1].num_tokens if pieces else 0
 
-    @property
-    def departing(self) -> list[slice]:
-        """The tokens of this rank's block whose keys and values go around, in the order of `travelling`."""
-        sent = {(piece.document, piece.start) for piece in self.travelling[self.index]}
-        return [piece.tokens for piece in self.pieces if (piece.document, piece.start) in sent]
-
     def tiles(self, block: int) -> list[Tile]:
         """What this rank's queries see of the keys of a block, as they lie there or, of other blocks, as they travel."""
         if block not in self.known_tiles:
             keys = self.pieces if block == self.index else self.travelling[block]
             self.known_tiles[block] = visible_tiles(self.pieces, keys)
         return self.known_tiles[block]
+
+
+def departing_tokens(pieces: tuple[Piece, ...], travelling: tuple[Piece, ...]) -> tuple[slice, ...]:
+    """Where in its block lies what travels of it, in the order of `travelling`."""
+    sent = {(piece.document, piece.start) for piece in travelling}
+    return tuple(piece.tokens for piece in pieces if (piece.document, piece.start) in sent)
 
 
 def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[Tile]:

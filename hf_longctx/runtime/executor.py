@@ -1,7 +1,7 @@
 """`StepExecutor.run`: the interpreter of a rank's plan, one method per action kind. Read after `plan/planner.py`.
 
-It owns nothing but the model and the group pool: contexts are made per chunk, results leave through `StepResult`.
-Gradients are the sum over all ranks of the loss divided by the step's label tokens, whatever the plan.
+It owns the model, the group pool and the gradient sums of a step: contexts are made per chunk, results leave
+through `StepResult`. Gradients are the sum over all ranks of the loss divided by the step's label tokens, whatever the plan.
 """
 
 from __future__ import annotations

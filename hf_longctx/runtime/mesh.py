@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_longctx.plan.sharding import HeadShare, block_pieces, document_bounds, even_shards, travelling_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup
-from hf_longctx.runtime.context import Block, GroupContext, Ring
+from hf_longctx.runtime.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.heads import KVReaders
 
 
@@ -71,12 +71,20 @@ class GroupPool:
         shape, place = group.shape, group.positions.index(self.rank)
         index, inside = divmod(place, shape.ulysses)
         pieces = block_pieces(chunk, shape)
+        travelling = travelling_pieces(pieces)
         first = index * shape.ulysses
         neighbours = group.positions[first : first + shape.ulysses]
         tokens = even_shards(sum(piece.num_tokens for piece in pieces[index]), shape.ulysses)
         return GroupContext(
             block=Block(self.group(neighbours), inside, tokens),
-            ring=Ring(self.everyone, index, group.positions[inside :: shape.ulysses], pieces[index], travelling_pieces(pieces)),
+            ring=Ring(
+                self.everyone,
+                index,
+                group.positions[inside :: shape.ulysses],
+                pieces[index],
+                travelling,
+                departing_tokens(pieces[index], travelling[index]),
+            ),
             cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
             known_readers=self._readers,
         )
