@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.mixture import mix_datasets
     from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
+    from hf_longctx.plan.packing import pack_sequences
 
 _HOMES = {
     "DataError": "hf_longctx.hf.chat",
@@ -25,6 +26,7 @@ _HOMES = {
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
     "mix_datasets": "hf_longctx.hf.mixture",
+    "pack_sequences": "hf_longctx.plan.packing",
     "tokenise_chat": "hf_longctx.hf.tokenise",
     "tokenise_completions": "hf_longctx.hf.tokenise",
     "tokenise_text": "hf_longctx.hf.tokenise",
@@ -38,6 +40,7 @@ __all__ = [
     "LongContextTrainer",
     "__version__",
     "mix_datasets",
+    "pack_sequences",
     "tokenise_chat",
     "tokenise_completions",
     "tokenise_text",

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-_COLOURS = {"F": "#4c78a8", "B": "#f58518", "reduce": "#9d9da1", "step": "#b7d3b0"}
+_COLOURS = {"F": "#4c78a8", "B": "#f58518", "exchange": "#d1495b", "reduce": "#9d9da1", "step": "#b7d3b0"}
 _OTHER_COLOUR = "#72b7b2"
-_NAMES = {"F": "forward", "B": "backward", "reduce": "gradient reduction", "step": "clipping and optimizer"}
+_WAITING = "#f2f2f2"
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "exchange": "communication inside them",
+    "reduce": "gradient reduction",
+    "step": "clipping and optimizer",
+}
 _WIDTH, _LABEL_WIDTH, _ROW, _MARGIN = 1120, 70, 26, 16
+_DPI = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> s
             y = top + row * _ROW
             body.append(_text(_MARGIN, y + 16, f"rank {rank}", 12))
             body.append(
-                f'<rect x="{_LABEL_WIDTH + _MARGIN}" y="{y}" width="{stop_s * scale:.1f}" height="{_ROW - 4}" fill="#f2f2f2"/>'
+                f'<rect x="{_LABEL_WIDTH + _MARGIN}" y="{y}" width="{stop_s * scale:.1f}" height="{_ROW - 4}" fill="{_WAITING}"/>'
             )
             body += [_box(event, y, scale) for event in events if event.rank == rank]
         top += len(ranks) * _ROW + 14
@@ -90,30 +99,95 @@ def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> s
 
 
 def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path) -> None:
-    """The picture of `svg_timeline` as a PNG file; needs matplotlib (the extra `plot`)."""
+    """The picture of `svg_timeline` as a PNG file, for many ranks too; needs matplotlib (the extra `plot`).
+
+    Neighbouring ranks that do the same are one box, as high as their number.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(14, 1 + 1.4 * len(panels)), layout="constrained")
+    panels = panels or {"nothing": ()}
+    # 64 ranks still get rows that can be told apart, and two ranks rows that are no stripes
+    heights = [min(9.0, max(1.2, 0.11 * len({e.rank for e in events}))) for events in panels.values()]
+    figure = Figure(figsize=(14, 1.3 + sum(height + 0.6 for height in heights)), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
-    for place, (name, events) in enumerate(panels.items()):
-        axes = figure.add_subplot(len(panels), 1, place + 1)
-        for event in events:
-            colour = _COLOURS.get(event.kind, _OTHER_COLOUR)
-            axes.barh(event.rank, event.stop_s - event.start_s, left=event.start_s, color=colour, edgecolor="white")
-        ranks = sorted({event.rank for event in events})
-        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-        axes.invert_yaxis()
-        axes.set_ylabel(name)
-        axes.set_xlabel("seconds")
-    figure.savefig(path, dpi=100)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    stop_s = max((event.stop_s for events in panels.values() for event in events), default=0.0) or 1.0
+    grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
+    for axes, (name, events), height in zip(grid[:, 0], panels.items(), heights, strict=True):
+        _draw_panel(axes, events, stop_s, height)
+        axes.set_title(f"{name}: {max((e.stop_s for e in events), default=0.0):.2f} s", fontsize=10, loc="left")
+    grid[-1, 0].set_xlabel("seconds; <n>: sequence group of n ranks")
+    kinds = {event.kind for events in panels.values() for event in events}
+    handles = [Patch(color=_COLOURS.get(kind, _OTHER_COLOUR), label=_NAMES.get(kind, kind)) for kind in _ordered(kinds)]
+    handles.append(Patch(facecolor=_WAITING, edgecolor="#cccccc", label="waiting"))
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9, frameon=False)
+    figure.savefig(path)
+
+
+def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, height: float) -> None:
+    """The boxes of one panel of `height` inches, by kind, with labels where they fit and a few names of ranks."""
+    from matplotlib.collections import PolyCollection
+
+    ranks = sorted({event.rank for event in events})
+    row = {rank: place for place, rank in enumerate(ranks)}
+    boxes = list(_merged_boxes(events))
+    for kind in _ordered({event.kind for event in events}):
+        corners = [
+            [(e.start_s, row[e.rank]), (e.stop_s, row[e.rank]), (e.stop_s, row[e.rank] + num), (e.start_s, row[e.rank] + num)]
+            for e, num in boxes
+            if e.kind == kind
+        ]
+        colour = _COLOURS.get(kind, _OTHER_COLOUR)
+        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=0.4))
+    dots_per_s, dots_per_row = 12.5 * _DPI / stop_s, height * _DPI / max(1, len(ranks))
+    for event, num in boxes:
+        label = event.detail.split(" ", 1)[0] if event.detail.startswith("<") else event.name
+        # about 6 dots a character and 10 a line at this size
+        if (
+            event.kind != "exchange"
+            and (event.stop_s - event.start_s) * dots_per_s > 6 * len(label) + 3
+            and num * dots_per_row > 9
+        ):
+            middle_s, middle = (event.start_s + event.stop_s) / 2, row[event.rank] + num / 2
+            axes.text(middle_s, middle, label, ha="center", va="center", fontsize=7, color="white")
+    axes.set_facecolor(_WAITING)
+    axes.set_xlim(0, stop_s)
+    axes.set_ylim(max(1, len(ranks)), 0)
+    named = ranks[:: max(1, -(-len(ranks) // 16))]
+    axes.set_yticks([row[rank] + 0.5 for rank in named], [f"rank {rank}" for rank in named], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+
+
+def _merged_boxes(events: Sequence[TimelineEvent]) -> Iterator[tuple[TimelineEvent, int]]:
+    """Each event with the number of ranks from its own on that do the same at the same time, as far as its group goes."""
+    last: TimelineEvent | None = None
+    num = 0
+    for event in sorted(events, key=lambda e: (e.start_s, e.stop_s, e.kind, e.detail, e.rank)):
+        same = last is not None and num < _degree(last) and replace(last, rank=last.rank + num) == event
+        if last is not None and not same:
+            yield last, num
+        last, num = (last, num + 1) if same else (event, 1)
+    if last is not None:
+        yield last, num
+
+
+def _degree(event: TimelineEvent) -> int:
+    """n of an event whose detail starts with <n>; without that, events are merged without end."""
+    digits = event.detail[1:].partition(">")[0]
+    return int(digits) if event.detail.startswith("<") and digits.isdigit() else 1 << 30
+
+
+def _ordered(kinds: set[str]) -> list[str]:
+    """Known kinds first, in the order of the colours."""
+    return [kind for kind in _COLOURS if kind in kinds] + sorted(kinds - set(_COLOURS))
 
 
 def _legend(body: list[str], panels: Mapping[str, Sequence[TimelineEvent]]) -> int:
     kinds = {event.kind for events in panels.values() for event in events}
     x = _MARGIN
-    for kind in [kind for kind in _COLOURS if kind in kinds] + sorted(kinds - set(_COLOURS)):
+    for kind in _ordered(kinds):
         label = _NAMES.get(kind, kind)
         body.append(f'<rect x="{x}" y="36" width="12" height="12" fill="{_COLOURS.get(kind, _OTHER_COLOUR)}"/>')
         body.append(_text(x + 17, 47, label, 12))

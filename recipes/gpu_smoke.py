@@ -2,7 +2,7 @@
 
     python recipes/gpu_smoke.py [--tokens 2048]
 
-Attention backends (packed documents, tiles of a ring), kernels, copies on a side stream, a planned step against the plain
+Attention backends (packed documents, tiles of a ring, slices), kernels, copies on a side stream, a planned step against the plain
 model, and a tiny training run. Exit status 1 if a row fails; without CUDA everything is skipped with the reason.
 """
 
@@ -29,6 +29,7 @@ from hf_longctx.kernels import reference
 from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_attention
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.sharding import HeadShare, block_pieces
 from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
@@ -39,6 +40,7 @@ from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.sequence_parallel import packed_attention
+from hf_longctx.runtime.slices import KVBook, Slice, slice_attention
 from hf_longctx.runtime.tiles import tile_backend, tile_backward, tile_forward
 
 # bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
@@ -96,6 +98,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         **{f"packed attention, {n}": (partial(check_packed, tokens, device, b), TOLERANCE) for n, b in backends.items()},
         "ring of 2, its tiles in one process": (partial(check_tiles, tokens, device, 2), TOLERANCE),
         "ring of 4, its tiles in one process": (partial(check_tiles, tokens, device, 4), TOLERANCE),
+        "slices, keys and values in the book": (partial(check_slices, tokens, device), TOLERANCE),
         "kernel merge_attention": (partial(check_merge, tokens, device), TOLERANCE),
         "kernel sequence_layout, there and back": (partial(check_layout, tokens, device), 0.0),
         "inputs copied on a side stream": (check_copies, 0.0),
@@ -194,6 +197,25 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
     return worst([out, dq, dk, dv], reference_attention(tokens, device)), tile_backend(q)
 
 
+def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
+    """Each document in three slices: all forward, then all backward, last first."""
+    gradient, *inputs = random_heads(tokens, device)
+    leaves = [x.requires_grad_() for x in inputs]
+    readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
+    book, outputs = KVBook(), []
+    for sequence, (first, end) in enumerate(pairwise(documents(tokens))):
+        length = end - first
+        for start, stop in pairwise((0, length // 2, length // 2 + 1, length)):
+            q, k, v = (x[:, first + start : first + stop] for x in leaves)
+            part = Slice(0, sequence, start, stop, length)
+            outputs.append(slice_attention(q, k, v, readers, SCALE, book, "layer", part))
+    gradients = gradient.transpose(0, 1).split([out.shape[0] for out in outputs])
+    for out, of_out in reversed(list(zip(outputs, gradients, strict=True))):
+        out.backward(of_out)
+    found = [torch.cat(outputs).detach().transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return worst(found, reference_attention(tokens, device)), f"{book.peak_bytes} bytes in the book, {book.num_bytes} left"
+
+
 def check_merge(tokens: int, device: torch.device) -> tuple[float, str]:
     """Three parts, one of which saw no key, merged by the kernel and by the reference in fp32."""
     parts = [random_heads(tokens, device)[1] * scale for scale in (1.0, 0.5, 2.0)]
@@ -272,7 +294,7 @@ def check_step(device: torch.device) -> tuple[float, str]:
     spec, cluster = ModelSpec.from_config(model.config.to_dict(), 2), ClusterSpec(1, 1, GENERIC_GPU)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     layout = [[(1, (3,))], [(1, (0, 1))], [(1, (2,))]]
-    plan = build_plan(0, lengths, layout, {1: GroupShape(1)}, costs, "replicated").for_rank(0)
+    plan = build_plan(0, lengths, place_layout(layout, 1, 1, node_aligned=True), {1: GroupShape(1)}, costs).for_rank(0)
     inputs = [
         [
             ChunkInputs(

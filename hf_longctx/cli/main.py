@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from hf_longctx._version import __version__
+from hf_longctx.cli import calibrate
+from hf_longctx.cli.plan import add_plan_arguments, add_simulate_arguments, run_plan, run_simulate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,9 +21,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf-longctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    plan = commands.add_parser("plan", help="say what a step would take, its layout, memory and baselines, without a GPU")
+    add_plan_arguments(plan)
+    plan.set_defaults(run=run_plan)
+    simulate = commands.add_parser("simulate", help="run a saved plan under a cost model: seconds, waiting and bytes per rank")
+    add_simulate_arguments(simulate)
+    simulate.set_defaults(run=run_simulate)
     show = commands.add_parser("show", help="check a plan written as JSON and print its schedule")
-    show.add_argument("plan", type=Path, help="a plan file, as written by hf_longctx.plan.serialize.plan_to_json")
+    show.add_argument("plan", type=Path, help="a plan, as written by `hf-longctx plan --json` or plan_to_json")
     show.set_defaults(run=_show)
+    calibrate.add_parser(commands)
     return parser
 
 
@@ -31,16 +41,22 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader went away, for example `| head`; Python would complain again when it closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 
 def _show(options: argparse.Namespace) -> int:
-    from hf_longctx.plan.serialize import plan_from_json
     from hf_longctx.plan.validate import describe_plan, validate_plan
+    from hf_longctx.sim.records import read_plan_file
 
     try:
-        plan = validate_plan(plan_from_json(options.plan.read_text()))
+        plan = validate_plan(read_plan_file(options.plan.read_text()).plan)
     except (OSError, ValueError) as error:
         print(f"{options.plan}: {error}", file=sys.stderr)
         return 1

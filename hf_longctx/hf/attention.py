@@ -96,7 +96,7 @@ def longctx_attention(
                 f"the result; use a model without it"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sequence_parallel_attention(query, key, value, scale, longctx), None
+    return sequence_parallel_attention(query, key, value, scale, longctx, layer=module), None
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -125,7 +125,7 @@ def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, 
 
 
 def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: Mapping[int, TokenSequence]) -> ChunkInputs:
-    """The shard of `chunk` that the rank at `position` holds; positions restart at 0 in every document.
+    """The shard of `chunk` that the rank at `position` holds; positions count from the start of each document's sequence.
 
     Dummy tokens have id 0, position 0 and no label, and lie behind the real tokens.
     """

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hf_longctx.plan.specs import GROUP_METHODS, SOLVERS
 from hf_longctx.plan.types import PARAMETERS
 
 LONG_SEQUENCES = ("error", "truncate", "split")
+
+if TYPE_CHECKING:
+    Degrees = list[int] | Literal["all"]
+else:
+    # the words of a command line: `HfArgumentParser` takes one type per setting
+    Degrees = list[str]
 
 
 @dataclass
@@ -54,11 +60,12 @@ class LongContextConfig:
             "step that is running, and holds in memory."
         },
     )
-    degrees: list[int] | None = field(
+    degrees: Degrees | None = field(
         default=None,
         metadata={
             "help": "Allowed sizes of sequence groups, any; with method 'ulysses' powers of two or all ranks, none above the "
-            "number of attention heads. Default: powers of two and all ranks."
+            "number of attention heads. 'all': every size up to 8, multiples of 8 up to 64, and the default ones, which are "
+            "powers of two and all ranks."
         },
     )
     method: Literal["auto", "ulysses", "ring", "hybrid"] = field(
@@ -84,12 +91,15 @@ class LongContextConfig:
             "across nodes. Default: all ranks."
         },
     )
-    solver: Literal["auto", "greedy", "static"] = field(
+    solver: Literal["auto", "greedy", "lp", "milp", "static"] = field(
         default="auto",
         metadata={
-            "help": "'auto': exact for few sequences, else greedy. 'greedy': the fast planner. 'static': one degree for all "
-            "groups, as a baseline."
+            "help": "'auto': exact for few sequences, else greedy. 'greedy': the fast planner. 'lp' and 'milp': linear or "
+            "integer programs improve greedy's plan for solver_time_limit_s. 'static': one degree for all groups, as a baseline."
         },
+    )
+    solver_time_limit_s: float = field(
+        default=10.0, metadata={"help": "Seconds that solvers 'lp' and 'milp' may take to plan one step; it is planned ahead."}
     )
     static_degree: int = field(
         default=0, metadata={"help": "The degree of solver 'static'; 0 picks the best one for every step."}
@@ -97,11 +107,41 @@ class LongContextConfig:
     micro_batch_trials: int = field(
         default=5, metadata={"help": "How many numbers of micro-batches the planner tries, from the fewest that fit."}
     )
+    time_aware: bool = field(
+        default=True,
+        metadata={
+            "help": "Cut micro-batches by time as well as by tokens, and move sequences between them to fill their slack. "
+            "Without effect on solver 'static', and where every forward is one plan (the callback without attach)."
+        },
+    )
+    nested: bool = field(
+        default=True,
+        metadata={
+            "help": "A rank changes groups inside a step and waits for its partners alone, with shard_ranks for its block. "
+            "Without effect where parameters are sharded over all ranks, which then wait for each other at every micro-batch, "
+            "and where every forward is one plan (the callback without attach)."
+        },
+    )
+    node_aligned: bool = field(
+        default=True,
+        metadata={
+            "help": "Place groups that fit into a node inside one. Without effect on one node; powers of two lie inside nodes of "
+            "as many ranks anyway."
+        },
+    )
+    hardware: str = field(
+        default="",
+        metadata={
+            "help": "What the first plans are priced by: a file that `hf-longctx calibrate --output FILE` wrote, or a shipped "
+            "profile's name (a100-80g, h100, ...). Default: a guess."
+        },
+    )
     calibration_steps: int = field(
         default=4,
         metadata={
             "help": "Warm-up steps whose measured chunks give the cost coefficients; they favour one degree after the other, and "
-            "the log shows '-' for predicted seconds. 0 keeps the built-in guesses."
+            "the log shows '-' for predicted seconds. Later steps fit again where predictions are off. 0 keeps what the run "
+            "starts with."
         },
     )
     collective_timeout_s: float = field(
@@ -125,6 +165,7 @@ class LongContextConfig:
     )
 
     def __post_init__(self) -> None:
+        self.degrees = _parsed_degrees(self.degrees)
         for name in ("max_length", "tokens_per_rank", "tokens_per_step"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -145,22 +186,32 @@ class LongContextConfig:
         if self.shard_ranks is not None and self.shard_ranks < 2:
             raise ValueError(f"shard_ranks is {self.shard_ranks}; give at least 2 ranks, or parameters='replicated'")
         if self.solver not in SOLVERS:
-            raise ValueError(
-                f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)} ('lp' and 'milp' are not available yet)"
-            )
+            raise ValueError(f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)}")
         if self.static_degree and self.solver != "static":
             raise ValueError(
                 f"static_degree is {self.static_degree} but solver is {self.solver!r}; it has an effect with solver 'static' only"
             )
-        if self.degrees is not None and (not self.degrees or min(self.degrees) < 1):
-            raise ValueError(f"degrees is {self.degrees}; give positive group sizes, for example [1, 2, 4]")
+        if isinstance(self.degrees, list) and min(self.degrees, default=0) < 1:
+            raise ValueError(f"degrees is {self.degrees}; give positive group sizes, for example [1, 2, 4], or 'all'")
         for name in ("static_degree", "calibration_steps", "timeline_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
         if self.micro_batch_trials < 1:
             raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least 1 is needed")
-        if self.collective_timeout_s <= 0:
-            raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; give a positive number of seconds")
+        for name in ("collective_timeout_s", "solver_time_limit_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a positive number of seconds")
+
+
+def _parsed_degrees(given: Degrees | None) -> Degrees | None:
+    """Numbers, or "all": also from the words of a command line."""
+    words = [given] if isinstance(given, str) else given
+    if words is None or list(map(str, words)) == ["all"]:
+        return None if words is None else "all"
+    try:
+        return [int(word) for word in words]
+    except ValueError:
+        raise ValueError(f"degrees is {given}; give positive group sizes, for example [1, 2, 4], or 'all' alone") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
-
-# what the formula of saved bytes leaves for workspace, fragmentation and the process itself
-_USABLE_SHARE = 0.8
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
@@ -34,4 +31,4 @@ def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> C
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
     """Tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
     states = spec.state_bytes(parameters, shard_ranks)
-    return int(cluster.hardware.device_bytes * _USABLE_SHARE - states) // spec.saved_bytes_per_token
+    return int(cluster.hardware.device_bytes * USABLE_SHARE - states) // spec.saved_bytes_per_token

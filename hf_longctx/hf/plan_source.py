@@ -1,4 +1,4 @@
-"""Where plans come from: rank 0 solves one step ahead in a thread, broadcasts JSON, and all ranks compare digests.
+"""Where plans come from: rank 0 solves one step ahead in threads, broadcasts JSON, and all ranks compare digests.
 
 One author, one plan: the planner is deterministic for equal inputs, but its cost model is refitted from measurements that
 differ between ranks, so no other rank ever solves.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from math import inf
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.collator import PlannedStep
+from hf_longctx.hf.plan_ahead import Draft, DraftPlanner, Planner, is_slow
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.planner import plan_step
@@ -35,16 +39,24 @@ class PlanSource:
     """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new one.
 
     The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
-    samples. A plan may take as long as it needs, waiting for its lengths included: rank 0 tells the others that it is
-    still at it every `alive_s` seconds, which must be less than the control group's time-out.
+    samples. What is waited for without end, lengths and the fast planner, may take as long as it needs: rank 0 tells the
+    others that it is still at it every `alive_s` seconds, which must be less than the control group's time-out. A slow solver
+    is waited for as `DraftPlanner` says, which counts what it replaced: `late_plans` and `failed_plans`, known on rank 0.
     """
 
     def __init__(
-        self, pool: GroupPool, costs: CostModel, config: PlannerConfig, explore_steps: int = 5, alive_s: float = 10.0
+        self,
+        pool: GroupPool,
+        costs: CostModel,
+        config: PlannerConfig,
+        explore_steps: int = 5,
+        alive_s: float = 10.0,
+        late_s: float | None = None,
+        planner: Planner = plan_step,
     ) -> None:
         self.pool, self.costs, self.config, self.alive_s = pool, costs, config, alive_s
+        self.drafts = DraftPlanner(planner, late_s)
         self._explore_steps = explore_steps
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-planner")
 
     def plans(self, steps: Iterable[tuple[int, Lengths]], explore: bool) -> Iterator[StepPlan]:
         """One plan per (step number, lengths), in order. Collective over all ranks: every rank must draw equally often.
@@ -58,43 +70,64 @@ class PlanSource:
             yield self._share(current)
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
-        """The plan of one step, on this rank alone."""
-        costs, config = self.costs, self.config
-        if not explore or not self._explore_steps or costs.coefficients.is_measured or config.static_degree:
-            return plan_step(step, lengths, costs, config)
+        """The plan of one step, on this rank alone, however long it takes."""
+        costs, config, planner = self.costs, self.config, self.drafts.planner
+        if not self._explores(explore):
+            return planner(step, lengths, costs, config)
         self._explore_steps -= 1
         degree = config.degrees[step % len(config.degrees)]
-        config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree))
-        plan = plan_step(step, lengths, replace(costs, favoured_degree=degree), config)
+        # nothing is gained by a slow solver whose costs are made up
+        solver = "greedy" if is_slow(config) else config.solver
+        config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree), solver=solver)
+        plan = planner(step, lengths, replace(costs, favoured_degree=degree), config)
         # what was made dear on purpose says nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
-    def _submit(self, step: tuple[int, Lengths] | None, explore: bool) -> Future[StepPlan] | int | None:
-        """The future of a plan on rank 0, a stand-in on other ranks, None after the last step."""
+    def _explores(self, explore: bool) -> bool:
+        is_known = self.costs.coefficients.is_measured or bool(self.config.static_degree)
+        return explore and self._explore_steps > 0 and not is_known
+
+    def _submit(self, step: tuple[int, Lengths] | None, explore: bool) -> Future[Draft] | int | None:
+        """The future of a draft on rank 0, a stand-in on other ranks, None after the last step."""
         if step is None:
             return None
         number, lengths = step
         if self.pool.rank:
             return number
-        return self._thread.submit(lambda: self.solve(number, lengths() if callable(lengths) else lengths, explore))
 
-    def _share(self, pending: Future[StepPlan] | int) -> StepPlan:
+        def draft() -> Draft:
+            known = lengths() if callable(lengths) else lengths
+            if self._explores(explore) or not is_slow(self.config):
+                return Draft(self.solve(number, known, explore))
+            return self.drafts.draft(number, known, self.costs, self.config)
+
+        return self.drafts.submit(draft)
+
+    def _share(self, pending: Future[Draft] | int) -> StepPlan:
         if isinstance(pending, int):
             return self._receive()
+        self._wait(pending, inf)
+        if pending.exception() is None and (draft := pending.result()).slow is not None:
+            self._wait(draft.slow, self.drafts.patience_s(draft))
         if self.pool.control is None:
-            return pending.result()
-        while wait([pending], timeout=self.alive_s).not_done:
-            logger.warning("a plan, or the data that it waits for, takes longer than %g s; all ranks wait", self.alive_s)
-            self._broadcast("")
+            return self.drafts.chosen(pending.result())
         try:
-            message = plan_to_json(pending.result())
+            plan = self.drafts.chosen(pending.result())
+            message = plan_to_json(plan)
         except Exception as error:
             self._broadcast(f"!{error}")
             raise
         self._broadcast(message)
-        plan = pending.result()
         self._compare(plan)
         return plan
+
+    def _wait(self, pending: Future[Any], limit_s: float) -> None:
+        """Until `pending` is done or `limit_s` are over; every `alive_s` the other ranks hear that rank 0 is still at it."""
+        stop_s = time.monotonic() + limit_s
+        while (left_s := stop_s - time.monotonic()) > 0 and wait([pending], timeout=min(left_s, self.alive_s)).not_done:
+            if left_s > self.alive_s and self.pool.control is not None:
+                logger.warning("a plan, or the data that it waits for, takes longer than %g s; all ranks wait", self.alive_s)
+                self._broadcast("")
 
     def _receive(self) -> StepPlan:
         message = ""

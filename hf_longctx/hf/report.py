@@ -16,9 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.plan_ahead import is_stand_in
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.plan.calibration import ChunkSample, PassSample, fit_coefficients, mean_relative_error
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.hf.refit import CostRefit, MeasuredPlan, Samples
+from hf_longctx.plan.calibration import ChunkSample, PassSample, Residuals
+from hf_longctx.plan.cost import CostModel, num_tiles
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.traffic import mean_traffic
@@ -58,6 +60,12 @@ class StepRecord:
         return sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind == "reduce")
 
     @property
+    def error(self) -> float | None:
+        """predicted / measured - 1; None where nothing was measured to predict from."""
+        estimate = self.plan.estimate
+        return None if estimate.cost_source == "default" else estimate.step_s / self.measured_s - 1
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the plan over all ranks, dummy tokens not counted."""
         return sum(self.plan.lengths)
@@ -77,30 +85,55 @@ class StepRecord:
         """The plan in one line; '-' where nothing was measured to predict from."""
         estimate, count = self.plan.estimate, len(self.plan.micro_batches)
         place = f" ({self.place + 1}/{self.count})" if self.count > 1 else ""
-        predicted = "    -" if estimate.cost_source == "default" else f"{estimate.step_s:5.3g}"
+        predicted = "    -" if self.error is None else f"{estimate.step_s:5.3g}"
         return (
             f"step {step:4d}{place} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
-            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}"
+            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}"
         )
 
-    def samples(self, costs: CostModel) -> list[ChunkSample]:
-        """This rank's measured chunks, with the traffic that `costs` counts for them."""
+    @property
+    def gap(self) -> float | None:
+        """How far the prediction is above the bound below which no plan gets, as a share of that; None before calibration."""
+        estimate = self.plan.estimate
+        if estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
+            return None
+        return max(0.0, estimate.step_s / estimate.lower_bound_s - 1)
+
+    @property
+    def _quality(self) -> str:
+        gap = "" if self.gap is None else f" | within {self.gap:.1%} of optimal"
+        return f"{gap} | {self.plan.estimate.solver}" if is_stand_in(self.plan) else gap
+
+    def samples(self, costs: CostModel) -> Samples:
+        """This rank's measured chunks, with the traffic that `costs` counts for them, called alike by all ranks of a group."""
         seconds = {(i.round, i.name): i.stop_s - i.start_s for i in self.intervals}
 
         def sample(chunk: Chunk, group: SequenceGroup, interval: tuple[int, str], is_backward: bool) -> PassSample:
             tokens = float(max(chunk.num_tokens, group.degree))
             traffic = mean_traffic(costs.model, costs.cluster, group.shape, tokens, is_backward)
-            return PassSample(chunk.num_tokens, chunk.num_pairs, group.degree, traffic, seconds[interval])
+            tiles = num_tiles(group.shape, len(chunk.spans))
+            return PassSample(chunk.num_tokens, chunk.num_pairs, group.degree, traffic, seconds[interval], tiles)
 
-        return [
-            ChunkSample(
+        # nested plans leave ranks out of micro-batches, so a rank's rounds are not numbered as others' are
+        micro_batches = [
+            number
+            for number, micro_batch in enumerate(self.plan.micro_batches)
+            if any(self.rank in group.positions for group in micro_batch.groups)
+        ]
+        return {
+            (micro_batches[index], group.positions, chunk.index): ChunkSample(
                 forward=sample(chunk, group, (index, f"{stage.stage}F{chunk.index}"), is_backward=False),
                 backward=sample(chunk, group, (index, f"{stage.stage}B{chunk.index}"), is_backward=True),
             )
             for index, (group, stage) in enumerate(self.plan.for_rank(self.rank).rounds)
             for chunk in group.chunks
-        ]
+        }
+
+    def measured(self, costs: CostModel) -> MeasuredPlan:
+        """What the cost model can learn from this plan."""
+        reduce_s = self.reduce_s if self.ends_step else -1.0
+        return MeasuredPlan(self.plan, self.samples(costs), self.measured_s, reduce_s, self.error)
 
     def events(self) -> list[TimelineEvent]:
         """This rank's timeline, from the start of the plan."""
@@ -119,7 +152,7 @@ class StepRecord:
 
 
 class RunReport(TrainerCallback):
-    """Listens to finished steps: prints them, fits the cost model after the warm-up, writes the timeline at the end.
+    """Listens to finished steps: prints them, keeps the cost model fitted, writes summary and timeline at the end.
 
     `on_step_end` and `on_train_end` hold collectives on the pool's control group: every rank has one of these callbacks.
     """
@@ -127,12 +160,12 @@ class RunReport(TrainerCallback):
     def __init__(self, config: LongContextConfig, source: PlanSource) -> None:
         self.config, self.source = config, source
         self._pending: list[tuple[StepPlan, StepResult]] = []
-        self._warm_up: list[StepRecord] = []
         self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
         # bounded, for runs that never log
         self._since_log: deque[StepRecord] = deque(maxlen=1000)
-        self._num_plans = 0
-        self._is_fitted = False
+        # relative errors of all predictions, for the summary
+        self._errors: deque[float] = deque(maxlen=10_000)
+        self._refit = CostRefit(source, config.calibration_steps)
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
         """Called by the trainer after each plan of a step; read at the step's end, when reading no longer delays it."""
@@ -151,12 +184,13 @@ class RunReport(TrainerCallback):
             if place < len(pending) - 1:
                 plan = _without_reduction(plan, self.source.costs)
             record = StepRecord(plan, self.source.pool.rank, loss, tuple(result.intervals()), place, len(pending))
-            self._num_plans += 1
             self._last.append(record)
             self._since_log.append(record)
+            if record.error is not None:
+                self._errors.append(record.error)
+            fitted = self._refit.add(record.measured(self.source.costs), record.ends_step)
             if self.config.report_steps and state.is_world_process_zero:
-                tqdm.write(record.line(state.global_step))
-            self._calibrate(record)
+                tqdm.write(record.line(state.global_step) + (f"\n{fitted}" if fitted else ""))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # one rank writes the checkpoint, which may take longer than a step's collectives may wait: all wait for it here,
@@ -164,6 +198,11 @@ class RunReport(TrainerCallback):
         PartialState().wait_for_everyone()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.config.report_steps and state.is_world_process_zero and self._errors:
+            tqdm.write(self._summary())
+        if state.is_world_process_zero and (replaced := self._replaced_plans()):
+            late, failed = replaced.get("late_plans", 0), replaced.get("failed_plans", 0)
+            tqdm.write(f"the fast planner stood in for {late:g} late and {failed:g} failed plans of the solver")
         if not self.config.timeline_steps or not self._last:
             return
         measured = gather_objects([record.events() for record in self._last], self.source.pool.control)
@@ -171,7 +210,10 @@ class RunReport(TrainerCallback):
             self._write_timeline(Path(args.output_dir), measured, state.global_step)
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the steps since the last call, for the trainer's log; empty where no step ran."""
+        """Means over the steps since the last call, for the trainer's log; empty where no step ran.
+
+        Plans that were replaced are counted from the start.
+        """
         records = list(self._since_log)
         self._since_log.clear()
         if not records:
@@ -185,30 +227,28 @@ class RunReport(TrainerCallback):
             "micro_batches": sum(len(record.plan.micro_batches) for record in records) / num_steps,
             "planning_s": sum(record.plan.estimate.solve_s for record in records) / num_steps,
         }
-        if all(record.plan.estimate.cost_source != "default" for record in records):
+        errors = [abs(record.error) for record in records if record.error is not None]
+        if len(errors) == len(records):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
-        return metrics
+            if all(record.gap is not None for record in records):
+                bound_s = sum(record.plan.estimate.lower_bound_s for record in records) / num_steps
+                metrics["plan_gap"] = metrics["predicted_step_s"] / bound_s - 1
+        if errors:
+            metrics["prediction_error"] = median(errors)
+        return {**metrics, **self._replaced_plans()}
 
-    def _calibrate(self, record: StepRecord) -> None:
-        """Collects the warm-up's plans and fits once, after the end of a step; the first plan pays for start-up: left out."""
-        steps = self.config.calibration_steps
-        if not steps or self._is_fitted:
-            return
-        if self._num_plans > 1:
-            self._warm_up.append(record)
-        if self._num_plans < steps + 1 or not record.ends_step:
-            return
-        reducing = [place for place, warm in enumerate(self._warm_up) if warm.ends_step]
-        everyone = gather_objects([(r.samples(self.source.costs), r.reduce_s) for r in self._warm_up], self.source.pool.control)
-        self._warm_up, self._is_fitted = [], True
-        samples = [sample for rank in everyone for chunk_samples, _ in rank for sample in chunk_samples]
-        # the rank that came last did not wait: its reduction is the transfer alone
-        step_s = median(min(rank[place][1] for rank in everyone) for place in reducing)
-        coefficients = fit_coefficients(samples, step_s, "measured")
-        self.source.costs = replace(self.source.costs, coefficients=coefficients)
-        if self.config.report_steps and self.source.pool.rank == 0:
-            error = mean_relative_error(samples, coefficients)
-            tqdm.write(f"cost model fitted on {len(samples)} chunks of {len(everyone[0])} plans, mean error {error:.0%}")
+    def _replaced_plans(self) -> dict[str, float]:
+        """How many plans of the run were replaced so far, by reason; without reasons that did not occur. Known on rank 0."""
+        drafts = self.source.drafts
+        counts = {"late_plans": drafts.late_plans, "failed_plans": drafts.failed_plans}
+        return {name: float(count) for name, count in counts.items() if count}
+
+    def _summary(self) -> str:
+        errors = Residuals.of(list(self._errors))
+        return (
+            f"predicted against measured: median error {errors.median:.1%}, mean {errors.mean:.1%} over {errors.num_passes} "
+            f"plans; the cost model was fitted {self._refit.num_fits} time(s)"
+        )
 
     def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:
         """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""
@@ -243,7 +283,9 @@ def _without_reduction(plan: StepPlan, costs: CostModel) -> StepPlan:
     estimate = plan.estimate
     if estimate.cost_source == "default":
         return plan
-    return replace(plan, estimate=replace(estimate, step_s=estimate.step_s - costs.coefficients.step_s))
+    once_s = costs.coefficients.step_s
+    lower_bound_s = max(0.0, estimate.lower_bound_s - once_s)
+    return replace(plan, estimate=replace(estimate, step_s=estimate.step_s - once_s, lower_bound_s=lower_bound_s))
 
 
 def _predicted(record: StepRecord, costs: CostModel) -> list[TimelineEvent]:

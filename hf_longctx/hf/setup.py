@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import asdict, dataclass, replace
@@ -15,10 +16,14 @@ from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refusals import launch_problems, setup_problems
-from hf_longctx.plan.cost import CostModel, block_sizes, default_coefficients
-from hf_longctx.plan.specs import PlannerConfig, default_degrees
+from hf_longctx.plan.catalog import spec_name
+from hf_longctx.plan.cost import CostCoefficients, CostModel, block_sizes, default_coefficients
+from hf_longctx.plan.hardware import read_profile
+from hf_longctx.plan.specs import ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.mesh import GroupPool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,20 @@ def check_setup(
     `problems` are those that the caller found. Collective over the ranks of `control`.
     """
     heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
-    degrees = tuple(sorted(set(config.degrees or default_degrees(args.world_size, heads, config.method))))
+    degrees = _allowed_degrees(config, args.world_size, heads)
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
+    problems += _hardware_problems(config.hardware)
     problems += setup_problems(model, processing_class, config, args.world_size, degrees)
     # settings before problems: a rank with other settings may be the only one with a problem
     problems += differing_settings({**asdict(config), **_shared_arguments(args)}, control)
     raise_together(problems, control)
     return (config.static_degree,) if config.static_degree else degrees
+
+
+def _allowed_degrees(config: LongContextConfig, num_ranks: int, num_heads: int) -> tuple[int, ...]:
+    if config.degrees == "all":
+        return all_degrees(num_ranks, num_heads, config.method)
+    return tuple(sorted(set(config.degrees or default_degrees(num_ranks, num_heads, config.method))))
 
 
 def planning_setup(
@@ -68,6 +80,7 @@ def planning_setup(
     # nodes may differ; blocks of a common divisor of their ranks lie inside nodes, and every rank makes the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
+    cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     parameters, shard_ranks = shared_parameters(config, args.world_size)
     fitting = min(gather_objects(tokens_that_fit(spec, cluster, parameters, shard_ranks), control))
     if config.tokens_per_rank is None and fitting < 1:
@@ -83,11 +96,43 @@ def planning_setup(
         solver=config.solver,
         static_degree=config.static_degree,
         micro_batch_trials=config.micro_batch_trials,
+        time_aware=config.time_aware,
+        nested=config.nested,
+        node_aligned=config.node_aligned,
+        solver_time_limit_s=config.solver_time_limit_s,
     )
-    costs = CostModel(
-        spec, cluster, default_coefficients(spec, cluster), config.method, parameters=parameters, shard_ranks=shard_ranks
-    )
+    costs = CostModel(spec, cluster, coefficients, config.method, parameters=parameters, shard_ranks=shard_ranks)
     return PlanningSetup(costs, planner, config.max_length or spec.max_positions)
+
+
+def starting_costs(
+    hardware: str, spec: ModelSpec, cluster: ClusterSpec, control: dist.ProcessGroup | None
+) -> tuple[ClusterSpec, CostCoefficients]:
+    """The cluster and the coefficients of `spec` before anything is measured, from a hardware profile if one is named.
+
+    Rank 0's file holds for all; devices keep their own memory. Raises ValueError for a file that cannot be read.
+    """
+    if not hardware:
+        return cluster, default_coefficients(spec, cluster)
+    profile = gather_objects(read_profile(hardware), control)[0]
+    cluster = replace(cluster, hardware=replace(profile.spec, device_bytes=cluster.hardware.device_bytes))
+    calibration = profile.calibration(spec_name(spec))
+    if calibration is not None:
+        return cluster, calibration.coefficients
+    if control is None or dist.get_rank() == 0:
+        known = "; ".join(model.model for model in profile.models) or "none"
+        logger.warning("hardware %s: rates only, its models (%s) are not this one (%s)", hardware, known, spec_name(spec))
+    return cluster, default_coefficients(spec, cluster)
+
+
+def _hardware_problems(hardware: str) -> list[str]:
+    """Why the hardware profile of this name or path cannot be used."""
+    try:
+        if hardware:
+            read_profile(hardware)
+    except (OSError, ValueError) as error:
+        return [f"hardware: {error}"]
+    return []
 
 
 def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parameters, int]:

@@ -4,7 +4,7 @@ The time of one pass over n tokens with c causal pairs on d ranks (FlexSP, arXiv
 pairs n^2 / 2 for its s^2, and its all-to-all term split into what a rank sends over which links, see `traffic.py`):
 
     pair_s * c / d  +  token_s * n / d  +  chunk_s
-        +  link_byte_s * link_bytes  +  network_byte_s * network_bytes  +  message_s * messages
+        +  link_byte_s * link_bytes  +  network_byte_s * network_bytes  +  message_s * messages  +  tile_s * tiles
 
 So one set of coefficients prices every method, and a degree's method in a step is the cheapest of those that the heads allow.
 """
@@ -23,6 +23,7 @@ from hf_longctx.plan.traffic import Traffic, group_shapes, mean_traffic
 from hf_longctx.plan.types import Chunk, GroupShape, Parameters
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 # how much dearer exchanges are made in groups that exploration wants to avoid
 _AVOIDED = 1e3
@@ -33,7 +34,8 @@ class PassCoefficients:
     """One pass (forward or backward) over all layers of the model on one rank.
 
     pair_s: per causal query-key pair. token_s: per token. chunk_s: per chunk. message_s: per exchange. link_byte_s,
-    network_byte_s: per byte sent inside a node and to another one.
+    network_byte_s: per byte sent inside a node and to another one. tile_s: per tile of attention that a ring makes of a
+    document beyond what one call for the whole chunk would cost.
     """
 
     pair_s: float
@@ -42,6 +44,7 @@ class PassCoefficients:
     message_s: float = 0.0
     link_byte_s: float = 0.0
     network_byte_s: float = 0.0
+    tile_s: float = 0.0
 
     def exchange_s(self, traffic: Traffic) -> float:
         """Seconds of what one rank sends in one pass."""
@@ -66,6 +69,11 @@ class CostCoefficients:
         return self.source != "default"
 
 
+def num_tiles(shape: GroupShape, num_documents: float) -> float:
+    """Tiles that a rank of a ring computes for so many documents in one layer; groups of one block need none."""
+    return num_documents * shape.num_blocks if shape.num_blocks > 1 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Predicts chunks of `model` on groups of `cluster`.
@@ -83,8 +91,14 @@ class CostModel:
     parameters: Parameters = "replicated"
     shard_ranks: int = 1
 
-    def best_shape(self, degree: int, num_tokens: float) -> GroupShape:
-        """The shape in which a group of `degree` ranks spends the fewest seconds on exchanging a chunk of `num_tokens`.
+    @property
+    def shards(self) -> int:
+        """How many consecutive ranks share one copy of sharded parameters, where these are fewer than all; else 0."""
+        is_split = self.parameters != "replicated" and 1 < self.shard_ranks < self.cluster.num_ranks
+        return self.shard_ranks if is_split else 0
+
+    def best_shape(self, degree: int, num_tokens: float, num_documents: float = 1.0) -> GroupShape:
+        """The shape in which `degree` ranks lose the fewest seconds by sharing a chunk of so many tokens in documents.
 
         Raises ValueError when the method has none for this degree.
         """
@@ -94,18 +108,31 @@ class CostModel:
                 f"groups of {degree} ranks cannot share {self.model.num_heads} heads by method {self.method!r}; use 'auto'"
             )
         # the first of equals, so that every caller finds the same one
-        return min(shapes, key=partial(self._exchange_s, num_tokens))
+        return min(shapes, key=partial(self._sharing_s, num_tokens, num_documents))
 
-    def forward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int) -> float:
+    def forward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0) -> float:
         """Seconds of one forward of `chunk` over `num_layers` layers on a group of `shape`.
 
-        Attention is counted over the causal area: n * (prefix + n / 2) token pairs for n new tokens.
+        Attention is counted over the causal area: n * (prefix + n / 2) token pairs for n new tokens. `near_ranks`: the
+        fewest ranks of the group that share a node; 0 for the most that any place allows.
         """
-        return self._pass_s(chunk, shape, num_layers, is_backward=False)
+        return self._pass_s(chunk, shape, num_layers, False, near_ranks)
 
-    def backward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int) -> float:
+    def backward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0) -> float:
         """Seconds of one backward of `chunk`, as for `forward_s`."""
-        return self._pass_s(chunk, shape, num_layers, is_backward=True)
+        return self._pass_s(chunk, shape, num_layers, True, near_ranks)
+
+    def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
+        """Seconds of one pass of `chunk` over all layers that are not communication."""
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        tokens = float(max(chunk.num_tokens, shape.degree))
+        seconds = (costs.pair_s * chunk.num_pairs + costs.token_s * tokens) / shape.degree + costs.chunk_s
+        return seconds + costs.tile_s * num_tiles(shape, len(chunk.spans))
+
+    def exchange_line(self, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> tuple[float, float]:
+        """Seconds of communication in one pass over all layers: whatever the tokens of the group, and for each of them."""
+        fixed_s, one_s = (self._pass_exchange_s(tokens, shape, is_backward, near_ranks) for tokens in (0.0, 1.0))
+        return fixed_s, one_s - fixed_s
 
     def sequences_s(self, lengths: Sequence[int] | FloatArray, shape: GroupShape) -> FloatArray:
         """Seconds that each whole sequence adds to a group of `shape`, forward plus backward, without `group_s`."""
@@ -113,8 +140,9 @@ class CostModel:
         total = np.zeros_like(tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * tokens / 2 + costs.token_s * tokens) / shape.degree
-        # what a rank sends is linear in tokens, and messages do not depend on them
-        total += (self._exchange_s(1.0, shape) - self._exchange_s(0.0, shape)) * tokens
+        # what a rank sends is linear in tokens, and neither messages nor tiles depend on them
+        fixed_s = self._exchange_s(0.0, shape)
+        total += (self._exchange_s(1.0, shape) - fixed_s) * tokens + self._sharing_s(0.0, 1.0, shape) - fixed_s
         return total
 
     def group_s(self, shape: GroupShape) -> float:
@@ -130,18 +158,21 @@ class CostModel:
     def _exchange_s(self, num_tokens: float, shape: GroupShape) -> float:
         return sum(self._pass_exchange_s(num_tokens, shape, is_backward) for is_backward in (False, True))
 
-    def _pass_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool) -> float:
+    def _sharing_s(self, num_tokens: float, num_documents: float, shape: GroupShape) -> float:
+        """What forward and backward of a chunk cost because ranks share it: exchanges, and a ring's tiles."""
+        tile_s = self.coefficients.forward.tile_s + self.coefficients.backward.tile_s
+        return self._exchange_s(num_tokens, shape) + tile_s * num_tiles(shape, num_documents)
+
+    def _pass_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> float:
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        seconds = costs.exchange_s(mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward))
+        seconds = costs.exchange_s(mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward, near_ranks))
         if 0 < self.favoured_degree < shape.degree:
             return _AVOIDED * (seconds + costs.token_s * num_tokens / shape.degree)
         return seconds
 
-    def _pass_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, is_backward: bool) -> float:
-        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+    def _pass_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, is_backward: bool, near_ranks: int) -> float:
         tokens = float(max(chunk.num_tokens, shape.degree))
-        seconds = (costs.pair_s * chunk.num_pairs + costs.token_s * tokens) / shape.degree + costs.chunk_s
-        seconds += self._pass_exchange_s(tokens, shape, is_backward)
+        seconds = self.local_s(chunk, shape, is_backward) + self._pass_exchange_s(tokens, shape, is_backward, near_ranks)
         return seconds * num_layers / self.model.num_layers
 
 
@@ -152,21 +183,22 @@ def block_sizes(degrees: Sequence[int], costs: CostModel) -> tuple[int, ...]:
 
 
 def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoefficients:
-    """Coefficients from operation counts and the hardware's rates: enough to rank plans, not to promise seconds.
+    """Coefficients from operation counts and the hardware's rates: enough to rank plans before a run measures its own.
 
-    Forward: 2 operations per matrix parameter and token, 4 per head element and causal pair. Backward: twice the linear
-    part, 2.5 times attention.
+    Forward: 2 operations per matrix parameter and token, 4 per head element and causal pair, 20 kernels per layer and
+    chunk, 4 per layer and tile of a ring. Backward: as the hardware's ratios say, twice the kernels.
     """
     hardware = cluster.hardware
     matrix = model.num_layers * model.layer_parameters + model.vocab_size * model.hidden_size
     token_s = 2 * matrix / hardware.matmul_flops_per_s
     pair_s = 4 * model.num_layers * model.num_heads * model.head_dim / hardware.attention_flops_per_s
-    # a chunk costs at least the launch of its kernels: about 20 per layer and pass at 10 microseconds
-    chunk_s = model.num_layers * 20 * 1e-5
+    kernels_s = model.num_layers * hardware.kernel_s
     exchange = (hardware.message_s, 1 / hardware.link_bytes_per_s, 1 / hardware.network_bytes_per_s)
     return CostCoefficients(
-        forward=PassCoefficients(pair_s, token_s, chunk_s, *exchange),
-        backward=PassCoefficients(2.5 * pair_s, 2 * token_s, 2 * chunk_s, *exchange),
+        forward=PassCoefficients(pair_s, token_s, 20 * kernels_s, *exchange, 4 * kernels_s),
+        backward=PassCoefficients(
+            hardware.backward_attention * pair_s, hardware.backward_matmul * token_s, 40 * kernels_s, *exchange, 8 * kernels_s
+        ),
         step_s=0.0,
-        source="default",
+        source=hardware.source or "default",
     )

@@ -2,74 +2,146 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.sharding import held_tokens, rank_pieces
-from hf_longctx.plan.types import Action, Chunk, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.timeline import TimelineEvent
 
 
 @dataclass(frozen=True, slots=True)
+class RankUse:
+    """What one rank does in the chunks of a step, in seconds, and the most tokens it holds at once.
+
+    compute_s + exchange_s + idle_s is the step without what it adds once (`Evaluation.once_s`).
+    """
+
+    rank: int
+    compute_s: float
+    exchange_s: float
+    idle_s: float
+    peak_tokens: int
+
+    @property
+    def busy_s(self) -> float:
+        return self.compute_s + self.exchange_s
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan is predicted to take: `busy_s` and `peak_bytes` per rank, `events` of every action."""
+    """What a plan is predicted to take.
+
+    once_s: of the step, for the optimizer and all that is not part of a chunk. peak_bytes: of every rank. events: every
+    action of every rank; exchange_s: how much of each event is communication.
+    """
 
     step_s: float
-    busy_s: tuple[float, ...]
+    once_s: float
+    ranks: tuple[RankUse, ...]
     peak_bytes: tuple[int, ...]
     events: tuple[TimelineEvent, ...]
+    exchange_s: tuple[float, ...]
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        return tuple(rank.busy_s for rank in self.ranks)
 
 
-def evaluate_plan(plan: StepPlan, costs: CostModel) -> Evaluation:
-    """The plan's predicted run. A rank waits for its group; with sharded parameters all ranks wait at every micro-batch.
+def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True) -> Evaluation:
+    """The plan's predicted run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
 
-    Raises ValueError by name for what it cannot run yet: several stages or parts, helpers, and actions other than F and B.
+    Without `with_events` there are none, which is faster. Raises ValueError by name for what it cannot run yet: several
+    stages or parts, helpers, and actions other than F and B.
     """
     if plan.num_stages > 1:
         raise ValueError(f"a plan of {plan.num_stages} pipeline stages cannot be evaluated yet; only one stage can")
-    clocks, busy = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
-    tokens = [0] * plan.num_ranks
-    events: list[TimelineEvent] = []
+    run = _Run(plan, costs, with_events)
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
-            start_s = max(clocks[position] for position in group.positions)
-            group_events = _run_group(group, group.stages[0], costs, start_s)
-            events += group_events
-            stop_s = max(event.stop_s for event in group_events)
-            held = [sum(shards) for shards in zip(*(_shards(group, chunk) for chunk in group.chunks), strict=True)]
-            for index, position in enumerate(group.positions):
-                clocks[position] = stop_s
-                busy[position] += stop_s - start_s
-                tokens[position] = max(tokens[position], held[index])
-        if plan.parameters != "replicated":
-            clocks = [max(clocks)] * plan.num_ranks
-    return Evaluation(
-        step_s=max(clocks) + costs.coefficients.step_s,
-        busy_s=tuple(busy),
-        peak_bytes=tuple(costs.rank_bytes(count) for count in tokens),
-        events=tuple(events),
-    )
+            run.enter(group)
+        run.leave_together()
+    return run.result()
 
 
-def _shards(group: SequenceGroup, chunk: Chunk) -> tuple[int, ...]:
-    return held_tokens(rank_pieces(chunk, group.shape))
+class _Run:
+    """The clocks of all ranks, and what has happened so far."""
+
+    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool) -> None:
+        self.costs, self.block_ranks, self.with_events = costs, plan.block_ranks, with_events
+        self.clocks = [0.0] * plan.num_ranks
+        self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
+        self.tokens = [0] * plan.num_ranks
+        self.events: list[TimelineEvent] = []
+        self.exchange_s: list[float] = []
+        # seconds of an exchange without tokens and per token, which many groups share
+        self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
+
+    def enter(self, group: SequenceGroup) -> None:
+        """Runs all actions of a group, from when its last rank is free."""
+        start_s = clock_s = max(self.clocks[position] for position in group.positions)
+        near_ranks = _near_ranks(group.positions, self.costs.cluster.ranks_per_node)
+        exchanged_s = 0.0
+        for action in group.stages[0].actions:
+            chunk = group.chunks[action.chunk]
+            seconds, inside_s = self._action_s(group, action, near_ranks)
+            detail = f"<{group.degree}> {chunk.num_tokens} tokens in {len(chunk.spans)} sequence(s)"
+            stop_s = clock_s + seconds
+            self.events += [TimelineEvent(rank, action.kind, str(action), clock_s, stop_s, detail) for rank in group.positions]
+            self.exchange_s += [inside_s] * group.degree
+            clock_s, exchanged_s = stop_s, exchanged_s + inside_s
+        held = [sum(shards) for shards in zip(*(shard_tokens(chunk, group.shape) for chunk in group.chunks), strict=True)]
+        for position, tokens in zip(group.positions, held, strict=True):
+            self.clocks[position] = clock_s
+            self.busy[position] += clock_s - start_s
+            self.exchanging[position] += exchanged_s
+            self.tokens[position] = max(self.tokens[position], tokens)
+
+    def leave_together(self) -> None:
+        """Ends a micro-batch: ranks that share shards wait for the last of them."""
+        block = self.block_ranks
+        if block > 1:
+            for first in range(0, len(self.clocks), block):
+                self.clocks[first : first + block] = [max(self.clocks[first : first + block])] * block
+
+    def result(self) -> Evaluation:
+        chunks_s = max(self.clocks)
+        once_s = self.costs.coefficients.step_s
+        ranks = tuple(
+            # rounding must not make a rank wait for less than nothing
+            RankUse(rank, busy_s - exchanged_s, exchanged_s, max(0.0, chunks_s - busy_s), tokens)
+            for rank, (busy_s, exchanged_s, tokens) in enumerate(zip(self.busy, self.exchanging, self.tokens, strict=True))
+        )
+        return Evaluation(
+            step_s=chunks_s + once_s,
+            once_s=once_s,
+            ranks=ranks,
+            peak_bytes=tuple(self.costs.rank_bytes(count) for count in self.tokens),
+            events=tuple(self.events),
+            exchange_s=tuple(self.exchange_s),
+        )
+
+    def _action_s(self, group: SequenceGroup, action: Action, near_ranks: int) -> tuple[float, float]:
+        """Seconds of an action, and how many of them are communication."""
+        stage = group.stages[0]
+        if action.helpers or action.part or action.kind not in ("F", "B") or stage.activations:
+            what = "activation policies" if stage.activations else f"action {action}"
+            raise ValueError(f"{what} cannot be evaluated yet; only F and B of one part without helpers or policies can")
+        chunk, shape, is_backward = group.chunks[action.chunk], group.shape, action.kind == "B"
+        key = (shape, near_ranks, is_backward)
+        if key not in self.exchanges:
+            self.exchanges[key] = self.costs.exchange_line(shape, is_backward, near_ranks)
+        fixed_s, token_s = self.exchanges[key]
+        layers = stage.num_layers / self.costs.model.num_layers
+        # a group with fewer tokens than ranks runs dummy tokens
+        exchange_s = (fixed_s + token_s * max(chunk.num_tokens, shape.degree)) * layers
+        return self.costs.local_s(chunk, shape, is_backward) * layers + exchange_s, exchange_s
 
 
-def _run_group(group: SequenceGroup, stage: StagePlan, costs: CostModel, clock_s: float) -> list[TimelineEvent]:
-    events = []
-    for action in stage.actions:
-        stop_s = clock_s + _action_s(group, stage, action, costs)
-        chunk = group.chunks[action.chunk]
-        detail = f"<{group.degree}> {chunk.num_tokens} tokens in {len(chunk.spans)} sequence(s)"
-        events += [TimelineEvent(rank, action.kind, str(action), clock_s, stop_s, detail) for rank in group.positions]
-        clock_s = stop_s
-    return events
-
-
-def _action_s(group: SequenceGroup, stage: StagePlan, action: Action, costs: CostModel) -> float:
-    if action.helpers or action.part or action.kind not in ("F", "B") or stage.activations:
-        what = "activation policies" if stage.activations else f"action {action}"
-        raise ValueError(f"{what} cannot be evaluated yet; only F and B of one part without helpers or policies can")
-    chunk = group.chunks[action.chunk]
-    seconds = costs.forward_s if action.kind == "F" else costs.backward_s
-    return seconds(chunk, group.shape, stage.num_layers)
+def _near_ranks(positions: Sequence[int], ranks_per_node: int) -> int:
+    """The fewest of these ranks that share a node: they wait for most of what the others send over the network."""
+    if positions[0] // ranks_per_node == positions[-1] // ranks_per_node:
+        return len(positions)
+    return min(Counter(position // ranks_per_node for position in positions).values())

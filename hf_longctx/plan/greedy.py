@@ -1,46 +1,83 @@
-"""The fast planner: sort, cut into micro-batches, group each one, then improve the step by moves and swaps.
+"""The fast planner: sort, cut into micro-batches, group each one, then improve the step by small moves.
 
-For every number of micro-batches from the fewest that fit, the sequences in descending order are cut into consecutive
-runs, once balanced by tokens and once by time (FlexSP's blaster, arXiv 2412.01523, section 4.2, with a second measure), and
-packed into micro-batches in two ways for steps that memory fills to the brim.
-A micro-batch is grouped two ways: bisection on the makespan with an exact dynamic program over runs of the sorted
-sequences, and longest-first packing into every rank layout where these are few. The better one is kept.
+Cuts come from `partition.py`. Every micro-batch is grouped by bisection on its makespan between a bound that no grouping
+beats and what runs of the sorted sequences reach (`runs.py`), with vector packing by many rules as the test of a makespan
+(`vector_packing.py`). The cuts whose bounds promise most are grouped, all their micro-batches at once; the best layouts go
+through `local_search.py`. Everything is counted, not timed: equal lengths give equal plans on every machine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hf_longctx.plan.cost import FloatArray
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, rank_layouts
+from hf_longctx.plan.backfill import backfill
+from hf_longctx.plan.bounds import fluid_bounds_s, least_work
+from hf_longctx.plan.cost import IntArray
+from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, Piece
+from hf_longctx.plan.local_search import improve
+from hf_longctx.plan.packing import MAX_CAPACITY, pack_sequences
+from hf_longctx.plan.partition import candidate_cuts, expected_s
+from hf_longctx.plan.runs import group_runs
+from hf_longctx.plan.vector_packing import Packed, Rule, Trial, pack_trials
 
-_MAX_PACKINGS = 2000
-# matrix entries that the search of one start may look at, and what a matrix costs besides: about a tenth of a second
-_SEARCH_BUDGET = 3_000_000
-_CALL_COST = 3_000
-_MAX_STARTS = 2
-_MAX_SEARCHES = 4
-_MANY_SEQUENCES = 64
-_NEAR = 0.1
-_LEAST_GAIN = 1e-4
-_MAX_RUN_SEQUENCES = 12
-_BISECTION_TOLERANCE = 2e-3
+# so many of all cuts, and of the cuts by tokens, are grouped: those that promise most
+_MAX_CUTS = 3
+_MAX_TOKEN_CUTS = 2
+# up to so many sequences all cuts are tried
+_MAX_SEQUENCES_FOR_ALL_CUTS = 14
+_SEQUENCES_PER_BIN = 16
+_SEARCH_BUDGET = 1_000_000
+_START_BUDGET = 100_000
+_BACKFILL_PASSES = 1
+_RUNS_TOLERANCE = 5e-2
+_TOLERANCE = 2e-3
+# micro-batches of more sequences are dealt out to pods, and from so many pods on packed by the plainest rule alone
+_FEW_SEQUENCES = 96
+_GROUPS_PER_POD = 8
+_MANY_PODS = 4
+_LARGEST_EQUAL_DEGREE = 16
 
 
-def plan_greedy(problem: GroupingProblem, trials: int) -> Layout:
-    """A good layout of the step, never slower than `plan_static`'s best. Independent of the order of the sequences."""
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard a micro-batch is tried.
+
+    factors: the first makespans, over the bound. rounds: how often makespans are tried, `limits` of them each time after the
+    first. rare_rules: whether rules are tried that seldom win. kept_rules: the share that goes on after a round. starts: how
+    many of the packings found are improved.
+    """
+
+    factors: tuple[float, ...]
+    rounds: int
+    limits: int
+    rare_rules: bool
+    kept_rules: float
+    starts: int
+
+
+_QUICK = Effort((1.015, 1.06, 1.3, 8.0), rounds=2, limits=3, rare_rules=False, kept_rules=0.25, starts=1)
+_THOROUGH = Effort((1.0, 1.01, 1.03, 1.08, 1.2, 1.6, 4.0), rounds=3, limits=10, rare_rules=True, kept_rules=1.0, starts=12)
+
+
+def plan_greedy(problem: GroupingProblem, trials: int, time_aware: bool = True) -> Layout:
+    """A good layout of the step, never slower than `plan_static`'s best. Independent of the order of the sequences.
+
+    `time_aware`: micro-batches are cut by time and cost too, not by tokens alone, and sequences move between them.
+    """
     ordered, order = problem.longest_first()
-    layouts = [_plan_one_degree(ordered, trials, ordered.degrees)]
-    for runs in _candidate_runs(ordered, trials, ordered.num_ranks):
-        layouts += _if_complete([_group_micro_batch(ordered, run) for run in runs])
-    if len(ordered.lengths) <= _MAX_RUN_SEQUENCES:
-        layouts.append(_best_runs(ordered))
-    improved = [_improve(ordered, layout) for layout in _promising(ordered, layouts)]
-    return _renumber(min(improved, key=ordered.step_seconds), order)
+    useful = useful_degrees(ordered)
+    layouts = sorted(_first_layouts(useful, trials, time_aware), key=useful.step_seconds)
+    start = backfill(useful, layouts[0], _group_all, _BACKFILL_PASSES) if time_aware else layouts[0]
+    best, _ = improve(ordered, start, _SEARCH_BUDGET, across=time_aware)
+    degrees = [d for d in ordered.degrees if _static_bound_s(ordered, d) < ordered.step_seconds(best)]
+    if degrees:
+        best = min(best, _plan_one_degree(ordered, trials, degrees), key=ordered.step_seconds)
+    return _renumber(best, order)
 
 
 def plan_static(problem: GroupingProblem, trials: int, degree: int = 0) -> Layout:
@@ -52,25 +89,232 @@ def plan_static(problem: GroupingProblem, trials: int, degree: int = 0) -> Layou
     return _renumber(_plan_one_degree(ordered, trials, (degree,) if degree else ordered.degrees), order)
 
 
+def overlapping_static_layouts(problem: GroupingProblem, trials: int, limit_s: float) -> list[Layout]:
+    """`plan_static`'s layout of every degree that may be done within `limit_s` if no rank waits for another micro-batch."""
+    longest, tokens = max(problem.lengths), sum(problem.lengths)
+    layouts = []
+    for k, degree in enumerate(problem.degrees):
+        usable = problem.num_ranks // degree * degree
+        # a rank's share of the fixed costs of the fewest groups
+        spread_s = float(problem.seconds[k].sum()) * degree / usable + problem.group_s[k] * tokens / (problem.capacity * usable)
+        if longest <= degree * problem.capacity and spread_s < limit_s:
+            layouts.append(plan_static(problem, trials, degree))
+    return layouts
+
+
 def plan_one_micro_batch(problem: GroupingProblem, one_degree: bool = False) -> Layout:
     """A good layout with a single micro-batch; `one_degree`: with groups of one size.
 
     Raises ValueError if none is found that fits the ranks.
     """
     ordered, order = problem.longest_first()
-    run = range(len(ordered.lengths))
-    if one_degree:
-        candidates = [_pack(ordered, run, (degree,) * (ordered.num_ranks // degree)) for degree in ordered.degrees]
-    else:
-        candidates = [_group_micro_batch(ordered, run)]
-    layouts: list[Layout] = [[groups] for groups in candidates if groups is not None]
-    if not layouts:
+    found = _one_micro_batch_of_one_degree(ordered) if one_degree else _one_micro_batch(ordered)
+    if not found:
         raise ValueError(
             f"{sum(problem.lengths)} tokens in {len(problem.lengths)} sequences (the longest has {max(problem.lengths)}) fit no "
             f"single micro-batch on {problem.num_ranks} ranks of {problem.capacity} tokens each (tokens_per_rank)"
         )
-    best = min(layouts, key=ordered.step_seconds)
-    return _renumber(best if one_degree else _improve(ordered, best), order)
+    return _renumber([found] if one_degree else improve(ordered, [found], _SEARCH_BUDGET)[0], order)
+
+
+def useful_degrees(problem: GroupingProblem) -> GroupingProblem:
+    """The same problem without degrees that cost more rank-seconds than a larger one, for the sequences that they hold.
+
+    Packing opens the smallest group that is fast enough, which is right only where larger ones cost more.
+    """
+    work, lengths = least_work(problem), np.array(problem.lengths)
+    kept: list[int] = []
+    for k in reversed(range(len(problem.degrees))):
+        held = lengths <= problem.degrees[k] * problem.capacity
+        larger = [float(work[other][held].sum()) for other in kept]
+        if held.any() and all(float(work[k][held].sum()) < total for total in larger):
+            kept.append(k)
+    return problem.restricted([problem.degrees[k] for k in kept])
+
+
+def group_micro_batch(problem: GroupingProblem) -> list[Group]:
+    """The best groups found for all sequences in one micro-batch; empty where none was found. Takes some tens of ms."""
+    ordered, order = problem.longest_first()
+    return _renumber([_one_micro_batch(ordered)], order)[0]
+
+
+def group_pieces(problem: GroupingProblem, pieces: Sequence[Piece], effort: Effort = _QUICK) -> list[list[Group]]:
+    """The best groups found for every micro-batch (consecutive sequences, longest first); empty where none was found."""
+    bounds_s = fluid_bounds_s(problem, pieces, problem.num_ranks)
+    found = group_runs(problem, pieces, bounds_s, problem.num_ranks, _RUNS_TOLERANCE)
+    searches = [
+        _Search(problem, piece, groups, float(bound_s), effort)
+        for piece, groups, bound_s in zip(pieces, found, bounds_s, strict=True)
+    ]
+    for turn in range(effort.rounds):
+        attempts = [
+            (search, rule, limit_s)
+            for search in searches
+            if search.low_s < search.high_s * (1 - _TOLERANCE)
+            for limit_s in search.limits(turn)
+            for rule in search.rules
+        ]
+        trials = [
+            Trial(part, limit_s, problem.num_ranks // len(search.pods), rule)
+            for search, rule, limit_s in attempts
+            for part in search.pods
+        ]
+        packed = iter(pack_trials(problem, trials))
+        for search, rule, limit_s in attempts:
+            search.note(rule, limit_s, [next(packed) for _ in search.pods])
+        for search in searches:
+            search.narrow()
+    return [search.best() for search in searches]
+
+
+def _first_layouts(problem: GroupingProblem, trials: int, time_aware: bool) -> list[Layout]:
+    """Layouts of the most promising cuts into micro-batches; of all cuts where sequences are few."""
+    count = len(problem.lengths)
+    if count <= _MAX_SEQUENCES_FOR_ALL_CUTS:
+        return [_best_cut(problem), *_bins(problem)]
+    cuts = candidate_cuts(problem, trials, problem.num_ranks, time_aware)
+    pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
+    expected = dict(zip(pieces, expected_s(problem, pieces, problem.num_ranks), strict=True))
+    # cuts by tokens come first; FlexSP's own are never left out
+    promising = [sorted(some, key=lambda cut: sum(expected[piece] for piece in cut)) for some in (cuts[:trials], cuts)]
+    cuts = list({tuple(cut): cut for cut in [*promising[0][:_MAX_TOKEN_CUTS], *promising[1][:_MAX_CUTS]]}.values())
+    pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
+    groups = dict(zip(pieces, group_pieces(problem, pieces), strict=True))
+    layouts = [[groups[piece] for piece in cut] for cut in cuts if all(groups[piece] for piece in cut)]
+    if count <= _SEQUENCES_PER_BIN * len(cuts[0]):
+        layouts += _bins(problem)
+    # memory may refuse every group where tokens alone would fit: one sequence per micro-batch always works
+    return layouts or [[[_alone(problem, i)] for i in range(count)]]
+
+
+def _bins(problem: GroupingProblem) -> list[Layout]:
+    """The layout of the fewest micro-batches that best fit finds, if they can be grouped: where each holds few sequences,
+    runs of like lengths would waste much of its memory."""
+    packing = pack_sequences(problem.lengths, min(problem.capacity * problem.num_ranks, MAX_CAPACITY))
+    order = packing.order.tolist()
+    found = group_pieces(problem.part(order), list(pairwise(packing.offsets.tolist())))
+    return [_renumber(found, order)] if all(found) else []
+
+
+def _one_micro_batch(problem: GroupingProblem) -> list[Group]:
+    """The best groups for all sequences that thorough search finds, never behind groups of one degree; empty if it finds none."""
+    found = [group_pieces(problem, [(0, len(problem.lengths))], _THOROUGH)[0]]
+    if same := _one_micro_batch_of_one_degree(problem):
+        found += improve(problem, [same], _START_BUDGET)[0]
+    return min(filter(None, found), key=problem.micro_batch_seconds, default=[])
+
+
+def _one_micro_batch_of_one_degree(problem: GroupingProblem) -> list[Group]:
+    piece = (0, len(problem.lengths))
+    found = [_spread_one_degree(problem, [piece], degree)[0] for degree in problem.degrees]
+    return min(filter(None, found), key=problem.micro_batch_seconds, default=[])
+
+
+def _group_all(problem: GroupingProblem) -> list[Group]:
+    return group_pieces(problem, [(0, len(problem.lengths))])[0]
+
+
+def _alone(problem: GroupingProblem, i: int) -> Group:
+    usable = [(degree, (i,)) for degree in problem.degrees if problem.lengths[i] <= degree * problem.capacity]
+    return min(usable, key=problem.group_seconds)
+
+
+def _best_cut(problem: GroupingProblem) -> Layout:
+    """The cheapest cut into consecutive micro-batches, each grouped as well as we can, by dynamic programming over all cuts."""
+    count = len(problem.lengths)
+    pieces = [(start, stop) for stop in range(1, count + 1) for start in range(stop)]
+    groups = dict(zip(pieces, group_pieces(problem, pieces), strict=True))
+    best: list[tuple[float, Layout]] = [(0.0, [])]
+    for stop in range(1, count + 1):
+        options = []
+        for start in range(stop):
+            if groups[start, stop]:
+                seconds, layout = best[start]
+                options.append((seconds + problem.micro_batch_seconds(groups[start, stop]), [*layout, groups[start, stop]]))
+        best.append(min(options, key=lambda option: option[0]))
+    return best[count][1]
+
+
+def _renumber(layout: Layout, order: Sequence[int]) -> Layout:
+    return [[(degree, tuple(order[i] for i in part)) for degree, part in groups] for groups in layout]
+
+
+class _Search:
+    """Bisection on the makespan of one micro-batch: what was refused, what was reached, and which rules did best."""
+
+    def __init__(self, problem: GroupingProblem, piece: Piece, runs: list[Group], low_s: float, effort: Effort) -> None:
+        self.problem, self.effort, self.runs, self.low_s = problem, effort, runs, low_s
+        self.high_s = problem.micro_batch_seconds(runs) if runs else np.inf
+        self.pods = _pods(problem, piece)
+        self.rules = _rules(problem, effort.rare_rules) if len(self.pods) < _MANY_PODS else [Rule()]
+        self._best_of_rule = dict.fromkeys(self.rules, np.inf)
+        self._best_of_limit: dict[float, float] = {}
+        # different packings by their seconds
+        self._reached: dict[float, list[Packed]] = {}
+
+    def limits(self, turn: int) -> list[float]:
+        """Makespans to try: from the bound on at first, later at equal distances."""
+        if turn == 0 or self.high_s == np.inf:
+            return [self.low_s * factor for factor in self.effort.factors if self.low_s * factor < self.high_s]
+        step_s = (self.high_s - self.low_s) / (self.effort.limits + 1)
+        return [self.low_s + step_s * place for place in range(1, self.effort.limits + 1)]
+
+    def note(self, rule: Rule, limit_s: float, parts: list[Packed]) -> None:
+        """Takes in how one rule did within one limit, in every pod."""
+        seconds = max(part.makespan_s for part in parts)
+        self._best_of_rule[rule] = min(seconds, self._best_of_rule[rule])
+        self._best_of_limit[limit_s] = min(seconds, self._best_of_limit.get(limit_s, np.inf))
+        if seconds < np.inf:
+            self.high_s = min(self.high_s, seconds)
+            self._reached.setdefault(seconds, parts)
+
+    def narrow(self) -> None:
+        """Ends a round: limits that no rule kept count as refused, and the better rules go on once one got anywhere."""
+        refused = [limit_s for limit_s, best in self._best_of_limit.items() if best == np.inf and limit_s < self.high_s]
+        self.low_s = max([self.low_s, *refused])
+        if self._reached:
+            kept = math.ceil(self.effort.kept_rules * len(self.rules))
+            self.rules = sorted(self.rules, key=self._best_of_rule.__getitem__)[:kept]
+
+    def best(self) -> list[Group]:
+        """The best groups, after a short search from each of the fastest packings."""
+        packings = [self._reached[seconds] for seconds in sorted(self._reached)[: self.effort.starts]]
+        starts = [[group for part in parts for group in part.groups(self.problem)] for parts in packings]
+        if self.runs:
+            starts.append(self.runs)
+        if self.effort.starts > 1:
+            starts += [improve(self.problem, [start], _START_BUDGET)[0][0] for start in starts]
+        return min(starts, key=self.problem.micro_batch_seconds, default=[])
+
+
+def _rules(problem: GroupingProblem, rare: bool) -> list[Rule]:
+    """Ways to place sequences."""
+    weights = [(1.0, 1.0, 0.0), (0.0, 0.0, 1.0), *([(0.3, 0.3, 1.0)] if rare else [])]
+    rules = [Rule(), Rule(0.0, 0.0, 1.0), *([Rule(larger=1)] if rare else [])]
+    # equal groups of the smallest degree are nearly what the plain rule opens
+    for k, degree in enumerate(problem.degrees):
+        if (k or rare) and degree <= _LARGEST_EQUAL_DEGREE:
+            rules += [Rule(*each, equal_degree=k) for each in weights]
+    return rules
+
+
+def _pods(problem: GroupingProblem, piece: Piece) -> list[IntArray]:
+    """The sequences of a micro-batch, dealt out to equal shares of the ranks where there are very many of them.
+
+    A share has room for several groups of the largest degree that the longest sequence may need.
+    """
+    start, stop = piece
+    needed = next(d for k, d in enumerate(problem.degrees) if problem.lengths[start] <= d * problem.capacity)
+    number = 1
+    while (stop - start) > _FEW_SEQUENCES * number and problem.num_ranks % (2 * number) == 0:
+        if problem.num_ranks // (2 * number) < _GROUPS_PER_POD * needed:
+            break
+        number *= 2
+    places = np.arange(stop - start)
+    # there and back again, so that every share gets as many long ones as another
+    turn, place = divmod(places, number)
+    dealt = np.where(turn % 2, number - 1 - place, place)
+    return [start + places[dealt == pod] for pod in range(number)]
 
 
 def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[int]) -> Layout:
@@ -83,324 +327,37 @@ def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[in
         )
     candidates: list[Layout] = []
     for degree in usable:
-        layout = (degree,) * (problem.num_ranks // degree)
-        for runs in _candidate_runs(problem, trials, len(layout) * degree):
-            candidates += _if_complete([_pack(problem, run, layout) for run in runs])
+        cuts = candidate_cuts(problem, trials, problem.num_ranks // degree * degree, time_aware=True)
+        pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
+        groups = dict(zip(pieces, _spread_one_degree(problem, pieces, degree), strict=True))
+        candidates += [[groups[piece] for piece in cut] for cut in cuts if all(groups[piece] for piece in cut)]
+        candidates.append(_fewest_groups(problem, degree))
     return min(candidates, key=problem.step_seconds)
 
 
-def _if_complete(micro_batches: list[list[Group] | None]) -> list[Layout]:
-    """The layout of these micro-batches as the only item, or nothing if one of them fits no groups."""
-    fitting = [groups for groups in micro_batches if groups is not None]
-    return [fitting] if len(fitting) == len(micro_batches) else []
+def _fewest_groups(problem: GroupingProblem, degree: int) -> Layout:
+    """As few groups of `degree` ranks as best fit finds, those that take equally long beside each other."""
+    packing = pack_sequences(problem.lengths, min(degree * problem.capacity, MAX_CAPACITY))
+    groups = [(degree, tuple(part)) for part in packing.bins()]
+    groups.sort(key=problem.group_seconds, reverse=True)
+    at_once = problem.num_ranks // degree
+    return [groups[first : first + at_once] for first in range(0, len(groups), at_once)]
 
 
-def _promising(problem: GroupingProblem, layouts: list[Layout]) -> list[Layout]:
-    """Starts that are worth a local search: the best of all, and the best of each number of micro-batches if near it."""
-    layouts = sorted(layouts, key=problem.step_seconds)
-    limit_s = problem.step_seconds(layouts[0]) * (1 + _NEAR)
-    starts: dict[int, list[Layout]] = {}
-    for layout in layouts:
-        if problem.step_seconds(layout) <= limit_s:
-            starts.setdefault(len(layout), []).append(layout)
-    return [layout for same in starts.values() for layout in same[:_MAX_STARTS]][:_MAX_SEARCHES]
+def _spread_one_degree(problem: GroupingProblem, pieces: Sequence[Piece], degree: int) -> list[list[Group]]:
+    """Every micro-batch on groups of one degree, longest first into the group that then ends earliest; empty if it fits none."""
+    k = problem.degrees.index(degree)
+    total_s = float(problem.seconds[k].sum()) + problem.group_s[k]
+    rule = Rule(time_weight=-1.0, room_weight=0.0, equal_degree=k, only_equal=True)
+    trials = [Trial(np.arange(*piece), total_s, problem.num_ranks, rule) for piece in pieces]
+    return [packed.groups(problem) for packed in pack_trials(problem, trials)]
 
 
-def _best_runs(problem: GroupingProblem) -> Layout:
-    """The cheapest cut of the sorted sequences into consecutive micro-batches, each grouped as well as we can: exact in
-    the cuts, by dynamic programming, and quadratic in groupings, so for few sequences only.
-    """
-    count = len(problem.lengths)
-    best: list[tuple[float, Layout]] = [(0.0, [])]
-    for end in range(1, count + 1):
-        options = []
-        for start in range(end):
-            groups = _group_micro_batch(problem, range(start, end))
-            if groups is not None:
-                seconds, layout = best[start]
-                options.append((seconds + problem.micro_batch_seconds(groups), [*layout, groups]))
-        best.append(min(options, key=lambda option: option[0]))
-    return best[count][1]
-
-
-def _renumber(layout: Layout, order: Sequence[int]) -> Layout:
-    return [[(degree, tuple(order[i] for i in part)) for degree, part in groups] for groups in layout]
-
-
-def _candidate_runs(problem: GroupingProblem, trials: int, num_ranks: int) -> list[list[list[int]]]:
-    """Ways to spread the sequences (longest first) over micro-batches on `num_ranks` ranks, for several numbers of them.
-
-    Consecutive runs balanced by tokens and by time, and two packings that fill micro-batches better: longest first into
-    the emptiest one and into the fullest one with room.
-    """
-    room = problem.capacity * num_ranks
-    tokens = np.array(problem.lengths, dtype=np.float64)
-    seconds = problem.seconds.min(axis=0)
-    fewest = max(1, math.ceil(tokens.sum() / room))
-    count = len(problem.lengths)
-    found: list[list[list[int]]] = []
-    # as many micro-batches as sequences always fit, so the loop ends
-    for number in range(fewest, count + 1):
-        ends = {tuple(_balanced_ends(measure, number, tokens, room)) for measure in (tokens, seconds)}
-        found += [
-            [list(range(start, end)) for start, end in zip((0, *cut[:-1]), cut, strict=True)] for cut in sorted(ends - {()})
-        ]
-        found += [bins for fullest in (False, True) if (bins := _fill(problem.lengths, number, room, fullest))]
-        # every candidate costs time, and with many sequences they differ little
-        if found and number >= fewest + (min(trials, 3) if count > _MANY_SEQUENCES else trials) - 1:
-            break
-    # grouping may fail where tokens alone fit: one sequence per micro-batch is always feasible
-    return [*found, [[i] for i in range(count)]]
-
-
-def _fill(lengths: Sequence[int], number: int, room: float, fullest: bool) -> list[list[int]]:
-    """Sequences in order into at most `number` bins of `room` tokens, each into the fullest or the emptiest that has room.
-
-    Empty if one fits nowhere.
-    """
-    loads = [0.0] * number
-    bins: list[list[int]] = [[] for _ in range(number)]
-    for i, length in enumerate(lengths):
-        open_bins = [(loads[b], b) for b in range(number) if loads[b] + length <= room]
-        if not open_bins:
-            return []
-        _, chosen = max(open_bins, key=lambda item: (item[0], -item[1])) if fullest else min(open_bins)
-        loads[chosen] += length
-        bins[chosen].append(i)
-    return [part for part in bins if part]
-
-
-def _balanced_ends(measure: FloatArray, number: int, tokens: FloatArray, room: float) -> list[int]:
-    """Ends of at most `number` consecutive runs with the least maximum of `measure`, none above `room` tokens."""
-    sums, token_sums = np.cumsum(measure), np.cumsum(tokens)
-
-    def cut(limit: float) -> list[int]:
-        ends: list[int] = []
-        while not ends or ends[-1] < len(measure):
-            start = ends[-1] if ends else 0
-            base, token_base = (sums[start - 1], token_sums[start - 1]) if start else (0.0, 0.0)
-            by_measure = int(np.searchsorted(sums, base + limit * (1 + 1e-12), side="right"))
-            by_tokens = int(np.searchsorted(token_sums, token_base + room + 1e-6, side="right"))
-            ends.append(max(start + 1, min(by_measure, by_tokens)))
-        return ends
-
-    low, high = float(measure.max()), float(sums[-1])
-    if len(cut(high)) > number:
-        return []
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(cut(middle)) <= number else (middle, high)
-    return cut(high)
-
-
-def _group_micro_batch(problem: GroupingProblem, run: Sequence[int]) -> list[Group] | None:
-    """The best grouping found for the sequences of one micro-batch (longest first); None if none fits."""
-    candidates = [groups for groups in (_group_by_runs(problem, run),) if groups is not None]
-    layouts = rank_layouts(problem.num_ranks, problem.degrees) if problem.num_ranks <= 16 else []
-    if len(layouts) * len(run) > _MAX_PACKINGS:
-        layouts = []
-    layouts += [tuple(sorted((degree for degree, _ in groups), reverse=True)) for groups in candidates]
-    candidates += [groups for layout in layouts if (groups := _pack(problem, run, layout)) is not None]
-    return min(candidates, key=problem.micro_batch_seconds, default=None)
-
-
-def _pack(problem: GroupingProblem, run: Sequence[int], layout: tuple[int, ...]) -> list[Group] | None:
-    """Longest first, each sequence into the group that then ends earliest; None where one fits no group."""
-    indices = [problem.degrees.index(degree) for degree in layout]
-    loads = [problem.group_s[k] for k in indices]
-    rooms = [degree * problem.capacity for degree in layout]
-    members: list[list[int]] = [[] for _ in layout]
-    for i in run:
-        ends = [(loads[g] + problem.seconds[k][i], g) for g, k in enumerate(indices) if problem.lengths[i] <= rooms[g]]
-        if not ends:
-            return None
-        end, g = min(ends)
-        loads[g] = float(end)
-        rooms[g] -= problem.lengths[i]
-        members[g].append(i)
-    return [(degree, tuple(part)) for degree, part in zip(layout, members, strict=True)]
-
-
-def _group_by_runs(problem: GroupingProblem, run: Sequence[int]) -> list[Group] | None:
-    """Consecutive runs of the sorted sequences as groups with the least makespan that fits all ranks, by bisection."""
-    chosen = list(run)
-    tokens = np.concatenate([[0.0], np.cumsum([problem.lengths[i] for i in chosen])])
-    sums = [np.concatenate([[0.0], np.cumsum(row[chosen])]) for row in problem.seconds]
-    high = float(sum(problem.seconds[:, chosen].max(axis=0))) + max(problem.group_s)
-    best = _fewest_ranks(problem, tokens, sums, high)
-    if best is None:
-        return None
-    low = 0.0
-    while high - low > _BISECTION_TOLERANCE * high:
-        middle = (low + high) / 2
-        groups = _fewest_ranks(problem, tokens, sums, middle)
-        if groups is None:
-            low = middle
-        else:
-            high, best = middle, groups
-    return [(problem.degrees[k], tuple(chosen[start:end])) for k, start, end in best]
-
-
-def _fewest_ranks(
-    problem: GroupingProblem, tokens: FloatArray, sums: list[FloatArray], limit_s: float
-) -> list[tuple[int, int, int]] | None:
-    """(degree index, start, end) of runs that end within `limit_s` and use the fewest ranks; None if more than all."""
-    count = len(tokens) - 1
-    reach = []
-    for k, degree in enumerate(problem.degrees):
-        by_time = np.searchsorted(sums[k], sums[k][:-1] + (limit_s - problem.group_s[k]) * (1 + 1e-12), side="right") - 1
-        by_room = np.searchsorted(tokens, tokens[:-1] + degree * problem.capacity, side="right") - 1
-        reach.append(np.minimum(by_time, by_room).tolist())
-    ranks, choice = [0] * (count + 1), [(-1, -1)] * (count + 1)
-    for start in range(count - 1, -1, -1):
-        options = [(problem.degrees[k] + ranks[ends[start]], k) for k, ends in enumerate(reach) if ends[start] > start]
-        if not options:
-            return None
-        ranks[start], k = min(options)
-        choice[start] = (k, reach[k][start])
-    if ranks[0] > problem.num_ranks:
-        return None
-    runs, start = [], 0
-    while start < count:
-        k, end = choice[start]
-        runs.append((k, start, end))
-        start = end
-    return runs
-
-
-def _improve(problem: GroupingProblem, layout: Layout) -> Layout:
-    """Moves and swaps of sequences across micro-batches, then every micro-batch grouped anew, while the step gets faster."""
-    budget = _SEARCH_BUDGET
-    while True:
-        state = _State(problem, layout, budget)
-        while state.budget > 0 and state.improve_once():
-            pass
-        budget = state.budget
-        moved = state.layout()
-        layout = [_regroup(problem, groups) for groups in moved]
-        if budget <= 0 or problem.step_seconds(layout) >= problem.step_seconds(moved) * (1 - _LEAST_GAIN):
-            return layout
-
-
-def _regroup(problem: GroupingProblem, groups: list[Group]) -> list[Group]:
-    """The same sequences in better groups, if there are any."""
-    regrouped = _group_micro_batch(problem, sorted(i for _, part in groups for i in part))
-    return groups if regrouped is None else min(groups, regrouped, key=problem.micro_batch_seconds)
-
-
-class _State:
-    """A layout under local search, as arrays over groups: degree index, micro-batch, load, tokens, room.
-
-    `budget` falls by the size of every matrix looked at, so that the search ends after the same work on every machine.
-    """
-
-    def __init__(self, problem: GroupingProblem, layout: Layout, budget: int) -> None:
-        self.problem, self.budget = problem, budget
-        self.lengths = np.array(problem.lengths)
-        kinds, homes, self.members = [], [], []
-        for home, groups in enumerate(layout):
-            spare = problem.num_ranks - sum(degree for degree, _ in groups)
-            # idle ranks become empty groups of one, so that a move may use them
-            for degree, members in [*groups, *([(1, ())] * spare if 1 in problem.degrees else [])]:
-                kinds.append(problem.degrees.index(degree))
-                homes.append(home)
-                self.members.append(list(members))
-        self.kinds, self.homes = np.array(kinds), np.array(homes)
-        self.owner = np.zeros(len(problem.lengths), dtype=np.int64)
-        for group, part in enumerate(self.members):
-            self.owner[part] = group
-        own_seconds = problem.seconds[self.kinds[self.owner], np.arange(len(self.lengths))]
-        self.fixed = np.array(problem.group_s)[self.kinds]
-        # a group without sequences is no group: its fixed cost comes with its first sequence
-        self.loads = np.bincount(self.owner, own_seconds, len(kinds)) + np.where([bool(m) for m in self.members], self.fixed, 0)
-        self.tokens = np.bincount(self.owner, self.lengths, len(kinds))
-        self.rooms = np.array(problem.degrees)[self.kinds] * problem.capacity
-
-    def layout(self) -> Layout:
-        """The layout as it stands; micro-batches that lost all sequences are gone."""
-        result: Layout = [[] for _ in range(int(self.homes.max()) + 1)]
-        for kind, part, home in zip(self.kinds, self.members, self.homes, strict=True):
-            result[home].append((self.problem.degrees[kind], tuple(part)))
-        return [groups for groups in result if any(part for _, part in groups)]
-
-    def improve_once(self) -> bool:
-        """Takes the best move (else the best swap) out of the slowest group of every micro-batch; False if none helps."""
-        least_gain = 1e-9 * float(self.loads.max())
-        improved = False
-        for home in range(int(self.homes.max()) + 1):
-            gain, i, target, j = self._best_move(home)
-            if gain <= least_gain:
-                gain, i, target, j = self._best_swap(home)
-            if gain > least_gain and self.budget > 0:
-                source = int(self.owner[i])
-                self._shift(i, target)
-                if j >= 0:
-                    self._shift(j, source)
-                improved = True
-        return improved
-
-    def _best_move(self, home: int) -> tuple[float, int, int, int]:
-        """(gain in seconds, sequence, target group, -1) of the best move out of the slowest group of `home`."""
-        source = self._slowest(home)
-        chosen = np.array(self.members[source], dtype=np.int64)
-        if not len(chosen):
-            return 0.0, -1, -1, -1
-        self.budget -= _CALL_COST + len(chosen) * len(self.loads)
-        seconds = self.problem.seconds[:, chosen]
-        rest = self.loads[source] - seconds[self.kinds[source]] if len(chosen) > 1 else np.zeros(1)
-        entry = np.where([bool(m) for m in self.members], 0.0, self.fixed)
-        loads = self.loads + entry + seconds[self.kinds].T
-        fits = self.tokens + self.lengths[chosen][:, None] <= self.rooms
-        fits[:, source] = False
-        targets = np.broadcast_to(np.arange(len(self.loads)), loads.shape)
-        gains = np.where(fits, self._gains(home, source, rest[:, None], targets, loads), -np.inf)
-        row, target = np.unravel_index(int(np.argmax(gains)), gains.shape)
-        return float(gains[row, target]), int(chosen[row]), int(target), -1
-
-    def _best_swap(self, home: int) -> tuple[float, int, int, int]:
-        """(gain in seconds, sequence, target group, the sequence that comes back) of the best swap, as `_best_move`."""
-        source, problem = self._slowest(home), self.problem
-        chosen = np.array(self.members[source], dtype=np.int64)
-        others = np.flatnonzero(self.owner != source)
-        if not len(chosen) or not len(others):
-            return 0.0, -1, -1, -1
-        self.budget -= _CALL_COST + len(chosen) * len(others)
-        targets = self.owner[others]
-        kinds, kind = self.kinds[targets], self.kinds[source]
-        grows = self.lengths[chosen][:, None] - self.lengths[others]
-        fits = (self.tokens[targets] + grows <= self.rooms[targets]) & (self.tokens[source] - grows <= self.rooms[source])
-        rest = self.loads[source] - problem.seconds[kind, chosen][:, None] + problem.seconds[kind, others]
-        loads = self.loads[targets] - problem.seconds[kinds, others] + problem.seconds[:, chosen][kinds].T
-        spread = np.broadcast_to(targets, loads.shape)
-        gains = np.where(fits, self._gains(home, source, rest, spread, loads), -np.inf)
-        row, column = np.unravel_index(int(np.argmax(gains)), gains.shape)
-        return float(gains[row, column]), int(chosen[row]), int(targets[column]), int(others[column])
-
-    def _slowest(self, home: int) -> int:
-        inside = np.flatnonzero(self.homes == home)
-        return int(inside[np.argmax(self.loads[inside])])
-
-    def _gains(self, home: int, source: int, rest: FloatArray, targets: NDArray[np.int64], loads: FloatArray) -> FloatArray:
-        """Seconds that the step saves when `source` (slowest of `home`) falls to `rest` and a target rises to `loads`."""
-        maxima = np.full(int(self.homes.max()) + 1, -np.inf)
-        np.maximum.at(maxima, self.homes, self.loads)
-        inside = np.flatnonzero((self.homes == home) & (np.arange(len(self.loads)) != source))
-        ranked = inside[np.argsort(-self.loads[inside], kind="stable")]
-        second = self.loads[ranked[0]] if len(ranked) else 0.0
-        third = self.loads[ranked[1]] if len(ranked) > 1 else 0.0
-        runner_up = ranked[0] if len(ranked) else -1
-        elsewhere = maxima[home] - np.maximum(rest, second) + np.minimum(0.0, maxima[self.homes[targets]] - loads)
-        within = maxima[home] - np.maximum(np.maximum(rest, loads), np.where(targets == runner_up, third, second))
-        gains: FloatArray = np.where(self.homes[targets] == home, within, elsewhere)
-        return gains
-
-    def _shift(self, i: int, target: int) -> None:
-        source = int(self.owner[i])
-        self.members[source].remove(i)
-        self.members[target].append(i)
-        self.owner[i] = target
-        for group in (source, target):
-            part, kind = self.members[group], self.kinds[group]
-            # from scratch, so that no rounding piles up
-            self.loads[group] = self.fixed[group] + self.problem.seconds[kind, part].sum() if part else 0.0
-            self.tokens[group] = self.lengths[part].sum()
+def _static_bound_s(problem: GroupingProblem, degree: int) -> float:
+    """No layout of groups of `degree` ranks is faster; infinite if a sequence fits none."""
+    k = problem.degrees.index(degree)
+    if max(problem.lengths) > degree * problem.capacity:
+        return float("inf")
+    usable = problem.num_ranks // degree * degree
+    fewest = -(-sum(problem.lengths) // (problem.capacity * usable))
+    return float(problem.seconds[k].sum()) * degree / usable + fewest * problem.group_s[k]

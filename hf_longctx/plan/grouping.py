@@ -19,6 +19,8 @@ from hf_longctx.plan.types import GroupShape
 # one group: its degree and the sequences it packs; a layout is a list of micro-batches of groups
 Group = tuple[int, tuple[int, ...]]
 Layout = list[list[Group]]
+# [start, stop) of sequences sorted longest first, as one micro-batch
+Piece = tuple[int, int]
 
 _MAX_EXACT_OPERATIONS = 150_000
 
@@ -29,7 +31,9 @@ class GroupingProblem:
 
     shapes: how groups of each degree share attention in this step. seconds[k][i]: what sequence i adds to a group of
     degrees[k] ranks. group_s[k]: what such a group costs whatever it holds. capacity: tokens a rank may hold, so that a
-    group of d ranks holds at most d * capacity.
+    group of d ranks holds at most d * capacity. block_ranks: blocks of so many consecutive ranks enter and leave
+    micro-batches together (0: all ranks); smaller blocks than all let micro-batches overlap. overlaps: so do ranks that
+    take part in all of them, but do not wait for each other.
     """
 
     lengths: tuple[int, ...]
@@ -39,6 +43,13 @@ class GroupingProblem:
     shapes: Mapping[int, GroupShape]
     seconds: FloatArray
     group_s: tuple[float, ...]
+    block_ranks: int = 0
+    overlaps: bool = False
+
+    @property
+    def nests(self) -> bool:
+        """Whether ranks may change groups inside a step without waiting for all others."""
+        return 0 < self.block_ranks < self.num_ranks
 
     @classmethod
     def build(cls, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> GroupingProblem:
@@ -56,7 +67,9 @@ class GroupingProblem:
                 )
         # one shape per degree and step, the cheapest for an even share of the tokens
         share = min(sum(lengths) / num_ranks, config.tokens_per_rank)
-        shapes = {degree: costs.best_shape(degree, degree * share) for degree in config.degrees}
+        block_ranks = 1 if costs.parameters == "replicated" else costs.shards
+        documents = len(lengths) * share / max(1, sum(lengths))
+        shapes = {degree: costs.best_shape(degree, degree * share, degree * documents) for degree in config.degrees}
         return cls(
             lengths=tuple(lengths),
             num_ranks=num_ranks,
@@ -65,6 +78,8 @@ class GroupingProblem:
             shapes=shapes,
             seconds=np.stack([costs.sequences_s(list(lengths), shape) for shape in shapes.values()]),
             group_s=tuple(costs.group_s(shape) for shape in shapes.values()),
+            block_ranks=block_ranks if config.nested and not config.one_micro_batch else 0,
+            overlaps=0 < block_ranks < num_ranks,
         )
 
     def group_seconds(self, group: Group) -> float:
@@ -88,27 +103,63 @@ class GroupingProblem:
         Solvers break ties by number: on sorted sequences their result does not depend on the order of the input.
         """
         order = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
-        lengths = tuple(self.lengths[i] for i in order)
-        return replace(self, lengths=lengths, seconds=self.seconds[:, order]), order
+        return self.part(order), order
+
+    def restricted(self, degrees: Sequence[int]) -> GroupingProblem:
+        """The same problem with these of its degrees alone."""
+        kept = [k for k, degree in enumerate(self.degrees) if degree in degrees]
+        return replace(
+            self,
+            degrees=tuple(self.degrees[k] for k in kept),
+            seconds=self.seconds[kept],
+            group_s=tuple(self.group_s[k] for k in kept),
+        )
+
+    def part(self, sequences: Sequence[int]) -> GroupingProblem:
+        """The same problem with these sequences alone, in this order."""
+        chosen = list(sequences)
+        return replace(self, lengths=tuple(self.lengths[i] for i in chosen), seconds=self.seconds[:, chosen])
 
     def fits(self, group: Group) -> bool:
         """Whether every rank of the group holds at most `capacity` tokens."""
         return sum(self.lengths[i] for i in group[1]) <= group[0] * self.capacity
 
     def lower_bound_s(self) -> float:
-        """No layout is faster: neither than all rank-seconds spread evenly, nor than the longest sequence alone.
+        """No layout is faster than this, whatever its micro-batches; cheap enough for every step.
 
-        The first term counts the fewest micro-batches that memory allows, each with the cheapest fixed cost.
+        All rank-seconds spread evenly, every sequence at its cheapest degree, are one bound. Another is the longest
+        sequence's micro-batch, plus what memory keeps out of it: at least so many of the cheapest tokens, spread evenly.
+        Both add the fixed costs of the fewest micro-batches that memory allows. Where ranks may change groups on their own
+        (`nests`) or go on before others (`overlaps`), they add a rank's share of these, and the longest sequence hides
+        what runs beside it.
         """
         if not self.lengths:
             return 0.0
-        fitting = np.array([[length <= d * self.capacity for length in self.lengths] for d in self.degrees])
-        alone = np.where(fitting, self.seconds, np.inf)
-        work = np.where(fitting, self.seconds * np.array(self.degrees)[:, None], np.inf)
-        num_micro_batches = max(1, math.ceil(sum(self.lengths) / (self.capacity * self.num_ranks)))
+        degrees, lengths = np.array(self.degrees)[:, None], np.array(self.lengths, dtype=np.float64)
+        fits = lengths <= degrees * self.capacity
+        work = np.where(fits, self.seconds * degrees, np.inf).min(axis=0)
+        longest_s = float(np.where(fits, self.seconds, np.inf).min(axis=0).max())
+        room = float(self.capacity * self.num_ranks)
         fixed_s = min(self.group_s)
-        spread_s = float(work.min(axis=0).sum()) / self.num_ranks + num_micro_batches * fixed_s
-        return max(spread_s, float(alone.min(axis=0).max()) + fixed_s)
+        spread_s = float(work.sum()) / self.num_ranks
+        if self.nests or self.overlaps:
+            return max(spread_s + fixed_s * sum(self.lengths) / room, longest_s + fixed_s)
+        kept_out = _cheapest_work(work, lengths, sum(self.lengths) - room) / self.num_ranks
+        return max(spread_s, longest_s + kept_out) + max(1, math.ceil(sum(self.lengths) / room)) * fixed_s
+
+
+def _cheapest_work(work: FloatArray, lengths: FloatArray, num_tokens: float) -> float:
+    """The least work of so many tokens, parts of sequences allowed."""
+    order = np.argsort(work / lengths, kind="stable")
+    tokens = np.cumsum(lengths[order])
+    place = int(np.searchsorted(tokens, num_tokens))
+    if num_tokens <= 0:
+        return 0.0
+    if place >= len(order):
+        return float(work.sum())
+    before = float(tokens[place - 1]) if place else 0.0
+    part = (num_tokens - before) / lengths[order[place]]
+    return float(work[order[:place]].sum() + part * work[order[place]])
 
 
 def rank_layouts(num_ranks: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """`plan_step`: sequence lengths to a validated `StepPlan`, one pass after the other. Read this file first.
 
-    lengths -> grouping problem -> layout (exact, greedy or static) -> plan tree -> validate -> evaluate -> estimate
+    lengths -> grouping problem -> layout (exact, greedy, by programs or static) -> places on ranks, nested where that is faster
+            -> plan tree -> validate -> evaluate -> estimate
 
 Every pass is a function from plain data to plain data. The planner runs on rank 0, one step ahead; all ranks obey its plan.
 """
@@ -11,10 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from hf_longctx.plan.blaster import GroupedStep
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.greedy import plan_greedy, plan_one_micro_batch, plan_static
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, can_solve_exactly, solve_exactly
+from hf_longctx.plan.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
+from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, solve_exactly
+from hf_longctx.plan.milp import group_by_milp, plan_milp
+from hf_longctx.plan.nested import plan_nested
+from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
+from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
 from hf_longctx.plan.specs import PlannerConfig, check_degrees
 from hf_longctx.plan.types import (
     Action,
@@ -23,7 +29,6 @@ from hf_longctx.plan.types import (
     GroupShape,
     LayerRange,
     MicroBatch,
-    Parameters,
     SequenceGroup,
     Span,
     StagePlan,
@@ -35,15 +40,20 @@ from hf_longctx.plan.validate import validate_plan
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
     """The plan of optimizer step `step` for sequences of `lengths` tokens: what every rank will do, and its estimate.
 
-    Deterministic: equal arguments give an equal digest. Raises ValueError for a sequence that fits no allowed group, and
-    PlanError if a pass broke an invariant.
+    Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" go as far as their time allows.
+    Raises ValueError for a sequence that fits no allowed group, and PlanError if a pass broke an invariant.
     """
     started_s = time.perf_counter()
     check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
-    problem = GroupingProblem.build(lengths, costs, config)
-    layout, solver = choose_layout(problem, config)
-    plan = validate_plan(build_plan(step, lengths, layout, problem.shapes, costs, costs.parameters))
-    run = evaluate_plan(plan, costs)
+    # equal sequences are told apart at the very end, so that no pass depends on the order of the input
+    problem, order = GroupingProblem.build(lengths, costs, config).longest_first()
+    # the judge decides, since only it knows which groups leave a node and who waits for whom
+    judged = []
+    for placed, solver in candidates(problem, costs, config):
+        plan = build_plan(step, lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
+        judged.append((evaluate_plan(plan, costs, with_events=False), plan, solver))
+    run, plan, solver = min(judged, key=lambda item: item[0].step_s)
+    validate_plan(plan)
     estimate = Estimate(
         step_s=run.step_s,
         lower_bound_s=problem.lower_bound_s() + costs.coefficients.step_s,
@@ -55,71 +65,106 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     return replace(plan, estimate=estimate)
 
 
+def candidates(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
+    """Layouts placed on ranks, and who found them: what the configured solver says, and what else may turn out faster."""
+    nodes = costs.cluster.ranks_per_node
+    is_free = bool(problem.lengths) and config.solver != "static"
+    is_quick = is_free and config.solver in ("auto", "greedy") and not config.one_micro_batch
+    layouts = [choose_layout(each, config) for each in [problem, *(_easier_to_place(problem, nodes) if is_quick else [])]]
+    if is_free and problem.nests:
+        # micro-batches of one degree that overlap may beat others whose sum is less
+        limit_s = min(problem.step_seconds(layout) for layout, _ in layouts)
+        layouts += [(layout, "static") for layout in overlapping_static_layouts(problem, config.micro_batch_trials, limit_s)]
+    found = [(place_layout(layout, problem.num_ranks, nodes, config.node_aligned), solver) for layout, solver in layouts]
+    if is_free and problem.nests and (groups := plan_nested(problem, nodes)):
+        found.append((levels(groups, problem.num_ranks), f"{layouts[0][1]}, nested"))
+    return found
+
+
+def _easier_to_place(problem: GroupingProblem, ranks_per_node: int) -> list[GroupingProblem]:
+    """The problem with degrees of which whole nodes can be built alone, if it has others: their groups often leave a node."""
+    longest = max(problem.lengths)
+    powers = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
+    tiles = tuple(d for d in problem.degrees if d % ranks_per_node == 0 or ranks_per_node % d == 0 or d == problem.num_ranks)
+    choices = {powers, tiles, tuple(sorted({*powers, *tiles}))} - {problem.degrees}
+    return [problem.restricted(degrees) for degrees in sorted(choices) if degrees and longest <= degrees[-1] * problem.capacity]
+
+
 def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layout, str]:
     """The layout that the configured solver finds, and the solver's name. "auto" is exact for few sequences."""
     if not problem.lengths:
         return [[]], "empty"
+    if config.solver in ("lp", "milp"):
+        return _improve_greedy(problem, config)
     if config.one_micro_batch:
         return plan_one_micro_batch(problem, one_degree=config.solver == "static"), "one micro-batch"
     if config.solver == "static":
         return plan_static(problem, config.micro_batch_trials, config.static_degree), "static"
     if config.solver == "auto" and can_solve_exactly(problem):
         return solve_exactly(problem), "exact"
-    return plan_greedy(problem, config.micro_batch_trials), "greedy"
+    return plan_greedy(problem, config.micro_batch_trials, config.time_aware), "greedy"
+
+
+def _improve_greedy(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layout, str]:
+    """What the linear or integer programs make of greedy's layout in their time, and the solver's name with what was left."""
+    limit_s = config.solver_time_limit_s
+    if config.one_micro_batch:
+        [groups] = plan_one_micro_batch(problem)
+        group = group_by_milp if config.solver == "milp" else plan_by_configurations
+        solved = group(problem, groups, limit_s)
+        step = GroupedStep([list(solved.groups)], int(solved.is_fallback))
+    else:
+        improve = plan_milp if config.solver == "milp" else plan_lp
+        step = improve(
+            problem, config.micro_batch_trials, limit_s, plan_greedy(problem, config.micro_batch_trials, config.time_aware)
+        )
+    left = f" ({step.num_fallbacks} of {len(step.layout)} micro-batches by greedy)" if step.num_fallbacks else ""
+    return step.layout, config.solver + left
 
 
 def build_plan(
     step: int,
     lengths: Sequence[int],
-    layout: Layout,
+    placed: PlacedLayout,
     shapes: Mapping[int, GroupShape],
     costs: CostModel,
-    parameters: Parameters,
+    block_ranks: int = 0,
 ) -> StepPlan:
-    """The plan tree of a layout: one packed chunk per group, forward then backward, ranks without work on the dummy chunk.
+    """The plan tree of placed groups: one packed chunk per group, forward then backward, idle ranks on the dummy chunk.
 
-    `shapes`: how groups of each degree of the layout share attention.
+    `shapes`: how groups of each degree share attention. `block_ranks`: blocks of so many ranks may be left out of
+    micro-batches in which they have nothing to do; 0: every rank takes part in all of them.
     """
     num_ranks = costs.cluster.num_ranks
-    micro_batches = [
-        _place_groups(groups, lengths, shapes, num_ranks, costs.model.num_layers)
+    micro_batches = with_idle_ranks(placed, num_ranks, block_ranks)
+    if not block_ranks:
         # the most tokens on a rank first, so that a run that does not fit fails at once
-        for groups in sorted(layout, key=lambda groups: -max((sum(lengths[i] for i in g[1]) / g[0] for g in groups), default=0))
-    ]
+        micro_batches.sort(key=lambda groups: -max(sum(lengths[i] for i in group.members) / group.degree for group in groups))
+    layers = LayerRange(0, costs.model.num_layers)
     return StepPlan(
         step=step,
         lengths=tuple(int(length) for length in lengths),
         num_stages=1,
         ranks_per_stage=num_ranks,
-        parameters=parameters,
-        micro_batches=tuple(micro_batches),
+        parameters=costs.parameters,
+        micro_batches=tuple(
+            MicroBatch(tuple(_sequence_group(group, shapes, lengths, layers) for group in groups)) for groups in micro_batches
+        ),
+        shard_ranks=costs.shards,
     )
 
 
-def _place_groups(
-    groups: Sequence[Group], lengths: Sequence[int], shapes: Mapping[int, GroupShape], num_ranks: int, num_layers: int
-) -> MicroBatch:
-    """Groups on consecutive positions, ranks to spare behind them.
-
-    A group starts at a multiple of the largest power of two in its degree, which its blocks divide: so blocks find their
-    process groups, and a group of a power of two that fits into a node does not cross nodes.
-    """
-    busy = [(shapes[degree], members) for degree, members in groups if members]
-    busy.sort(key=lambda item: (-(item[0].degree & -item[0].degree), -item[0].degree, item[1]))
-    spare = num_ranks - sum(shape.degree for shape, _ in busy)
-    placed, position = [], 0
-    for shape, members in [*busy, *[(GroupShape(1), ())] * spare]:
-        placed.append(
-            SequenceGroup(
-                positions=tuple(range(position, position + shape.degree)),
-                method=shape.method,
-                chunks=(Chunk(0, _longest_first(members, lengths)),),
-                stages=(StagePlan(0, (LayerRange(0, num_layers),), (Action("F", 0, 0), Action("B", 0, 0))),),
-                ulysses_degree=shape.ulysses if shape.method == "hybrid" else 0,
-            )
-        )
-        position += shape.degree
-    return MicroBatch(tuple(placed))
+def _sequence_group(
+    placed: PlacedGroup, shapes: Mapping[int, GroupShape], lengths: Sequence[int], layers: LayerRange
+) -> SequenceGroup:
+    shape = shapes[placed.degree] if placed.members else GroupShape(1)
+    return SequenceGroup(
+        positions=tuple(placed.positions),
+        method=shape.method,
+        chunks=(Chunk(0, _longest_first(placed.members, lengths)),),
+        stages=(StagePlan(0, (layers,), (Action("F", 0, 0), Action("B", 0, 0))),),
+        ulysses_degree=shape.ulysses if shape.method == "hybrid" else 0,
+    )
 
 
 def _longest_first(members: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:

@@ -68,9 +68,16 @@ def _zigzag_pieces(chunk: Chunk, num_blocks: int) -> tuple[list[list[Piece]], li
     blocks: list[list[Piece]] = [[] for _ in range(num_blocks)]
     held = [0] * num_blocks
     for document, span in enumerate(chunk.spans):
-        cuts = [span.num_tokens * place // (2 * num_blocks) for place in range(2 * num_blocks + 1)]
+        least, odd = divmod(span.num_tokens, 2 * num_blocks)
+        # the odd tokens go where fewest are, so that blocks stay within one token of each other
+        longer = sorted((held[index] + extra, index) for index in range(num_blocks) for extra in (0, 1))[:odd]
+        sizes = [least] * (2 * num_blocks)
+        for tokens, index in longer:
+            pair = (index - document) % num_blocks
+            # a block's second odd token is in its late piece
+            sizes[pair if tokens == held[index] else 2 * num_blocks - 1 - pair] += 1
+        cuts = (0, *accumulate(sizes))
         for pair in range(num_blocks):
-            # from document to document another block gets the odd tokens, else many short ones would pile up on one block
             index = (pair + document) % num_blocks
             for place in (pair, 2 * num_blocks - 1 - pair):
                 if cuts[place] < cuts[place + 1]:
@@ -168,6 +175,13 @@ def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piec
 def held_tokens(pieces: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:
     """Tokens of every rank, dummy tokens included."""
     return tuple(sum(piece.num_tokens for piece in rank) for rank in pieces)
+
+
+def shard_tokens(chunk: Chunk, shape: GroupShape) -> tuple[int, ...]:
+    """`held_tokens` of `rank_pieces`, without laying out documents where they need not be."""
+    if shape.num_blocks == 1:
+        return even_shards(max(chunk.num_tokens, shape.degree), shape.degree)
+    return held_tokens(rank_pieces(chunk, shape))
 
 
 def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 from hf_longctx.plan.types import Parameters
 
-Solver = Literal["auto", "greedy", "static"]
-SOLVERS: tuple[str, ...] = ("auto", "greedy", "static")
+Solver = Literal["auto", "greedy", "lp", "milp", "static"]
+SOLVERS: tuple[str, ...] = ("auto", "greedy", "lp", "milp", "static")
 
 # how groups of two or more ranks share attention; "auto" is the cheapest of the others for every degree and step
 GroupMethod = Literal["auto", "ulysses", "ring", "hybrid"]
 GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
+
+_NODE_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class ModelSpec:
     """Shapes of a decoder-only model.
 
     bytes_per_element: of weights and saved activations. bytes_sent_per_element: of queries, keys and values between ranks,
-    fewer than that under autocast (0: as many).
+    fewer than that under autocast (0: as many). gated_mlp: the MLP has a gate beside up and down, as Llama's and unlike
+    GPT's. learned_positions: one embedding for each of max_positions.
     """
 
     num_layers: int
@@ -35,6 +38,8 @@ class ModelSpec:
     tied_embeddings: bool = False
     bytes_per_element: int = 4
     bytes_sent_per_element: int = 0
+    gated_mlp: bool = True
+    learned_positions: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
@@ -66,26 +71,28 @@ class ModelSpec:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrix parameters of one decoder layer: q, k, v, o and a gated MLP."""
+        """Matrix parameters of one decoder layer: q, k, v, o and the MLP."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
     def num_parameters(self) -> int:
         """Matrix parameters of the whole model."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * self.layer_parameters + embeddings
+        positions = self.max_positions * self.hidden_size if self.learned_positions else 0
+        return self.num_layers * self.layer_parameters + embeddings + positions
 
     @property
     def saved_bytes_per_token(self) -> int:
         """Bytes kept for backward per token without recomputation, logits and their loss included.
 
         HF eager modules around fused attention keep 16d + 4a + 4k + 8f + 4h bytes per layer at two bytes an element (d
-        hidden, a all query heads, k all KV heads, f intermediate, h heads); the loss keeps logits, their fp32 copy and
-        its log-probabilities.
+        hidden, a all query heads, k all KV heads, f intermediate, h heads; 4f without a gate); the loss keeps logits, their
+        fp32 copy and its log-probabilities.
         """
         a, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = 16 * self.hidden_size + 4 * a + 4 * k + 8 * self.intermediate_size + 4 * self.num_heads
+        mlp = (8 if self.gated_mlp else 4) * self.intermediate_size
+        layer = 16 * self.hidden_size + 4 * a + 4 * k + mlp + 4 * self.num_heads
         logits = self.vocab_size * (self.bytes_per_element + 3 * max(4, self.bytes_per_element))
         return self.num_layers * layer * self.bytes_per_element // 2 + logits
 
@@ -106,7 +113,10 @@ class ModelSpec:
 class HardwareSpec:
     """One rank's device, its links to ranks of its node, and its share of the network. Rates are sustained, not peak.
 
-    message_s: seconds that one exchange costs beside its bytes.
+    message_s: seconds that one exchange costs beside its bytes. kernel_s: seconds to start one kernel. backward_matmul,
+    backward_attention: backward's time over forward's at equal tokens. copy_bytes_per_s: to and from the host, whose memory
+    has host_bytes for each rank (0: unknown). exchange_bytes_per_s: (ranks, rate) of all-to-alls that were measured; other
+    sizes follow from links and network. source: where the numbers come from; none for a guess.
     """
 
     name: str
@@ -116,7 +126,17 @@ class HardwareSpec:
     link_bytes_per_s: float
     network_bytes_per_s: float
     message_s: float
+    kernel_s: float = 1e-5
+    backward_matmul: float = 2.0
+    backward_attention: float = 2.5
+    copy_bytes_per_s: float = 1e10
+    host_bytes: int = 0
+    exchange_bytes_per_s: tuple[tuple[int, float], ...] = ()
+    source: str = ""
 
+
+# what formulas of bytes leave of a device for workspace, fragmentation and the process itself
+USABLE_SHARE = 0.8
 
 # a guess that only has to rank plans until the run has measured its own coefficients
 GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9, 1e9, 2e-4)
@@ -138,8 +158,14 @@ class PlannerConfig:
 
     tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many.
     degrees: allowed sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best).
-    micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit.
+    micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit. solver_time_limit_s: what
+    solvers "lp" and "milp" may take for one step, beside the greedy layout that they start from.
     one_micro_batch: everything runs at once or not at all, for a caller that makes one forward per plan.
+
+    What goes beyond FlexSP can be switched off: time_aware (micro-batches are cut by time as well as by tokens, and
+    sequences move between them to fill their slack), nested (where parameters allow it, ranks change groups inside a step
+    and wait for their partners alone), node_aligned (a group that fits into a node does not leave it). The fourth, integer
+    degrees, is a matter of `degrees`.
     """
 
     tokens_per_rank: int
@@ -148,6 +174,10 @@ class PlannerConfig:
     static_degree: int = 0
     micro_batch_trials: int = 5
     one_micro_batch: bool = False
+    time_aware: bool = True
+    nested: bool = True
+    node_aligned: bool = True
+    solver_time_limit_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:
@@ -160,6 +190,8 @@ class PlannerConfig:
             raise ValueError(f"static_degree {self.static_degree} is not among the degrees {self.degrees}")
         if self.micro_batch_trials < 1:
             raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least one is needed")
+        if not self.solver_time_limit_s > 0:
+            raise ValueError(f"solver_time_limit_s is {self.solver_time_limit_s}; give a positive number of seconds")
 
 
 def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> None:
@@ -189,3 +221,13 @@ def default_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto"
     powers = {1 << bit for bit in range(num_ranks.bit_length())} | {num_ranks}
     limit = min(num_ranks, num_heads) if method == "ulysses" else num_ranks
     return tuple(sorted(degree for degree in powers if degree <= limit))
+
+
+def all_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> tuple[int, ...]:
+    """`default_degrees`, every number of ranks up to 8, and multiples of 8 (of a usual node) up to 64.
+
+    More would take the planner longer and gain little. Ulysses takes no others than the default ones, which `check_degrees`
+    says by name.
+    """
+    inside, nodes = range(1, min(_NODE_RANKS, num_ranks) + 1), range(_NODE_RANKS, min(64, num_ranks) + 1, _NODE_RANKS)
+    return tuple(sorted({*default_degrees(num_ranks, num_heads, method), *inside, *nodes}))

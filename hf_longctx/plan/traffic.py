@@ -99,11 +99,14 @@ def sent_bytes(
     return tuple(result)
 
 
-def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_tokens: float, is_backward: bool) -> Traffic:
+def mean_traffic(
+    model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_tokens: float, is_backward: bool, near_ranks: int = 0
+) -> Traffic:
     """What a rank sends on average in one pass of a chunk of `num_tokens` tokens spread evenly: `sent_bytes`, smoothed.
 
-    Groups are taken to start at a multiple of their degree. A ring that leaves a node runs at the speed of the network,
-    because all of its ranks wait for the slowest hop.
+    `near_ranks`: the fewest ranks of the group that share a node; 0 for the most that any place allows. A ring that leaves a
+    node runs at the speed of the network, because all of its ranks wait for the slowest hop. Where the hardware's rate for a
+    block of so many ranks was measured, bytes are counted as so many at the nominal rate.
     """
     if shape.degree == 1:
         return Traffic()
@@ -112,9 +115,9 @@ def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
     exchanged = own * neighbours / shape.ulysses * (2 * sum(heads.queries) + _KV * sum(heads.kv)) * element
-    far_neighbours = max(0, shape.ulysses - cluster.ranks_per_node)
-    network = exchanged * far_neighbours / neighbours if neighbours else 0.0
-    link, messages = exchanged - network, 2 * model.num_layers * (neighbours > 0)
+    near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
+    link, network = _by_links(exchanged, shape.ulysses, near_ranks, cluster)
+    messages = 2 * model.num_layers * (neighbours > 0)
     hops = shape.num_blocks - 1
     if hops:
         travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
@@ -124,11 +127,34 @@ def mean_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_
         if is_backward:
             ring += hops * passed * gradient
             messages += hops * model.num_layers
-        if shape.degree > cluster.ranks_per_node:
+        if shape.degree > near_ranks:
             network += ring
         else:
             link += ring
     return Traffic(link, network, messages)
+
+
+def _most_near_ranks(degree: int, cluster: ClusterSpec) -> int:
+    """Ranks on the emptiest node of a group that leaves as few nodes as it can, spread evenly; all ranks have no choice."""
+    per_node = cluster.ranks_per_node
+    if degree == cluster.num_ranks and degree > per_node:
+        return degree % per_node or per_node
+    return degree // -(-degree // per_node)
+
+
+def _by_links(num_bytes: float, block: int, near_ranks: int, cluster: ClusterSpec) -> tuple[float, float]:
+    """Bytes of an all-to-all of `block` ranks inside the node and to other nodes, as so many at the nominal rates."""
+    if block == 1:
+        return 0.0, 0.0
+    far_share = max(0, block - near_ranks) / (block - 1)
+    measured = dict(cluster.hardware.exchange_bytes_per_s).get(block)
+    # the rate was measured with a block that leaves no node without need
+    if measured is None or near_ranks < min(block, cluster.ranks_per_node):
+        return num_bytes * (1 - far_share), num_bytes * far_share
+    hardware = cluster.hardware
+    if far_share:
+        return 0.0, num_bytes * hardware.network_bytes_per_s / measured
+    return num_bytes * hardware.link_bytes_per_s / measured, 0.0
 
 
 def _sent_per_head(model: ModelSpec) -> tuple[int, int]:

@@ -118,12 +118,27 @@ class TensorShare:
     def total(self) -> float:
         return self.recompute + self.nvme + self.host + self.device
 
+    def cuts(self, num_tokens: int) -> tuple[int, int, int]:
+        """Where of `num_tokens` tokens the recomputed, the NVMe and the host part end; the device has the rest."""
+        ends = (self.recompute, self.recompute + self.nvme, self.recompute + self.nvme + self.host)
+        first, second, third = (min(num_tokens, round(end * num_tokens)) for end in ends)
+        return first, second, third
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPolicy:
     """Where one layer's saved tensors go. A class that is not named stays on the device."""
 
     shares: tuple[TensorShare, ...] = ()
+
+    def share(self, tensor_class: TensorClass) -> TensorShare:
+        """The share of one class, named or not."""
+        named = (share for share in self.shares if share.tensor_class == tensor_class)
+        return next(named, TensorShare(tensor_class, device=1.0))
+
+    @property
+    def keeps_everything(self) -> bool:
+        return all(share.device == share.total for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +272,11 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything all ranks do for one optimizer update. `rank = stage * ranks_per_stage + position`."""
+    """Everything all ranks do for one optimizer update. `rank = stage * ranks_per_stage + position`.
+
+    shard_ranks: with sharded parameters, blocks of so many consecutive positions share one copy and run every micro-batch
+    together; 0: all positions of a stage.
+    """
 
     step: int
     lengths: tuple[int, ...]
@@ -266,6 +285,12 @@ class StepPlan:
     parameters: Parameters
     micro_batches: tuple[MicroBatch, ...]
     estimate: Estimate = Estimate()
+    shard_ranks: int = 0
+
+    @property
+    def block_ranks(self) -> int:
+        """How many consecutive positions enter and leave micro-batches together."""
+        return 1 if self.parameters == "replicated" else self.shard_ranks or self.ranks_per_stage
 
     @property
     def num_ranks(self) -> int:

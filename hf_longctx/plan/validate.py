@@ -1,7 +1,8 @@
 """Every invariant of a plan, proved before anyone acts. A violation prints the schedule grid with the action marked.
 
 What is checked: spans cover every planned token once; groups of a micro-batch are disjoint and cover every rank of the
-stage (with replicated parameters they may leave ranks out, but every rank takes part in the step); slices of a sequence
+stage (with replicated parameters they may leave ranks out, with parameters sharded in blocks whole blocks, but every rank takes
+part in the step); slices of a sequence
 are in order inside one group and their backward runs in reverse; every forward precedes its backward; sends and receives
 match in order on every link; parts and policies fit the stage's layers; under sharded parameters all groups of a
 micro-batch run the same order of action kinds.
@@ -29,7 +30,8 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
         for group in micro_batch.groups:
             _check_group(plan, f"micro-batch {index}, group {group.positions}", group)
         if plan.parameters == "sharded":
-            _check_same_order(index, micro_batch)
+            for block in range(plan.ranks_per_stage // plan.block_ranks):
+                _check_same_order(index, micro_batch, block, plan.block_ranks)
     _check_every_rank(plan)
     _check_same_layers(plan)
     if limit_bytes and plan.estimate.peak_bytes > limit_bytes:
@@ -64,6 +66,10 @@ def _check_shape(plan: StepPlan) -> None:
         raise PlanError(f"a plan needs at least one stage and one rank, not {plan.num_stages} x {plan.ranks_per_stage}")
     if plan.parameters not in PARAMETERS:
         raise PlanError(f"parameters {plan.parameters!r} is not one of {', '.join(PARAMETERS)}")
+    if plan.shard_ranks < 0 or (plan.shard_ranks and plan.ranks_per_stage % plan.shard_ranks):
+        raise PlanError(f"shard_ranks {plan.shard_ranks} does not divide the {plan.ranks_per_stage} ranks of a stage")
+    if plan.shard_ranks and plan.parameters == "replicated":
+        raise PlanError(f"shard_ranks {plan.shard_ranks} belongs to sharded parameters; these are replicated")
     if not plan.micro_batches:
         raise PlanError("a plan needs at least one micro-batch")
     for sequence, length in enumerate(plan.lengths):
@@ -104,11 +110,12 @@ def _check_positions(plan: StepPlan, index: int, micro_batch: MicroBatch) -> Non
         if shared := taken & set(positions):
             raise PlanError(f"micro-batch {index}: position {min(shared)} is in two groups")
         taken |= set(positions)
-    if plan.parameters != "replicated" and len(taken) != plan.ranks_per_stage:
-        idle = sorted(set(range(plan.ranks_per_stage)) - taken)
+    block = plan.block_ranks
+    blocks = {position // block for position in taken}
+    if idle := sorted({place for b in blocks for place in range(b * block, (b + 1) * block)} - taken):
         raise PlanError(
             f"micro-batch {index}: positions {idle} have no group; with {plan.parameters} parameters every rank takes part "
-            f"in every micro-batch (give it a group with the dummy chunk)"
+            f"in every micro-batch of its block of {block} (give it a group with the dummy chunk)"
         )
 
 
@@ -203,14 +210,15 @@ def _check_same_layers(plan: StepPlan) -> None:
                 raise PlanError(f"stage {stage.stage} holds {stage.parts} in group {group.positions}, but {parts} elsewhere")
 
 
-def _check_same_order(index: int, micro_batch: MicroBatch) -> None:
+def _check_same_order(index: int, micro_batch: MicroBatch, block: int, block_ranks: int) -> None:
+    groups = [group for group in micro_batch.groups if any(position // block_ranks == block for position in group.positions)]
     orders: set[tuple[Sequence[tuple[str, int]], ...]] = {
         tuple(tuple((a.kind, a.part) for a in stage.actions if a.kind in ("F", "B")) for stage in group.stages)
-        for group in micro_batch.groups
+        for group in groups
     }
     if len(orders) > 1:
-        grids = "\n".join(f" group {group.positions}\n{schedule_grid(group)}" for group in micro_batch.groups)
+        grids = "\n".join(f" group {group.positions}\n{schedule_grid(group)}" for group in groups)
         raise PlanError(
             f"micro-batch {index}: with sharded parameters all groups must run F and B in the same order, because every "
-            f"forward gathers parameters over the whole stage\n{grids}"
+            f"forward gathers parameters over all ranks that share them\n{grids}"
         )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from hf_longctx.plan.sharding import HeadShare, Piece
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.slices import KVBook, Slice
+
+if TYPE_CHECKING:
+    from hf_longctx.runtime.checkpointing import ChunkActivations
 
 # tokens of the query piece and of the key piece, as slices of their blocks, and whether it is causal (the same piece)
 Tile = tuple[slice, slice, bool]
@@ -94,13 +100,20 @@ class GroupContext:
 
     A group of one block has whole documents in it, with boundaries `cu_seqlens` (starting at 0); of several blocks, the
     layout is `ring.pieces` and `cu_seqlens` is empty. known_readers: filled by `readers`; the pool's, so that it lasts.
+    slices: the documents of which other chunks hold the rest, in `book`, the round's.
+    activations: what layers do with their saved tensors; None keeps them. kept: of the layer that runs, where its attention
+    leaves output and LSE for the replay; None outside layers that are replayed.
     """
 
     block: Block
     ring: Ring
     cu_seqlens: tuple[int, ...]
     known_readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = field(default_factory=dict)
+    slices: tuple[Slice, ...] = ()
+    book: KVBook = field(default_factory=KVBook)
     calls: AttentionCalls = field(default_factory=AttentionCalls)
+    activations: ChunkActivations | None = None
+    kept: AttentionRecord | None = None
 
     def __post_init__(self) -> None:
         if self.ring.num_blocks == 1 and sum(self.block.tokens) != self.cu_seqlens[-1]:

@@ -7,18 +7,20 @@ through `StepResult`. Gradients are the sum over all ranks of the loss divided b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.plan.types import Action, RankPlan, SequenceGroup
+from hf_longctx.plan.types import Action, ActivationPolicy, RankPlan, SequenceGroup
+from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval, StepClock
 from hf_longctx.runtime.sharded import parameters_of
+from hf_longctx.runtime.slices import KVBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,14 @@ class ChunkInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank."""
+    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank.
+
+    kv_book_bytes: the most that keys and values of slices and their gradients took on this rank.
+    """
 
     loss: Tensor
     clock: StepClock
+    kv_book_bytes: int = 0
 
     def intervals(self) -> list[Interval]:
         """What this rank did; call it after the step, since on CUDA it waits for the device."""
@@ -55,7 +61,7 @@ class StepExecutor:
 
     `model` is the plain, DDP-wrapped or sharded (`shard_model`) model; its attention must be the registered `longctx`
     function, called `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add
-    up in fp32.
+    up in fp32. `engine` executes activation policies; without one, plans that have any are refused.
     """
 
     def __init__(
@@ -65,8 +71,9 @@ class StepExecutor:
         num_attention_layers: int,
         device: torch.device,
         fp32_gradients: bool = True,
+        engine: ActivationEngine | None = None,
     ) -> None:
-        self.model, self.pool, self.device = model, pool, device
+        self.model, self.pool, self.device, self.engine = model, pool, device, engine
         self.num_attention_layers = num_attention_layers
         self.parameters = parameters_of(model, fp32_gradients)
         self._no_mask = no_mask(device)
@@ -82,29 +89,31 @@ class StepExecutor:
         by name for what this version does not execute.
         """
         self.parameters.check(plan.parameters)
-        refuse_unsupported(plan)
+        refuse_unsupported(plan, self.engine)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        kv_book_bytes = 0
         with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
-                is_last = reduce and index == len(plan.rounds) - 1
-                self.parameters.enter_round(plan.parameters, is_last)
-                total += _Round(self, group, inputs[index], num_label_tokens, clock, index).run(stage.actions)
+                self.parameters.enter_round(plan.parameters)
+                current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage.activations)
+                total += current.run(stage.actions)
+                kv_book_bytes = max(kv_book_bytes, current.book.peak_bytes)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
                 self.parameters.reduce(self.pool.everyone)
             self._sum_over_ranks(total)
-        return StepResult(total, clock)
+        return StepResult(total, clock, kv_book_bytes)
 
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
         """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only, as `run` otherwise."""
         self.parameters.check(plan.parameters)
-        refuse_unsupported(plan)
+        refuse_unsupported(plan, self.engine)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (group, stage) in enumerate(plan.rounds):
-            self.parameters.enter_round(plan.parameters, is_last=False)
+            self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind == "F"]
             total += _Round(self, group, inputs[index], 1, clock, index).run(forwards)
         self.parameters.free()
@@ -131,7 +140,7 @@ class StepExecutor:
 
 
 class _Round:
-    """One micro-batch of one rank: its chunks' losses between their F and their B."""
+    """One micro-batch of one rank: its chunks' losses between their F and their B, and the keys and values of slices."""
 
     def __init__(
         self,
@@ -141,25 +150,32 @@ class _Round:
         num_label_tokens: int,
         clock: StepClock,
         index: int,
+        policies: Sequence[ActivationPolicy] = (),
     ) -> None:
         self.executor, self.group, self.inputs = executor, group, inputs
+        self.policies = {policy.chunk: policy for policy in policies}
         self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
         self.losses: dict[int, Tensor] = {}
         self.num_backwards = 0
+        self.book = KVBook()
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.handlers = {"F": self._forward, "B": self._backward}
 
     def run(self, actions: Sequence[Action]) -> Tensor:
         """The actions in order; this rank's share of the step's loss, without a graph."""
         self.num_backwards = sum(action.kind == "B" for action in actions)
+        self.book = KVBook(has_backward=self.num_backwards > 0)
         for action in actions:
             with self.clock.measure(self.index, action.kind, str(action)):
                 self.handlers[action.kind](action)
+        assert not self.book.num_bytes, f"the K/V book holds {self.book.num_bytes} bytes behind its round"
         return self.total
 
     def _forward(self, action: Action) -> None:
         chunk = self.group.chunks[action.chunk]
-        context = self.executor.pool.context(self.group, chunk)
+        context = self.executor.pool.context(self.group, chunk, self.book)
+        if self.executor.engine is not None and action.chunk in self.policies:
+            context = replace(context, activations=self.executor.engine.begin(self.policies[action.chunk]))
         inputs = self.inputs[action.chunk].to(self.executor.device)
         logits = self.executor.forward_chunk(inputs, context)
         loss = step_loss(summed_cross_entropy(logits, inputs.shift_labels), self.num_label_tokens)
@@ -172,6 +188,9 @@ class _Round:
         self.executor.parameters.before_backward(is_last=not self.num_backwards)
         loss.backward()
         self.executor.parameters.after_backward()
+        for span in self.group.chunks[action.chunk].spans:
+            if not span.start:
+                self.book.close(span.sequence)
 
 
 def no_mask(device: torch.device) -> Tensor:
@@ -179,18 +198,36 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def refuse_unsupported(plan: RankPlan) -> None:
-    """Raises ValueError naming the first part of the plan that this version does not execute."""
+def _sliced_chunks(group: SequenceGroup) -> set[int]:
+    """Chunks that hold a sequence of which another chunk of the group holds the rest."""
+    homes: dict[int, set[int]] = {}
+    for chunk in group.chunks:
+        for span in chunk.spans:
+            homes.setdefault(span.sequence, set()).add(chunk.index)
+    return {chunk for chunks in homes.values() if len(chunks) > 1 for chunk in chunks}
+
+
+def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -> None:
+    """Raises ValueError naming the first part of the plan that this version does not execute, with `engine` or without."""
     for group, stage in plan.rounds:
         if len(group.stages) > 1:
             raise ValueError(f"a plan of {len(group.stages)} pipeline stages is not executed yet; only one stage is")
         if len(stage.parts) > 1:
             raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
-        if any(policy.layers or policy.tile_tokens for policy in stage.activations):
+        if engine is not None:
+            sliced = _sliced_chunks(group)
+            for policy in stage.activations:
+                engine.check(policy)
+                if policy.chunk in sliced and (policy.layers or policy.tile_tokens):
+                    raise ValueError(f"chunk {policy.chunk} is a slice of a sequence with an activation policy; not executed yet")
+        elif any(policy.layers or policy.tile_tokens for policy in stage.activations):
             raise ValueError("activation policies (recompute, offload, tiles) are not executed yet; everything is kept")
         for chunk in group.chunks:
-            if chunk.prefix_tokens:
-                raise ValueError(f"chunk {chunk.index} is a slice of a sequence; slices are not executed yet")
+            if group.shape.num_blocks > 1 and any(span.start for span in chunk.spans):
+                raise ValueError(
+                    f"chunk {chunk.index} is a slice of a sequence in a {group.method} group; slices are executed in local and "
+                    f"ulysses groups only"
+                )
         for action in stage.actions:
             if action.helpers or action.kind not in ("F", "B"):
                 raise ValueError(f"action {action} is not executed yet; only F and B without helpers are")

@@ -15,6 +15,7 @@ from hf_longctx.plan.sharding import HeadShare, block_pieces, document_bounds, e
 from hf_longctx.plan.types import Chunk, SequenceGroup
 from hf_longctx.runtime.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.slices import KVBook, slices_of
 
 
 class GroupPool:
@@ -62,8 +63,8 @@ class GroupPool:
             )
         return self._groups[positions]
 
-    def context(self, group: SequenceGroup, chunk: Chunk) -> GroupContext:
-        """This rank's context for a chunk of its group.
+    def context(self, group: SequenceGroup, chunk: Chunk, book: KVBook | None = None) -> GroupContext:
+        """This rank's context for a chunk of its group; all chunks of a round share one `book` (None: no chunk is a slice).
 
         Blocks of two or more ranks exchange on aligned groups of the pool. Rings pass messages on the group of all ranks,
         so any positions will do.
@@ -87,6 +88,8 @@ class GroupPool:
             ),
             cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
             known_readers=self._readers,
+            slices=slices_of(group, chunk),
+            book=KVBook() if book is None else book,
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.types import Parameters
@@ -45,11 +46,12 @@ class GradientSum:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
         Every rank of the group must call it with the same parameters in the same order, and have gradients for the same
-        ones: true since every rank runs at least one chunk through the whole model. On the current stream.
+        ones: true since every rank runs at least one chunk through the whole model. Of a sharded gradient the rank's shard is
+        summed, so ranks of the group must hold the same shards. On the current stream.
         """
         sums = [self._wide.get(parameter, parameter.grad) for parameter in self.parameters]
         if group is not None:
-            for bucket in _buckets([gradient for gradient in sums if gradient is not None]):
+            for bucket in _buckets([_local(gradient) for gradient in sums if gradient is not None]):
                 _sum_bucket(bucket, group)
         for parameter, wide in self._wide.items():
             parameter.grad = wide.to(parameter.dtype)
@@ -75,7 +77,7 @@ class ReplicatedParameters:
         """
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
-    def enter_round(self, parameters: Parameters, is_last: bool) -> None:
+    def enter_round(self, parameters: Parameters) -> None:
         """Nothing to gather."""
 
     def before_backward(self, is_last: bool) -> None:
@@ -91,6 +93,10 @@ class ReplicatedParameters:
 
     def free(self) -> None:
         """Nothing to free."""
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:

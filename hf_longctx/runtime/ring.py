@@ -22,39 +22,60 @@ from torch import Tensor
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.context import Ring
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.tiles import tile_backward, tile_forward
 
 
-def ring_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, readers: KVReaders, scale: float, ring: Ring) -> Tensor:
+def ring_attention(
+    q_1HTD: Tensor,
+    k_1GTD: Tensor,
+    v_1GTD: Tensor,
+    readers: KVReaders,
+    scale: float,
+    ring: Ring,
+    record: AttentionRecord | None = None,
+) -> Tensor:
     """Causal attention within documents for the tokens of this rank's block, shape [1, T, H, D].
 
     Each KV head travels once a hop, however many query heads read it. Every rank of the ring must call it in the same
-    order of layers; backward runs one more ring.
+    order of layers; backward runs one more ring. A replay that finds output and LSE in `record` runs none. Raises ValueError
+    for a record of some of the tokens.
     """
-    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTD[0], readers, scale, ring)
+    if record is not None and not record.is_all_or_nothing:
+        raise ValueError(
+            f"attention_output is recomputed for a share of {record.share.recompute:g} of the tokens, which a ring of "
+            f"{ring.num_blocks} blocks cannot do; plan a share of 0 or 1, or a Ulysses group"
+        )
+    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTD[0], readers, scale, ring, record)
     return output.transpose(0, 1).unsqueeze(0)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, readers: KVReaders, scale: float, ring: Ring) -> Tensor:
-        wide = torch.promote_types(q_HTD.dtype, torch.float32)
-        # unfilled: where the LSE is -inf the merge does not look at it
-        out_HTD = torch.empty_like(q_HTD, dtype=wide)
-        lse_HT = torch.full(q_HTD.shape[:2], float("-inf"), dtype=wide, device=q_HTD.device)
+    def forward(
+        ctx: Any,
+        q_HTD: Tensor,
+        k_GTD: Tensor,
+        v_GTD: Tensor,
+        readers: KVReaders,
+        scale: float,
+        ring: Ring,
+        record: AttentionRecord | None,
+    ) -> Tensor:
         own_kv = torch.stack([k_GTD, v_GTD])
-        for source, kv in _around(own_kv, ring):
-            for rows, columns, causal in ring.tiles(source):
-                k, v = readers.expand(kv[:, :, columns], 1)
-                out, lse = tile_forward(q_HTD[:, rows], k, v, scale, causal)
-                accumulate_attention_(out_HTD[:, rows], lse_HT[:, rows], out, lse)
-        output = out_HTD.to(q_HTD.dtype)
+        kept = record.take() if record is not None else None
+        if kept is None:
+            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scale, ring)
+            if record is not None:
+                record.put(output.transpose(0, 1), lse_HT)
+        else:
+            output, lse_HT = kept.out_ShD.transpose(0, 1), kept.lse_hS
         ctx.save_for_backward(q_HTD, own_kv, output, lse_HT)
         ctx.settings = readers, scale, ring
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:  # type: ignore[override]
         q_HTD, own_kv, out_HTD, lse_HT = ctx.saved_tensors
         readers, scale, ring = ctx.settings
         wide = lse_HT.dtype
@@ -78,7 +99,21 @@ class _RingAttention(torch.autograd.Function):
         for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
             own_sum[:, :, tokens] += travelling[:, :, arrived.tokens]
         dk_GTD, dv_GTD = own_sum.to(q_HTD.dtype)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None, None
+
+
+def _around_the_ring(q_HTD: Tensor, own_kv: Tensor, readers: KVReaders, scale: float, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Output [H, T, D] and LSE [H, T] of this rank's queries over all blocks' keys."""
+    wide = torch.promote_types(q_HTD.dtype, torch.float32)
+    # unfilled: where the LSE is -inf the merge does not look at it
+    out_HTD = torch.empty_like(q_HTD, dtype=wide)
+    lse_HT = torch.full(q_HTD.shape[:2], float("-inf"), dtype=wide, device=q_HTD.device)
+    for source, kv in _around(own_kv, ring):
+        for rows, columns, causal in ring.tiles(source):
+            k, v = readers.expand(kv[:, :, columns], 1)
+            out, lse = tile_forward(q_HTD[:, rows], k, v, scale, causal)
+            accumulate_attention_(out_HTD[:, rows], lse_HT[:, rows], out, lse)
+    return out_HTD.to(q_HTD.dtype), lse_HT
 
 
 def _around(own_kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:

@@ -12,6 +12,7 @@ USP (arXiv 2405.07719).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -23,13 +24,18 @@ from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_
 from hf_longctx.plan.sharding import HeadShare, head_shares
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.kept_attention import kept_attention
 from hf_longctx.runtime.ring import ring_attention
+from hf_longctx.runtime.slices import slice_attention
 
 
-def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, scale: float, context: GroupContext) -> Tensor:
+def sequence_parallel_attention(
+    q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, scale: float, context: GroupContext, layer: Hashable = None
+) -> Tensor:
     """Causal attention within documents for this rank's tokens, shape [1, T, H, D].
 
     Every rank of the context's group must call it in the same order of layers; backward repeats the exchanges reversed.
+    layer: which attention layer calls, so that slices find the keys and values of earlier ones.
     """
     context.calls.count += 1
     num_heads, num_kv_heads = q_1HTD.shape[1], k_1GTD.shape[1]
@@ -43,15 +49,21 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, 
     shares = head_shares(num_heads, num_kv_heads, context.block.num_ranks)
     readers = context.readers(shares[context.block.index], num_heads // num_kv_heads, q_1HTD.device)
     if context.block.num_ranks == 1:
-        return _attention(q_1HTD, k_1GTD, v_1GTD, readers, scale, context)
+        return _attention(q_1HTD, k_1GTD, v_1GTD, readers, scale, context, layer)
     q_1hSD, k_1gSD, v_1gSD = _scatter_heads(q_1HTD, k_1GTD, v_1GTD, shares, context)
-    return _gather_heads(_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context), shares, context)
+    return _gather_heads(_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context, layer), shares, context)
 
 
-def _attention(q_1hSD: Tensor, k_1gSD: Tensor, v_1gSD: Tensor, readers: KVReaders, scale: float, context: GroupContext) -> Tensor:
+def _attention(
+    q_1hSD: Tensor, k_1gSD: Tensor, v_1gSD: Tensor, readers: KVReaders, scale: float, context: GroupContext, layer: Hashable
+) -> Tensor:
     """Attention of this rank's heads over its block's tokens, shape [1, S, h, D]: around the ring if there are other blocks."""
     if context.ring.num_blocks > 1:
-        return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring)
+        return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring, context.kept)
+    if context.slices:
+        return _sliced_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context, layer)
+    if context.kept is not None:
+        return kept_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens, context.kept)
     return packed_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens)
 
 
@@ -67,6 +79,23 @@ def packed_attention(
     documents = zip(q_1hSD.split(lengths, dim=2), k_1gSD.split(lengths, dim=2), v_1gSD.split(lengths, dim=2), strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) for q, k, v in documents]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
+
+
+def _sliced_attention(
+    q_1hSD: Tensor, k_1gSD: Tensor, v_1gSD: Tensor, readers: KVReaders, scale: float, context: GroupContext, layer: Hashable
+) -> Tensor:
+    """As `packed_attention`, with documents that begin or go on in other chunks."""
+    slices = {part.document: part for part in context.slices}
+    outputs = []
+    for document, (start, stop) in enumerate(itertools.pairwise(context.cu_seqlens)):
+        q, k, v = (x[:, :, start:stop] for x in (q_1hSD, k_1gSD, v_1gSD))
+        if document in slices:
+            output = slice_attention(q[0], k[0], v[0], readers, scale, context.book, layer, slices[document])
+            outputs.append(output.unsqueeze(0))
+        else:
+            outputs.append(packed_attention(q, k, v, readers, scale, (0, stop - start)))
+    # a copy of a lone slice would be kept for backward beside the output itself
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _scatter_heads(

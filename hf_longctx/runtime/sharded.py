@@ -2,7 +2,9 @@
 
 Shards lie over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), never over a
 sequence group, so a plan moves tokens and never weights. Gradients of a round add up unsharded on each rank and are
-reduce-scattered as a sum in the round's last backward; with HSDP the blocks' sums are added once, in the step's last round.
+reduce-scattered as a sum in the round's last backward; with HSDP the blocks' sums are added once, behind the step's last
+round. Not inside it, as FSDP2 would: blocks may run different numbers of rounds, and one that is done would wait for another
+that still waits for it in a group of both.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters
+
+# the attribute of a sharded model that holds the ranks with the same shards
+_COPIES = "longctx_copies"
 
 
 def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float) -> DeviceMesh:
@@ -54,8 +59,11 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
         raise ValueError(f"{type(model).__name__} has no layers of class {', '.join(layer_classes) or '(none named)'} to shard")
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half and fp32_gradients else None)
+    shards = mesh if mesh.ndim == 1 else mesh["shard"]
     for module in [*layers, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=shards, mp_policy=policy)
+    # for `ShardedParameters`, which sums over copies itself; FSDP2 does not know of them
+    setattr(model, _COPIES, mesh.get_group("replicate") if mesh.ndim > 1 else None)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         # else fp32 sums would be scaled by 1 inside the collective, which gloo cannot
@@ -74,9 +82,10 @@ class ShardedParameters:
         assert isinstance(model, nn.Module)
         self.model = model
         self.layers = [module for module in _units(model) if module is not model]
+        self.copies: dist.ProcessGroup | None = getattr(model, _COPIES)
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
-        self._is_gathered = self._is_last_round = False
+        self._is_gathered = False
 
     def check(self, parameters: Parameters) -> None:
         """Raises ValueError unless these parameters can take the steps of such a plan."""
@@ -87,9 +96,9 @@ class ShardedParameters:
         """Around all forwards and backwards of a step."""
         return nullcontext()
 
-    def enter_round(self, parameters: Parameters, is_last: bool) -> None:
-        """Before the first action of a round; `is_last` of the step."""
-        self._is_gathered, self._is_last_round = parameters == "gathered_per_round", is_last
+    def enter_round(self, parameters: Parameters) -> None:
+        """Before the first action of a round."""
+        self._is_gathered = parameters == "gathered_per_round"
         for layer in self.layers:
             layer.set_reshard_after_forward(not self._is_gathered, recurse=False)
 
@@ -97,7 +106,6 @@ class ShardedParameters:
         """Before every backward; the last one of a round reduces. Collective: every rank has the same last backward."""
         self.model.set_is_last_backward(is_last)
         self.model.set_requires_gradient_sync(is_last)
-        self.model.set_requires_all_reduce(is_last and self._is_last_round)
         self.model.set_reshard_after_backward(is_last or not self._is_gathered)
 
     def after_backward(self) -> None:
@@ -105,8 +113,11 @@ class ShardedParameters:
         self.gradients.absorb()
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Leaves the step's sum of each shard in its `.grad`; the ranks have been summed round by round."""
-        self.gradients.reduce(None)
+        """Leaves the step's sum of each shard in its `.grad`: a block's ranks have been summed round by round.
+
+        Collective over the ranks with the same shards.
+        """
+        self.gradients.reduce(self.copies)
 
     def free(self) -> None:
         """After forwards without a backward, which leave weights gathered."""

@@ -59,7 +59,10 @@ def tile_backward(
     backend = tile_backend(q_HTD)
     if backend == "plain":
         return _plain_backward(gradient_HTD, q_HTD, k_HUD, v_HUD, out_HTD, lse_HT, scale, causal)
-    inputs = [x.contiguous().unsqueeze(0) for x in (gradient_HTD, q_HTD, k_HUD, v_HUD, out_HTD, lse_HT)]
+    # keys and values may be a long part of a buffer; operators need their last dimension dense, not a copy
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k_HUD, v_HUD))
+    gradient, q, out, lse = (x.contiguous() for x in (gradient_HTD, q_HTD, out_HTD, lse_HT))
+    inputs = [x.unsqueeze(0) for x in (gradient, q, k, v, out, lse)]
     if backend == "cpu_flash":
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal, scale=scale)
     else:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.sharding import block_pieces, rank_pieces
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec
@@ -76,8 +77,8 @@ def steps(num_chunks: int) -> tuple[Callable[[], object], Callable[[], object]]:
     spec = ModelSpec.from_config(config.to_dict())
     cluster = ClusterSpec(1, 1, GENERIC_CPU)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
-    layout = [[(1, (i,))] for i in range(num_chunks)]
-    plan = build_plan(0, [TOKENS] * num_chunks, layout, {1: GroupShape(1)}, costs, "replicated").for_rank(0)
+    placed = place_layout([[(1, (i,))] for i in range(num_chunks)], 1, 1, node_aligned=True)
+    plan = build_plan(0, [TOKENS] * num_chunks, placed, {1: GroupShape(1)}, costs).for_rank(0)
     pool = GroupPool((1,), timeout_s=60.0)
     executor = StepExecutor(planned_model, pool, num_attention_layers(planned_model), torch.device("cpu"))
     return (lambda: executor.run(plan, [[chunk]] * num_chunks, TOKENS * num_chunks)), bare

@@ -16,16 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.layers import layer_modules
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.grouping import Layout
+from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
 from hf_longctx.plan.types import GroupShape, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.sharded import shard_mesh, shard_model
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
@@ -54,7 +58,8 @@ def plan_of(
     """
     degrees = {degree for groups in layout for degree, _ in groups}
     shapes = {d: GroupShape(d, d if not ulysses else min(ulysses, d) if d % min(ulysses, d) == 0 else 1) for d in degrees}
-    plan = build_plan(0, lengths, layout, shapes, tiny_costs(num_ranks), parameters)
+    placed = place_layout(layout, num_ranks, num_ranks, node_aligned=False)
+    plan = build_plan(0, lengths, placed, shapes, replace(tiny_costs(num_ranks), parameters=parameters))
     micro_batches = tuple(
         MicroBatch(
             tuple(
@@ -105,7 +110,10 @@ def step_on_rank(
             shard_model(model, model._no_split_modules, mesh(shard_ranks or pool.num_ranks), case.fp32_gradients)
         elif pool.num_ranks > 1:
             wrapped = DistributedDataParallel(model)
-        executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"), case.fp32_gradients)
+        has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
+        tier = HostTier.on(torch.device("cpu"), 2**24)
+        engine = ActivationEngine(layer_modules(model), tier) if has_policies else None
+        executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"), case.fp32_gradients, engine)
         batch = rank_inputs(plan, rows, pool.rank)
         num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
         result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)

@@ -34,8 +34,7 @@ REFUSED = {
     "lookahead_batches": ({"lookahead_batches": 0}, "lookahead_batches is 0; at least 1 global batch must be read ahead"),
     "tokens_per_step": ({"tokens_per_step": -1}, "tokens_per_step is -1; give a positive number of tokens or leave it out"),
     "long_sequences": ({"long_sequences": "drop"}, "long_sequences is 'drop'; choose one of error, truncate, split"),
-    "solver": ({"solver": "fast"}, "solver is 'fast'; choose one of auto, greedy, static"),
-    "solver of later": ({"solver": "milp"}, "'lp' and 'milp' are not available yet"),
+    "solver": ({"solver": "fast"}, "solver is 'fast'; choose one of auto, greedy, lp, milp, static"),
     "static_degree without its solver": (
         {"static_degree": 2},
         "static_degree is 2 but solver is 'auto'; it has an effect with solver 'static' only",
@@ -43,10 +42,16 @@ REFUSED = {
     "negative static_degree": ({"solver": "static", "static_degree": -1}, "static_degree is -1; it cannot be negative"),
     "no degrees": ({"degrees": []}, "degrees is []; give positive group sizes, for example [1, 2, 4]"),
     "degree zero": ({"degrees": [0, 1]}, "degrees is [0, 1]; give positive group sizes"),
+    "a word that is no degree": (
+        {"degrees": "any"},
+        "degrees is any; give positive group sizes, for example [1, 2, 4], or 'all'",
+    ),
+    "all and more": ({"degrees": ["all", "3"]}, "degrees is ['all', '3']; give positive group sizes"),
     "calibration_steps": ({"calibration_steps": -1}, "calibration_steps is -1; it cannot be negative"),
     "timeline_steps": ({"timeline_steps": -2}, "timeline_steps is -2; it cannot be negative"),
     "micro_batch_trials": ({"micro_batch_trials": 0}, "micro_batch_trials is 0; at least 1 is needed"),
     "no time-out": ({"collective_timeout_s": 0.0}, "collective_timeout_s is 0.0; give a positive number of seconds"),
+    "no time for the solver": ({"solver_time_limit_s": 0.0}, "solver_time_limit_s is 0.0; give a positive number of seconds"),
     "negative time-out": ({"collective_timeout_s": -3.0}, "collective_timeout_s is -3.0; give a positive number of seconds"),
 }
 
@@ -64,7 +69,10 @@ ACCEPTED = {
     "nothing measured or drawn": {"calibration_steps": 0, "timeline_steps": 0},
     "static": {"solver": "static", "static_degree": 4},
     "static, best degree": {"solver": "static"},
+    "integer programs": {"solver": "milp", "solver_time_limit_s": 3.0},
     "degrees in any order": {"degrees": [4, 1]},
+    "every degree": {"degrees": "all"},
+    "FlexSP": {"nested": False, "time_aware": False, "node_aligned": False},
     "split": {"long_sequences": "split"},
     "truncate": {"long_sequences": "truncate"},
 }
@@ -103,6 +111,11 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "solver": "static",
         "static_degree": 2,
         "micro_batch_trials": 3,
+        "hardware": "h100",
+        "solver_time_limit_s": 2.5,
+        "time_aware": False,
+        "nested": False,
+        "node_aligned": False,
         "calibration_steps": 0,
         "collective_timeout_s": 7.5,
         "fp32_gradients": False,
@@ -137,6 +150,12 @@ def test_both_classes_are_parsed_from_one_command_line(tmp_path) -> None:
 def test_settings_from_a_mapping_as_of_a_yaml_file() -> None:
     (config,) = HfArgumentParser(LongContextConfig).parse_dict({"degrees": [1, 2], "report_steps": False})
     assert config == LongContextConfig(degrees=[1, 2], report_steps=False)
+
+
+def test_all_degrees_are_one_word_on_every_road() -> None:
+    (from_yaml,) = HfArgumentParser(LongContextConfig).parse_dict({"degrees": "all"})
+    assert parse("--degrees", "all") == from_yaml == LongContextConfig(degrees="all") == LongContextConfig(degrees=["all"])
+    assert from_yaml.degrees == "all"
 
 
 @pytest.mark.parametrize(

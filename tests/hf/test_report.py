@@ -75,6 +75,19 @@ def test_line_after_calibration_shows_the_prediction() -> None:
     assert "| predicted  0.45 s, measured   0.5 s |" in step_record(step_s=0.45, cost_source="measured").line(1)
 
 
+def test_line_shows_how_far_a_measured_plan_is_from_the_bound() -> None:
+    bounded = {"step_s": 0.45, "lower_bound_s": 0.36}
+    assert step_record(**bounded, cost_source="measured").line(1).endswith("<2>,<1,1> | within 25.0% of optimal")
+    # guessed costs say nothing, and no bound is no gap
+    for estimate in (bounded, {"step_s": 0.45, "cost_source": "measured"}):
+        assert step_record(**estimate).line(1).endswith("<2>,<1,1>")
+
+
+def test_line_of_a_plan_that_replaced_another_says_so() -> None:
+    solver = "greedy in the place of a late one"
+    assert step_record(solver=solver).line(1).endswith(f"<2>,<1,1> | {solver}")
+
+
 def test_line_of_one_micro_batch_is_in_the_singular() -> None:
     record = StepRecord(plan_of([[(2, (0,))]], [40_000], 2), 0, 0.123456, INTERVALS)
     assert record.line(1234).endswith("|  80,000 tokens/s | padding 0.0% | 1 micro-batch <2>")
@@ -97,12 +110,25 @@ def test_samples_are_this_ranks_chunks_with_whole_chunk_sizes() -> None:
     costs = tiny_costs(2)
     traffic = [mean_traffic(costs.model, costs.cluster, GroupShape(2, 2), 12, is_backward) for is_backward in (False, True)]
     assert traffic[0].num_bytes > 0
-    assert step_record().samples(costs) == [
+    samples = step_record().samples(costs)
+    assert list(samples) == [(0, (0, 1), 0), (1, (1,), 0)]
+    assert list(samples.values()) == [
         ChunkSample(
             PassSample(12, 45.0, 2, traffic[0], pytest.approx(0.1)), PassSample(12, 45.0, 2, traffic[1], pytest.approx(0.2))
         ),
         ChunkSample(PassSample(0, 0, 1, Traffic(), pytest.approx(0.05)), PassSample(0, 0, 1, Traffic(), pytest.approx(0.02))),
     ]
+
+
+def test_ranks_of_a_group_call_a_chunk_the_same_where_one_of_them_was_left_out_before() -> None:
+    # rank 1 works alone while rank 0 waits, then both share a sequence
+    plan = plan_of([[(1, (0,)), (1, (1,))], [(2, (2,))]], [9, 8, 12], 2)
+    first, second = plan.micro_batches
+    alone = replace(first, groups=tuple(group for group in first.groups if group.positions == (1,)))
+    plan = replace(plan, micro_batches=(alone, second))
+    intervals = tuple(Interval(r, kind, f"0{kind}0", r, r + 1.0) for r in (0, 1) for kind in "FB")
+    keys = [set(StepRecord(plan, rank, 0.0, intervals).samples(tiny_costs(2))) for rank in (0, 1)]
+    assert keys == [{(1, (0, 1), 0)}, {(0, (1,), 0), (1, (0, 1), 0)}]
 
 
 def test_samples_tell_several_chunks_of_a_group_apart() -> None:
@@ -114,7 +140,7 @@ def test_samples_tell_several_chunks_of_a_group_apart() -> None:
     plan = replace(plan, micro_batches=(replace(plan.micro_batches[0], groups=(group,)),))
     seconds = {"0F0": (0.0, 1.0), "0F1": (1.0, 3.0), "0B1": (3.0, 7.0), "0B0": (7.0, 15.0)}
     intervals = tuple(Interval(0, name[1], name, *times) for name, times in seconds.items())
-    first, second = StepRecord(plan, 0, 0.0, intervals).samples(tiny_costs(1))
+    first, second = StepRecord(plan, 0, 0.0, intervals).samples(tiny_costs(1)).values()
     assert (first.forward.num_tokens, first.forward.seconds, first.backward.seconds) == (4, 1.0, 8.0)
     assert (second.forward.num_tokens, second.forward.seconds, second.backward.seconds) == (6, 2.0, 4.0)
 
@@ -154,13 +180,13 @@ def finish_step(report: RunReport, plan: StepPlan, intervals: tuple[Interval, ..
     report.on_step_end(None, TrainerState(global_step=step, is_world_process_zero=True), TrainerControl())
 
 
-def intervals_of(plan: StepPlan, costs: CostModel, rank: int, wait_s: float = 0.0) -> tuple[Interval, ...]:
-    """What `rank` would measure if `costs` were the truth, the reduction last, `wait_s` longer for the early."""
+def intervals_of(plan: StepPlan, costs: CostModel, rank: int) -> tuple[Interval, ...]:
+    """What `rank` would measure if `costs` were the truth: it waits in the reduction for the rank that comes last."""
     events = [event for event in evaluate_plan(plan, costs).events if event.rank == rank and event.kind in ("F", "B")]
     rounds = [index for index in range(len(plan.micro_batches)) for _ in range(2)]
     intervals = [Interval(r, e.kind, e.name, e.start_s, e.stop_s) for r, e in zip(rounds, events, strict=True)]
     end_s = max(event.stop_s for event in events)
-    return (*intervals, Interval(-1, "reduce", "gradients", end_s, end_s + costs.coefficients.step_s + wait_s))
+    return (*intervals, Interval(-1, "reduce", "gradients", end_s, evaluate_plan(plan, costs).step_s))
 
 
 def test_metrics_are_means_over_the_steps_since_the_last_call() -> None:
@@ -188,6 +214,66 @@ def test_predicted_seconds_are_logged_when_every_step_was_predicted() -> None:
     assert "predicted_step_s" not in report.take_metrics()
 
 
+def test_the_median_error_of_predictions_is_logged_and_summed_up_at_the_end(capsys, tmp_path: Path) -> None:
+    report = lone_report(calibration_steps=0, timeline_steps=0)
+    # all take half a second: errors of -0.1, +0.5 and -0.2; the first step has no prediction
+    for predicted_s in (0.0, 0.45, 0.75, 0.4):
+        finish_step(report, step_plan(step_s=predicted_s, cost_source="measured" if predicted_s else "default"))
+    assert report.take_metrics()["prediction_error"] == pytest.approx(0.2)
+    finish_step(report, step_plan(step_s=0.5, cost_source="measured"))
+    assert report.take_metrics()["prediction_error"] == pytest.approx(0.0)
+    capsys.readouterr()
+    end_training(report, tmp_path, step=5)
+    assert capsys.readouterr().out.strip() == (
+        "predicted against measured: median error 15.0%, mean 20.0% over 4 plans; the cost model was fitted 0 time(s)"
+    )
+
+
+def test_a_run_without_predictions_has_no_summary(capsys, tmp_path: Path) -> None:
+    report = lone_report(calibration_steps=0, timeline_steps=0)
+    finish_step(report, step_plan())
+    assert "prediction_error" not in report.take_metrics()
+    capsys.readouterr()
+    end_training(report, tmp_path, step=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fit_is_said_once_behind_its_step(capsys) -> None:
+    report = lone_report(calibration_steps=3)
+    truth = replace(tiny_costs(2), coefficients=TRUTH)
+    finish_step(report, step_plan())
+    for layout, lengths in WARM_UP:
+        plan = plan_of(layout, lengths, 2)
+        finish_step(report, plan, intervals_of(plan, truth, rank=0))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("step ") for line in lines] == [True] * 4 + [False]
+    # rank 0 alone: it took part in two, three and one chunks, each of two passes
+    assert lines[-1].startswith("cost model fitted on 12 passes of 3 plans: median error 0.0%")
+
+
+def test_the_gap_to_the_bound_is_logged_when_every_step_has_one() -> None:
+    report = lone_report(report_steps=False)
+    finish_step(report, step_plan(step_s=0.4, lower_bound_s=0.3, cost_source="measured"))
+    finish_step(report, step_plan(step_s=0.6, lower_bound_s=0.5, cost_source="measured"))
+    assert report.take_metrics()["plan_gap"] == pytest.approx(0.25)
+    finish_step(report, step_plan(step_s=0.4, cost_source="measured"))
+    assert "plan_gap" not in report.take_metrics()
+
+
+def test_replaced_plans_are_logged_and_told_at_the_end(capsys, tmp_path: Path) -> None:
+    report = lone_report(report_steps=False, timeline_steps=0)
+    finish_step(report, step_plan())
+    assert not report.take_metrics().keys() & {"late_plans", "failed_plans"}
+    end_training(report, tmp_path, step=1)
+    assert capsys.readouterr().out == ""
+    report.source.drafts.late_plans = 3
+    finish_step(report, step_plan())
+    metrics = report.take_metrics()
+    assert metrics["late_plans"] == 3 and "failed_plans" not in metrics
+    end_training(report, tmp_path, step=2)
+    assert capsys.readouterr().out == "the fast planner stood in for 3 late and 0 failed plans of the solver\n"
+
+
 @pytest.mark.parametrize("report_steps", [True, False])
 def test_one_line_per_step_if_asked_for(capsys, report_steps: bool) -> None:
     report = lone_report(report_steps=report_steps)
@@ -198,7 +284,8 @@ def test_one_line_per_step_if_asked_for(capsys, report_steps: bool) -> None:
 
 def test_several_plans_of_a_step_are_reported_each_and_logged_as_one_step(capsys) -> None:
     report = lone_report(calibration_steps=0)
-    parts = [step_plan(step_s=0.45, cost_source="measured", solve_s=0.1), step_plan(step_s=0.55, cost_source="measured")]
+    bounds = {"lower_bound_s": 0.25, "cost_source": "measured"}
+    parts = [step_plan(step_s=0.45, solve_s=0.1, **bounds), step_plan(step_s=0.55, **bounds)]
     for loss, plan in zip((2.5, 0.5), parts, strict=True):
         report.step_done(plan, Finished(torch.tensor(loss), INTERVALS))
     # what a step takes once was predicted for both plans, and is left out of the first one
@@ -212,6 +299,8 @@ def test_several_plans_of_a_step_are_reported_each_and_logged_as_one_step(capsys
     assert metrics["micro_batches"] == 4
     assert metrics["planning_s"] == pytest.approx(0.1)
     assert metrics["predicted_step_s"] == pytest.approx(0.95)
+    # 0.4 + 0.55 s over bounds of 0.2 + 0.25 s
+    assert metrics["plan_gap"] == pytest.approx(0.95 / 0.45 - 1)
     assert metrics["tokens_per_s"] == pytest.approx(34)
 
 
@@ -284,7 +373,7 @@ def test_without_calibration_steps_the_built_in_guesses_stay() -> None:
 
 
 def calibrated_on_rank() -> CostCoefficients:
-    """Ranks measure their own chunks; rank 0 also waits in every reduction for rank 1."""
+    """Ranks measure their own chunks; rank 1 has less to do and waits in every reduction for rank 0."""
     pool = group_pool()
     truth = replace(tiny_costs(2), coefficients=TRUTH)
     report = RunReport(
@@ -293,7 +382,7 @@ def calibrated_on_rank() -> CostCoefficients:
     finish_step(report, step_plan())
     for layout, lengths in WARM_UP:
         plan = plan_of(layout, lengths, 2)
-        finish_step(report, plan, intervals_of(plan, truth, pool.rank, wait_s=0.0 if pool.rank else 0.7))
+        finish_step(report, plan, intervals_of(plan, truth, pool.rank))
     return report.source.costs.coefficients
 
 

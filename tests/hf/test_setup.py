@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model
+from helpers.models import ModelCase, build_model, random_rows
+from helpers.training import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.setup import planning_setup
-from hf_longctx.plan.cost import block_sizes
+from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.setup import PlanningSetup, check_setup, planning_setup
+from hf_longctx.plan.catalog import spec_name
+from hf_longctx.plan.cost import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
+from hf_longctx.plan.hardware import HardwareProfile, ModelCalibration, profile_to_json, read_profile
+from hf_longctx.plan.specs import HardwareSpec
 
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -33,3 +40,122 @@ def test_ranks_of_unequal_nodes_make_the_same_groups(ranks) -> None:
 
 def test_blocks_stay_inside_equal_nodes(ranks) -> None:
     assert ranks(4).run(blocks_of_pool, (2, 2, 2, 2)) == [(2, (2,))] * 4
+
+
+COSTS = CostCoefficients(
+    PassCoefficients(3e-6, 4e-4, 0.02, 3e-3, 4e-7), PassCoefficients(7e-6, 9e-4, 0.03, 5e-3, 5e-7), 0.05, "calibrated one day"
+)
+RATES = HardwareSpec("this machine", 1e11, 5e10, 2**30, 2e9, 1e9, 1e-4, source="measured one day")
+
+
+def written(path: Path, model: str) -> str:
+    """The path of a profile with one calibrated model of this name."""
+    profile = HardwareProfile(RATES, (ModelCalibration(model, COSTS, 1000, 2**29),))
+    path.write_text(profile_to_json(profile))
+    return str(path)
+
+
+def lone_setup(hardware: str) -> PlanningSetup:
+    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
+    return planning_setup(LongContextConfig(hardware=hardware), build_model(ModelCase()), arguments, (1,), None)
+
+
+def test_a_profile_with_this_model_gives_its_coefficients_and_rates(tmp_path: Path) -> None:
+    spec = model_spec(build_model(ModelCase()))
+    costs = lone_setup(written(tmp_path / "hardware.json", spec_name(spec))).costs
+    assert costs.coefficients == COSTS
+    # memory is that of the device at hand
+    assert costs.cluster.hardware == replace(RATES, device_bytes=lone_setup("").costs.cluster.hardware.device_bytes)
+
+
+def test_a_profile_of_another_model_gives_rates_and_says_so(tmp_path: Path, caplog) -> None:
+    path = written(tmp_path / "hardware.json", "llama-3.1-8b")
+    costs = lone_setup(path).costs
+    assert costs.coefficients == default_coefficients(costs.model, costs.cluster)
+    assert costs.coefficients.source == "measured one day"
+    assert f"hardware {path}: rates only, its models (llama-3.1-8b) are not this one (2 layers of 32 and 48" in caplog.text
+
+
+def test_a_shipped_guess_changes_the_rates_and_is_still_measured_by_the_run() -> None:
+    costs = lone_setup("H100").costs
+    assert costs.cluster.hardware.link_bytes_per_s == read_profile("h100").spec.link_bytes_per_s
+    assert not costs.coefficients.is_measured
+
+
+def profile_of_rank(paths: tuple[str, str]) -> float:
+    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=2)
+    config = LongContextConfig(hardware=paths[dist.get_rank()])
+    setup = planning_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
+    return setup.costs.coefficients.step_s
+
+
+def test_the_file_of_the_first_rank_holds_for_all(ranks, tmp_path: Path) -> None:
+    name = spec_name(model_spec(build_model(ModelCase())))
+    paths = [written(tmp_path / file, name) for file in ("a.json", "b.json")]
+    Path(paths[1]).write_text(Path(paths[1]).read_text().replace('"step_s": 0.05', '"step_s": 0.07'))
+    assert ranks(2).run(profile_of_rank, tuple(paths)) == [0.05, 0.05]
+
+
+# what is wrong with the file, and what the message says
+BROKEN = {
+    "negative": (('"pair_s": 3e-06', '"pair_s": -3e-06'), "forward.pair_s is -3e-06; a number of 0 or more is needed"),
+    "missing": (('"token_s": 0.0004,', ""), "field 'token_s' is missing"),
+    "no rate": (('"link_bytes_per_s": 2000000000.0', '"link_bytes_per_s": 0'), "link_bytes_per_s is 0; a number above 0"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_profile_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    written(path, "llama-3.1-8b")
+    (old, new), message = BROKEN[name]
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match="this run cannot start") as refused:
+        make_trainer(ModelCase(), random_rows([20] * 8), str(tmp_path), {"hardware": str(path)})
+    assert f"- hardware: {path}" in str(refused.value) and message in str(refused.value)
+
+
+def test_a_profile_that_is_nowhere_is_refused_with_the_shipped_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hardware 'h900' is neither a shipped profile") as refused:
+        make_trainer(ModelCase(), random_rows([20] * 8), str(tmp_path), {"hardware": "h900"})
+    assert "h100" in str(refused.value)
+
+
+def test_a_calibrated_run_predicts_its_first_step(tmp_path: Path, capsys) -> None:
+    path = written(tmp_path / "hardware.json", spec_name(model_spec(build_model(ModelCase()))))
+    config = {"hardware": path, "report_steps": True}
+    make_trainer(ModelCase(), random_rows([20] * 32), str(tmp_path), config, {"max_steps": 3}).train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3
+    assert all("predicted     -" not in line for line in lines)
+
+
+def planner_of(settings: dict[str, Any]) -> Any:
+    """What the planner of a run on one rank may use, with these settings."""
+    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
+    return planning_setup(LongContextConfig(**settings), build_model(ModelCase()), arguments, (1,), None).planner
+
+
+@pytest.mark.parametrize("name", ["time_aware", "nested", "node_aligned"])
+def test_switches_reach_the_planner_one_by_one(name: str) -> None:
+    default = planner_of({})
+    assert (default.time_aware, default.nested, default.node_aligned) == (True, True, True)
+    assert planner_of({name: False}) == replace(default, **{name: False})
+
+
+def degrees_of_run(settings: dict[str, Any], folder: str) -> tuple[int, ...] | str:
+    """The degrees that this rank allows under these settings, or the refusal."""
+    args = training_arguments(folder)
+    try:
+        return check_setup(LongContextConfig(**settings), build_model(ModelCase()), args, None, [], dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+
+
+def test_all_degrees_are_every_number_of_ranks_unless_the_method_has_none(ranks, tmp_path: Path) -> None:
+    assert ranks(4).run(degrees_of_run, {"degrees": "all"}, str(tmp_path)) == [(1, 2, 3, 4)] * 4
+    assert ranks(4).run(degrees_of_run, {}, str(tmp_path)) == [(1, 2, 4)] * 4
+    for found in ranks(4).run(degrees_of_run, {"degrees": "all", "method": "ulysses"}, str(tmp_path)):
+        assert "degree 3 is neither a power of two nor all 4 ranks, and Ulysses takes no other; use method 'auto'" in found

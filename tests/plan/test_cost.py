@@ -9,6 +9,7 @@ from plan_cases import COST_KINDS, HARDWARE, MODEL, cost_model
 
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.specs import ClusterSpec, ModelSpec
+from hf_longctx.plan.traffic import mean_traffic
 from hf_longctx.plan.types import Chunk, GroupShape, Span
 
 # a model of one layer with 4 query heads and 2 KV heads of size 1 and one byte an element: bytes are elements
@@ -184,3 +185,42 @@ def test_default_coefficients_count_operations() -> None:
         assert (one_pass.message_s, one_pass.link_byte_s, one_pass.network_byte_s) == (1e-4, 1e-9, 4e-9)
     assert (costs.source, costs.is_measured) == ("default", False)
     assert CostCoefficients(FORWARD, BACKWARD, 0.0, "run 3").is_measured
+
+
+def test_a_group_across_nodes_pays_the_network_though_it_would_fit_into_one() -> None:
+    one_pass = PassCoefficients(1.0, 1.0, 1.0, link_byte_s=1e-9, network_byte_s=1e-8)
+    costs = CostModel(MODEL, ClusterSpec(8, 4, HARDWARE), CostCoefficients(one_pass, one_pass, 0.0, "test"))
+    chunk, shape = Chunk(0, (Span(0, 0, 4000),)), GroupShape(4, 4)
+    sent = mean_traffic(MODEL, costs.cluster, shape, 4000.0, is_backward=False).num_bytes
+    inside, across = (costs.forward_s(chunk, shape, MODEL.num_layers, near) for near in (4, 2))
+    # of three neighbours two are on the other node
+    assert across - inside == pytest.approx(sent * 2 / 3 * (1e-8 - 1e-9))
+    assert costs.forward_s(chunk, shape, MODEL.num_layers) == inside
+
+
+def test_a_measured_rate_of_an_exchange_replaces_what_links_and_network_would_say() -> None:
+    hardware = replace(HARDWARE, exchange_bytes_per_s=((4, 4e8), (8, 1e8)))
+    cluster = ClusterSpec(16, 4, hardware)
+    costs = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster), "ulysses")
+    for degree, rate in ((4, 4e8), (8, 1e8)):
+        shape = GroupShape(degree, degree)
+        sent = mean_traffic(MODEL, ClusterSpec(16, 4, HARDWARE), shape, 1000.0, is_backward=False).num_bytes
+        exchange_s = replace(costs.coefficients.forward, pair_s=0.0, token_s=0.0, chunk_s=0.0, message_s=0.0, tile_s=0.0)
+        free = replace(costs, coefficients=replace(costs.coefficients, forward=exchange_s))
+        assert free.forward_s(Chunk(0, (Span(0, 0, 1000),)), shape, MODEL.num_layers) == pytest.approx(sent / rate)
+
+
+def test_many_short_documents_make_a_ring_dear() -> None:
+    one_pass = PassCoefficients(1e-9, 1e-9, 0.0, message_s=1e-4, tile_s=1e-3)
+    costs = CostModel(replace(MODEL, num_kv_heads=8), ClusterSpec(4, 4, HARDWARE), CostCoefficients(one_pass, one_pass, 0.0, "t"))
+    ring, ulysses = GroupShape(4), GroupShape(4, 4)
+    pack = Chunk(0, tuple(Span(i, 0, 10) for i in range(100)))
+    long = Chunk(0, (Span(0, 0, 1000),))
+    for shape, tiles in ((ring, 4 * 100), (ulysses, 0)):
+        difference = costs.forward_s(pack, shape, MODEL.num_layers) - costs.forward_s(long, shape, MODEL.num_layers)
+        pairs_s = 1e-9 * (pack.num_pairs - long.num_pairs) / 4
+        assert difference == pytest.approx(pairs_s + tiles * 1e-3 - (4e-3 if tiles else 0.0))
+        alone = costs.sequences_s([10.0] * 100, shape).sum() + costs.group_s(shape)
+        both = sum(one(pack, shape, MODEL.num_layers) for one in (costs.forward_s, costs.backward_s))
+        assert alone == pytest.approx(both)
+    assert costs.best_shape(4, 1000.0, 100.0) == ulysses

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, least_seconds, lognormal_lengths
+from plan_cases import (
+    COST_KINDS,
+    check_layout,
+    check_problem_layout,
+    cost_model,
+    flexsp_problem,
+    flexsp_problems,
+    layout_seconds,
+    least_micro_batch_seconds,
+    least_seconds,
+    least_step_seconds,
+    lognormal_lengths,
+    odd_problems,
+)
 
-from hf_longctx.plan.greedy import _State, plan_greedy, plan_static
+from hf_longctx.plan.baselines import all_baselines
+from hf_longctx.plan.greedy import (
+    _pods,
+    group_micro_batch,
+    group_pieces,
+    overlapping_static_layouts,
+    plan_greedy,
+    plan_one_micro_batch,
+    plan_static,
+)
 from hf_longctx.plan.grouping import GroupingProblem, Layout
+from hf_longctx.plan.local_search import _State
 from hf_longctx.plan.specs import PlannerConfig, default_degrees
 
 DEGREES = (1, 2, 4)
@@ -174,7 +199,7 @@ def test_every_move_of_the_local_search_makes_the_step_faster(kind: str) -> None
         ((900, 500, 40, 30, 8), [[(2, (0,)), (1, (2,)), (1, (3,))], [(4, (1,))], [(4, (4,))]]),
     ]
     for lengths, start in starts:
-        state = _State(build(lengths, kind, capacity=1000), start, budget=10**9)
+        state = _State(build(lengths, kind, capacity=1000), start, budget=10**9, across=True)
         costs = cost_model(kind, 4)
         seconds = layout_seconds(state.layout(), lengths, costs)
         for _ in range(20):
@@ -182,3 +207,126 @@ def test_every_move_of_the_local_search_makes_the_step_faster(kind: str) -> None
                 break
             before_s, seconds = seconds, layout_seconds(state.layout(), lengths, costs)
             assert seconds < before_s
+
+
+def test_one_micro_batch_is_within_a_percent_of_the_bound_and_of_what_programs_found() -> None:
+    gaps = []
+    for name, problem, bound_s, best_milp_s in flexsp_problems():
+        groups = group_micro_batch(problem)
+        check_problem_layout([groups], problem)
+        seconds = problem.micro_batch_seconds(groups)
+        gaps.append(seconds / bound_s - 1)
+        assert gaps[-1] <= 0.025, name
+        assert seconds <= best_milp_s * 1.01, name
+        for baseline in all_baselines(problem, max(problem.lengths)):
+            # others may need several micro-batches
+            assert not baseline.can_run or seconds <= baseline.step_s * (1 + 1e-9), (name, baseline.name)
+    assert np.mean(gaps) <= 0.01
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(odd_problems(most=5, longest_first=False))
+def test_groups_of_one_micro_batch_keep_their_limits_and_come_near_brute_force(problem: GroupingProblem) -> None:
+    best_s = least_micro_batch_seconds(problem)
+    groups = group_micro_batch(problem)
+    assert bool(groups) == (best_s < float("inf"))
+    if groups:
+        check_problem_layout([groups], problem)
+        # where all cost the same, whatever their length, memory may lead astray
+        factor = 1.05 if len(set(problem.seconds[0].tolist())) == len(set(problem.lengths)) else 1.5
+        assert best_s * (1 - 1e-9) <= problem.micro_batch_seconds(groups) <= best_s * factor
+        [alone] = plan_one_micro_batch(problem)
+        assert problem.micro_batch_seconds(alone) <= problem.micro_batch_seconds(groups)
+    else:
+        with pytest.raises(ValueError, match="fit no single micro-batch"):
+            plan_one_micro_batch(problem)
+
+
+def test_vector_packing_goes_on_where_no_runs_fit_memory() -> None:
+    # 24 + 1 + 1 + 1 on five ranks of 7 and 12 on two; runs would give 1 + 1 to the two, and the last one no rank
+    problem = replace(flexsp_problem((24, 12, 1, 1, 1)), num_ranks=7, capacity=7, degrees=(1, 2, 5))
+    problem = replace(problem, seconds=problem.seconds[:3], group_s=problem.group_s[:3])
+    assert group_micro_batch(problem)
+    assert group_pieces(problem, [(0, 5)]) != [[]]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(odd_problems(most=5, longest_first=False))
+def test_odd_problems_are_planned_near_brute_force_and_above_the_bound(problem: GroupingProblem) -> None:
+    layout, best_s = plan_greedy(problem, TRIALS), least_step_seconds(problem)
+    check_problem_layout(layout, problem)
+    seconds = problem.step_seconds(layout)
+    assert best_s * (1 - 1e-9) <= seconds <= best_s * 1.1
+    assert problem.lower_bound_s() <= best_s * (1 + 1e-9)
+    assert seconds <= problem.step_seconds(plan_static(problem, TRIALS)) * (1 + 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(odd_problems(most=40, longest_first=False), st.booleans())
+def test_odd_problems_of_more_sequences_keep_their_limits(problem: GroupingProblem, time_aware: bool) -> None:
+    layout = plan_greedy(problem, TRIALS, time_aware)
+    check_problem_layout(layout, problem)
+    seconds = problem.step_seconds(layout)
+    assert seconds >= problem.lower_bound_s() * (1 - 1e-9)
+    for degree in problem.degrees:
+        if max(problem.lengths) <= degree * problem.capacity:
+            static = plan_static(problem, TRIALS, degree)
+            check_problem_layout(static, problem)
+            assert {used for groups in static for used, _ in groups} == {degree}
+            assert seconds <= problem.step_seconds(static) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("exponent", [-40, 20])
+def test_the_unit_of_time_does_not_matter(exponent: int) -> None:
+    # a power of two changes no rounding
+    scale = 2.0**exponent
+    for seed, count in [(0, 12), (1, 60), (2, 200)]:
+        problem = flexsp_problem(lognormal_lengths(seed, count, 200_000, 6000, 1.5))
+        scaled = replace(problem, seconds=problem.seconds * scale, group_s=tuple(s * scale for s in problem.group_s))
+        assert plan_greedy(scaled, TRIALS) == plan_greedy(problem, TRIALS)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 500), st.sampled_from([1, 3, 5, 8, 24, 48, 64, 256]), st.integers(0, 30), st.integers(1, 20_000))
+def test_pods_deal_out_every_sequence_once_and_evenly(count: int, num_ranks: int, start: int, longest: int) -> None:
+    problem = replace(flexsp_problem([longest] * (start + count)), num_ranks=num_ranks)
+    pods = _pods(problem, (start, start + count))
+    assert sorted(i for pod in pods for i in pod.tolist()) == list(range(start, start + count))
+    assert num_ranks % len(pods) == 0
+    assert all(pod.tolist() == sorted(pod.tolist()) for pod in pods)
+    sizes = [len(pod) for pod in pods]
+    assert max(sizes) - min(sizes) <= 1
+    if len(pods) > 1:
+        needed = next(degree for degree in problem.degrees if longest <= degree * problem.capacity)
+        assert num_ranks // len(pods) >= 8 * needed
+        assert count > 96 * len(pods) / 2
+        # there and back again: the first of one turn is the last of the next
+        assert [pod[0] - start for pod in pods] == list(range(len(pods)))
+        assert [pod[1] - start for pod in pods] == list(range(2 * len(pods) - 1, len(pods) - 1, -1))
+
+
+def test_many_sequences_are_dealt_to_pods_and_few_are_not() -> None:
+    assert [len(_pods(flexsp_problem([1000] * count), (0, count))) for count in (96, 97, 192, 193, 384, 385, 5000)] == [
+        1, 2, 2, 4, 4, 8, 8,
+    ]  # fmt: skip
+
+
+def test_pieces_are_grouped_the_same_alone_and_together() -> None:
+    problem, _ = flexsp_problem(lognormal_lengths(4, 300, 100_000, 5000, 1.3)).longest_first()
+    pieces = [(0, 20), (20, 120), (120, 300), (50, 60), (0, 1)]
+    assert group_pieces(problem, pieces) == [group_pieces(problem, [piece])[0] for piece in pieces]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(odd_problems(most=10, longest_first=False), st.sampled_from([0.5, 1.0, 1.5, 1e9]))
+def test_static_layouts_left_out_could_not_have_ended_in_time(problem: GroupingProblem, factor: float) -> None:
+    limit_s = factor * problem.lower_bound_s()
+    found = overlapping_static_layouts(problem, TRIALS, limit_s)
+    usable = [degree for degree in problem.degrees if max(problem.lengths) <= degree * problem.capacity]
+    if factor == 1e9:
+        assert found == [plan_static(problem, TRIALS, degree) for degree in usable]
+    for degree in usable:
+        layout = plan_static(problem, TRIALS, degree)
+        # even if all groups followed each other without a gap
+        busy_s = degree * sum(problem.group_seconds(group) for groups in layout for group in groups)
+        assert layout in found or busy_s / (problem.num_ranks // degree * degree) >= limit_s * (1 - 1e-9)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,15 +15,19 @@ from plan_cases import (
     COST_KINDS,
     check_layout,
     cost_model,
+    flexsp_problems,
     layout_seconds,
     least_seconds,
+    least_step_seconds,
     lognormal_lengths,
+    odd_problems,
     set_partitions,
 )
 
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.greedy import plan_greedy, plan_static
 from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, rank_layouts, solve_exactly
+from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.specs import PlannerConfig, default_degrees
 from hf_longctx.plan.types import GroupShape
@@ -98,6 +105,68 @@ def test_no_layout_is_faster_than_the_lower_bound(lengths: list[int], kind: str,
     assert build(lengths, kind, capacity=capacity).lower_bound_s() <= best_s * (1 + 1e-9)
 
 
+def least_overlapping_seconds(problem: GroupingProblem) -> float:
+    """Least seconds of a step whose ranks wait for their partners alone, by plain enumeration.
+
+    Every partition into groups, every degree and place of each, in every order; a group starts when its last rank is free.
+    """
+    places = [(k, first) for k, degree in enumerate(problem.degrees) for first in range(problem.num_ranks - degree + 1)]
+    best_s = math.inf
+    for parts in set_partitions(tuple(range(len(problem.lengths)))):
+        tokens = [sum(problem.lengths[i] for i in part) for part in parts]
+        options = [[(k, first) for k, first in places if count <= problem.degrees[k] * problem.capacity] for count in tokens]
+        for order in itertools.permutations(range(len(parts))):
+            for chosen in itertools.product(*(options[place] for place in order)):
+                clocks = [0.0] * problem.num_ranks
+                for place, (k, first) in zip(order, chosen, strict=True):
+                    ranks = slice(first, first + problem.degrees[k])
+                    seconds = problem.group_s[k] + float(sum(problem.seconds[k][i] for i in parts[place]))
+                    clocks[ranks] = [max(clocks[ranks]) + seconds] * problem.degrees[k]
+                best_s = min(best_s, max(clocks))
+    return best_s
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(odd_problems(most=5, max_ranks=5, longest_first=False))
+def test_no_layout_is_faster_than_the_lower_bound_whatever_the_problem(problem: GroupingProblem) -> None:
+    assert problem.lower_bound_s() <= least_step_seconds(problem) * (1 + 1e-9)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(odd_problems(most=3, max_ranks=3, longest_first=False))
+def test_no_overlapping_groups_are_faster_than_the_bound_of_ranks_on_their_own(problem: GroupingProblem) -> None:
+    on_their_own = replace(problem, block_ranks=1)
+    best_s = least_overlapping_seconds(problem)
+    assert best_s <= least_step_seconds(problem) * (1 + 1e-9)
+    assert on_their_own.nests == (problem.num_ranks > 1)
+    assert on_their_own.lower_bound_s() <= best_s * (1 + 1e-9)
+    assert on_their_own.lower_bound_s() <= problem.lower_bound_s() * (1 + 1e-9)
+
+
+def test_the_bound_of_ranks_on_their_own_counts_a_share_of_the_fixed_costs() -> None:
+    # three ranks, five equal sequences that fill one rank each: 5 / 3 of a sequence and of a fixed cost, not 2
+    problem = replace(build([400] * 5, num_ranks=3, degrees=(1,)), block_ranks=1)
+    alone_s = problem.group_seconds((1, (0,)))
+    assert problem.lower_bound_s() == pytest.approx(alone_s * 5 / 3)
+    # together they see two micro-batches, and no rank is spared the fixed cost of either
+    together_s = replace(problem, block_ranks=0, overlaps=False).lower_bound_s()
+    assert together_s == pytest.approx(float(problem.seconds[0][0]) * 5 / 3 + 2 * problem.group_s[0])
+
+
+def test_what_memory_keeps_out_of_the_longest_ones_micro_batch_comes_on_top() -> None:
+    # the long one takes 16 s on its two ranks; two short ones of 1 s fit beside it on the third, the third short one does not
+    problem = GroupingProblem(
+        lengths=(200, 50, 50, 50),
+        num_ranks=3,
+        capacity=100,
+        degrees=(1, 2),
+        shapes={1: GroupShape(1), 2: GroupShape(2)},
+        seconds=np.array([[99.0, 1.0, 1.0, 1.0], [16.0, 1.0, 1.0, 1.0]]),
+        group_s=(0.5, 0.5),
+    )
+    assert problem.lower_bound_s() == pytest.approx(16.0 + 1 / 3 + 2 * 0.5)
+
+
 def test_the_lower_bound_is_met_where_everything_is_even() -> None:
     # four equal sequences on four ranks and one that needs everybody
     problem = build([400] * 4)
@@ -154,8 +223,9 @@ def test_the_price_of_a_layout_is_the_predicted_time_of_its_plan(kind: str, solv
         layouts: dict[str, Layout] = {"greedy": plan_greedy(problem, 5), "static": plan_static(problem, 5)}
         if solve == "exact":
             layouts["exact"] = solve_exactly(problem)
-        costs = cost_model(kind, num_ranks)
-        run = evaluate_plan(build_plan(0, lengths, layouts[solve], problem.shapes, costs, "sharded"), costs)
+        costs = replace(cost_model(kind, num_ranks), parameters="sharded")
+        placed = place_layout(layouts[solve], num_ranks, costs.cluster.ranks_per_node, node_aligned=False)
+        run = evaluate_plan(build_plan(0, lengths, placed, problem.shapes, costs), costs)
         assert problem.step_seconds(layouts[solve]) == pytest.approx(run.step_s - costs.coefficients.step_s, rel=1e-9)
 
 
@@ -194,3 +264,12 @@ def test_only_small_problems_are_solved_exactly() -> None:
     assert can_solve_exactly(build([100] * 8))
     assert not can_solve_exactly(build([100] * 11))
     assert not can_solve_exactly(build([100], num_ranks=32, degrees=(1, 2, 4, 8)))
+
+
+def test_the_measured_problems_are_loaded_with_their_fixed_cost() -> None:
+    """Rank-seconds spread evenly reach the measured bounds of the most even problems, so `group_s` must be in both."""
+    cases = list(flexsp_problems())
+    assert [len(cases), cases[0][0], cases[0][1].capacity, cases[6][1].capacity] == [18, "LN1.8-384k-s0/0", 6407, 6449]
+    assert cases[5][1].lower_bound_s() == pytest.approx(cases[5][2], rel=1e-3)
+    for name, problem, bound_s, best_milp_s in cases:
+        assert problem.lower_bound_s() <= bound_s * 1.005 <= best_milp_s * 1.005, name

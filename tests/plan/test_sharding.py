@@ -118,3 +118,19 @@ def test_by_hand() -> None:
 def test_document_bounds_count_dummies_as_documents(lengths: list[int], degree: int, bounds: tuple[int, ...]) -> None:
     (block,) = block_pieces(chunk_of(lengths), GroupShape(degree, degree))
     assert document_bounds(block) == bounds
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.sampled_from([(2, 1), (3, 1), (5, 1), (8, 1), (4, 2), (6, 2), (12, 4)]),
+)
+def test_no_rank_holds_more_than_an_even_share(lengths: list[int], shape: tuple[int, int]) -> None:
+    degree, ulysses = shape
+    pieces = rank_pieces(chunk_of(lengths), GroupShape(degree, ulysses))
+    total = max(sum(lengths), degree)
+    held = held_tokens(pieces)
+    # dummy tokens fill blocks that short documents left out
+    if sum(lengths) >= 2 * degree:
+        assert sum(held) == sum(lengths)
+        assert max(held) <= -(-total // degree)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.specs import ModelSpec, PlannerConfig, check_degrees, default_degrees
+from hf_longctx.plan.specs import ModelSpec, PlannerConfig, all_degrees, check_degrees, default_degrees
 
 LLAMA_7B = {
     "num_hidden_layers": 32,
@@ -84,7 +84,8 @@ def test_saved_bytes_of_a_tiny_model_by_hand() -> None:
         ({"degrees": (2, 1)}, "must be positive, ascending"),
         ({"degrees": (1, 1)}, "must be positive, ascending"),
         ({"degrees": (0, 1)}, "must be positive, ascending"),
-        ({"solver": "magic"}, "'magic' is not one of auto, greedy, static"),
+        ({"solver": "magic"}, "'magic' is not one of auto, greedy, lp, milp, static"),
+        ({"solver_time_limit_s": 0.0}, "solver_time_limit_s is 0.0; give a positive number"),
         ({"static_degree": 8}, r"static_degree 8 is not among the degrees \(1, 2\)"),
         ({"micro_batch_trials": 0}, "micro_batch_trials is 0"),
     ],
@@ -138,3 +139,23 @@ def test_only_ulysses_is_bound_by_heads_and_powers_of_two() -> None:
         check_degrees((1, 3, 5), 6, 1, method)
         with pytest.raises(ValueError, match="degree 7 needs 7 ranks"):
             check_degrees((7,), 6, 1, method)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"),
+    [
+        (1, (1,)),
+        (6, (1, 2, 3, 4, 5, 6)),
+        (12, (*range(1, 9), 12)),
+        (32, (*range(1, 9), 16, 24, 32)),
+        (200, (*range(1, 9), *range(16, 65, 8), 128, 200)),
+    ],
+)
+def test_all_degrees_are_every_number_in_a_node_and_whole_nodes(num_ranks: int, expected: tuple[int, ...]) -> None:
+    assert all_degrees(num_ranks, 4, "auto") == expected
+    check_degrees(expected, num_ranks, 4, "ring")
+
+
+def test_all_degrees_are_refused_by_name_where_ulysses_has_none() -> None:
+    with pytest.raises(ValueError, match="degree 3 is neither a power of two nor all 4 ranks"):
+        check_degrees(all_degrees(4, 8, "ulysses"), 4, 8, "ulysses")

@@ -96,3 +96,11 @@ def test_shipped_configs_are_valid(name: str) -> None:
     path = Path(__file__).parents[2] / "recipes" / "configs" / name
     recipe, config, _ = read_settings(ALL, [str(path)])
     assert recipe.sources and config.max_length
+
+
+@pytest.mark.parametrize("text", ["degrees: all", "degrees: [all]"])
+def test_degrees_may_be_the_word_all(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(FILE.replace("degrees: [1, 2]", text))
+    assert read_settings(ALL, [str(path)])[1].degrees == "all"
+    assert read_settings(ALL, [str(path), "--degrees", "2", "1"])[1].degrees == [2, 1]

@@ -80,7 +80,6 @@ def stage_field(name: str, field: str) -> Any:
 
 def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
     """name -> (changes of a plan that is executed, what the refusal says)."""
-    slices = (Chunk(0, (Span(0, 0, 3),)), Chunk(1, (Span(0, 3, 6), Span(1, 0, 4))))
     return {
         "parts": ({"parts": stage_field("interleaved", "parts")}, "a stage of 2 interleaved parts is not executed yet"),
         "policies": ({"activations": stage_field("layer_first", "activations")}, "activation policies"),
@@ -88,7 +87,6 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
             {"activations": tuple(replace(policy, layers=()) for policy in stage_field("layer_first", "activations"))},
             "activation policies (recompute, offload, tiles)",
         ),
-        "slices": ({"chunks": slices, "actions": actions("0F0 0F1 0B1 0B0")}, "chunk 1 is a slice of a sequence"),
         "offload": ({"actions": actions("0F0 0D2H0 0H2D0 0B0")}, "action 0D2H0 is not executed yet; only F and B"),
         "free": ({"actions": actions("0F0 0B0 0FREE0")}, "action 0FREE0 is not executed yet"),
         "send": ({"actions": actions("0F0 0SF0 0RB0 0B0")}, "action 0SF0 is not executed yet"),

@@ -62,7 +62,9 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
 
 def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    out.add_(other)
+    # what nothing was merged into yet is unfilled memory
+    unfilled = torch.isneginf(lse).unsqueeze(-1)
+    out.copy_(torch.where(unfilled, other, out + other))
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 

@@ -1,0 +1,144 @@
+"""`hf-longctx calibrate`: measures the machine and writes it as a hardware profile. Starts its own ranks if nobody did."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_DEFAULT_SECONDS = 45.0
+# ranks end by themselves at the deadline; what takes so much longer hangs
+_GRACE_S = 120.0
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the sub-command to the parser of all commands."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure this machine and write its hardware profile",
+        description="Measures decoder layers, exchanges of every degree and copies, fits the cost model, and prints how far "
+        "it is off on chunks that no fit has seen. Under torchrun or accelerate launch it runs on their ranks.",
+    )
+    parser.add_argument(
+        "--model", default="", help="a model's name, its config.json or folder; default: a small Llama (no weights are read)"
+    )
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16", "autocast"), help="default: float32 on CPU, autocast (bf16) on CUDA"
+    )
+    parser.add_argument("--ranks", type=int, help="processes to start; default: one per visible GPU, or 2 on CPU")
+    parser.add_argument("--seconds", type=float, default=_DEFAULT_SECONDS, help="when to stop measuring (default: %(default)g)")
+    parser.add_argument("--output", type=Path, help="the JSON file to write, for LongContextConfig(hardware=FILE)")
+    # set by the process that starts the ranks: the clock began with its own start
+    parser.add_argument("--stop-at", type=float, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures on this rank, or starts the ranks and waits for them; returns the exit status."""
+    started_s = time.time()
+    try:
+        _check(options)
+        if options.stop_at is None:
+            options.stop_at = started_s + options.seconds
+        if "WORLD_SIZE" in os.environ:
+            return _run_rank(options)
+        return _run_ranks(options, _num_ranks(options.ranks))
+    except ValueError as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not options.seconds > 0:
+        raise ValueError(f"--seconds is {options.seconds:g}; give a positive number, 45 for example")
+    if options.ranks is not None and options.ranks < 1:
+        raise ValueError(f"--ranks is {options.ranks}; at least 1 is needed")
+    if options.ranks is not None and "WORLD_SIZE" in os.environ and options.ranks != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(f"--ranks is {options.ranks}, but the launcher started {os.environ['WORLD_SIZE']}; leave it out")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}; create it first")
+    if options.output is not None and options.output.is_dir():
+        raise ValueError(f"--output {options.output} is a folder; give a file name, hardware.json for example")
+
+
+def _num_ranks(asked: int | None) -> int:
+    num_devices = _num_devices()
+    if num_devices and asked is not None and asked > num_devices:
+        raise ValueError(f"--ranks is {asked}, but {num_devices} GPU(s) are visible; give at most {num_devices}")
+    return asked or num_devices or 2
+
+
+def _num_devices() -> int:
+    """Visible GPUs. Without a driver torch need not be loaded to know that there are none, which takes seconds."""
+    if not any(Path("/dev").glob("nvidia*")) and not Path("/dev/dxg").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
+    """Starts the same command as `num_ranks` ranks of this machine; returns the status of the first that failed, or 0."""
+    words = ["--seconds", str(options.seconds), "--stop-at", str(options.stop_at), "--model", options.model]
+    words += ["--precision", options.precision] if options.precision else []
+    words += ["--output", str(options.output)] if options.output is not None else []
+    command = [sys.executable, "-m", "hf_longctx.cli.main", "calibrate", *words]
+    processes = [subprocess.Popen(command, env=environment) for environment in _environments(num_ranks)]
+    deadline_s = options.stop_at + _GRACE_S
+    try:
+        while any(process.poll() is None for process in processes):
+            failed = next((process.returncode for process in processes if process.returncode), 0)
+            if failed or time.time() > deadline_s:
+                # a moment for the others to say what they know
+                time.sleep(1.0)
+                break
+            time.sleep(0.05)
+    finally:
+        late = [process for process in processes if process.poll() is None]
+        for process in late:
+            process.kill()
+        for process in processes:
+            process.wait()
+    # a rank that was killed has a negative status and is not what failed first
+    return max((process.returncode for process in processes), default=0) or int(bool(late))
+
+
+def _environments(num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set for every rank of one machine; the cores are divided among them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def _run_rank(options: argparse.Namespace) -> int:
+    from hf_longctx.hf.calibrate import CalibrationRequest, calibrate, calibration_text
+    from hf_longctx.plan.hardware import profile_to_json
+
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    try:
+        calibration = calibrate(CalibrationRequest(options.model, options.precision or "", options.stop_at))
+    except ValueError as error:
+        # all ranks find the same, one says it
+        if is_first:
+            print(f"calibrate: {error}", file=sys.stderr)
+        return 1
+    if is_first:
+        print(calibration_text(calibration))
+        if options.output is not None:
+            options.output.write_text(profile_to_json(calibration.profile))
+            print(f"written: {options.output}")
+    return 0

@@ -1,0 +1,216 @@
+"""`hf-longctx plan` and `hf-longctx simulate`: what a training step would take, before anything is paid for.
+
+Only argparse here; numpy and the planner are imported when a command runs, torch never.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_longctx.plan.cost import CostModel
+    from hf_longctx.sim.forecast import Forecast
+    from hf_longctx.sim.memory import MemoryModel
+    from hf_longctx.sim.records import PlanFile
+    from hf_longctx.sim.scenario import Request
+
+_DEFAULT_BATCH = 512
+_DEFAULT_STEPS = 3
+
+_PLAN_EPILOG = """examples:
+  hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
+  hf-longctx plan --model gpt-7b --lengths lognormal:6.963,1.6 --gpus 64 --hardware a100-40g
+  hf-longctx plan --model checkpoint/config.json --lengths tokens.jsonl:input_ids --gpus 16 --hardware h200 --output forecast
+"""
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-longctx plan`."""
+    parser.epilog, parser.formatter_class = _PLAN_EPILOG, argparse.RawDescriptionHelpFormatter
+    what = parser.add_argument_group("what to train")
+    what.add_argument(
+        "--model", required=True, help="a named shape (gpt-7b, llama-3.1-8b, qwen3-8b, ...), a config.json or its folder"
+    )
+    what.add_argument(
+        "--lengths",
+        help="one length a line (.gz too), a histogram file ('length count' lines), FILE.jsonl:COLUMN (.json, .csv, .parquet), "
+        "or lognormal:MU,SIGMA; without it: only memory and the longest sequence",
+    )
+    what.add_argument("--limit", type=int, help="longest sequence in tokens; longer ones are left out and counted")
+    what.add_argument(
+        "--global-batch", type=int, help=f"sequences of a step (default: {_DEFAULT_BATCH}, or all if there are fewer)"
+    )
+    what.add_argument(
+        "--steps", type=int, default=_DEFAULT_STEPS, help="steps to plan and to average over (default: %(default)s)"
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the shuffle and of sampled lengths (default: %(default)s)")
+    _add_machine_arguments(parser, is_required=True)
+    how = parser.add_argument_group("how to train", "what is left out is chosen")
+    how.add_argument("--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states live")
+    how.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
+    how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, of weights and saved activations")
+    how.add_argument("--degrees", type=_degrees, default=(), help="allowed sizes of sequence groups, for example 1,2,4,8")
+    how.add_argument("--method", choices=("auto", "ulysses", "ring", "hybrid"), default="auto", help="how groups share attention")
+    how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")
+    how.add_argument("--solver-time-limit", type=float, default=10.0, help="seconds of lp and milp a step (default: %(default)s)")
+    how.add_argument("--tokens-per-rank", type=int, default=0, help="most tokens a rank holds (default: as memory allows)")
+    _add_output_arguments(parser, "plan.json, report.txt, timeline.png, trace.json (Perfetto) and lengths.png")
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-longctx simulate`."""
+    parser.add_argument("plan", type=Path, help="what `hf-longctx plan --json` printed, or a plan of its own (`plan_to_json`)")
+    parser.add_argument("--model", help="price the plan for this model; needed for a plan of its own")
+    parser.add_argument("--dtype", default="", help="bfloat16 (default) or float32")
+    parser.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
+    _add_machine_arguments(parser, is_required=False)
+    _add_output_arguments(parser, "timeline.png, trace.json (Perfetto) and report.txt")
+
+
+def _add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) -> None:
+    where = parser.add_argument_group("where to train")
+    if is_required:
+        where.add_argument("--gpus", type=int, required=True, help="number of ranks, one device each")
+    where.add_argument("--ranks-per-node", type=int, default=0, help="devices of a node (default: 8, or all if there are fewer)")
+    where.add_argument("--hardware", required=is_required, help="a profile (a100-40g, h100, ...) or the path of one")
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser, files: str) -> None:
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    out.add_argument("--output", type=Path, metavar="DIR", help=f"also write {files} into this folder")
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,2,4,8") from None
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Prints the forecast; the exit status is 1 for what a user can mend."""
+    try:
+        if options.output:
+            from hf_longctx.sim.pictures import check_pictures, write_forecast
+
+            check_pictures()
+        forecast = _forecast(options)
+        report = _report(forecast, options.json)
+        if options.output:
+            write_forecast(forecast, options.output)
+    except (OSError, ValueError) as error:
+        print(f"hf-longctx plan: {error}", file=sys.stderr)
+        return 1
+    print(report)
+    return 0
+
+
+def _report(forecast: Forecast, as_json: bool) -> str:
+    if as_json:
+        import json
+
+        from hf_longctx.sim.records import forecast_record
+
+        return json.dumps(forecast_record(forecast), indent=2)
+    from hf_longctx.sim.report import forecast_text
+
+    return forecast_text(forecast)
+
+
+def _forecast(options: argparse.Namespace) -> Forecast:
+    from hf_longctx.sim.forecast import make_forecast
+    from hf_longctx.sim.scenario import build_scenario
+    from hf_longctx.sim.workloads import read_workload
+
+    if options.steps < 1:
+        raise ValueError(f"--steps is {options.steps}; at least one step must be planned")
+    if options.global_batch is not None and options.global_batch < 1:
+        raise ValueError(f"--global-batch is {options.global_batch}; a step needs at least one sequence")
+    wanted = options.global_batch or _DEFAULT_BATCH
+    if options.lengths is None:
+        workload = None
+    else:
+        workload = read_workload(options.lengths, options.limit, wanted * options.steps, options.seed)
+    scenario = build_scenario(_request(options, workload.longest if workload else 0))
+    batch = options.global_batch or min(wanted, workload.num_sequences if workload else wanted)
+    return make_forecast(scenario, workload, options.steps, batch, options.seed)
+
+
+def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
+    from hf_longctx.sim.scenario import Request
+
+    return Request(
+        model=options.model,
+        hardware=options.hardware,
+        num_ranks=options.gpus,
+        ranks_per_node=options.ranks_per_node,
+        dtype=options.dtype,
+        parameters=options.parameters or "",
+        shard_ranks=options.shard_ranks,
+        degrees=options.degrees,
+        method=options.method,
+        solver=options.solver,
+        tokens_per_rank=options.tokens_per_rank,
+        solver_time_limit_s=options.solver_time_limit,
+        longest_tokens=longest_tokens,
+    )
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    """Prints what a saved plan would take; the exit status is 1 for what a user can mend."""
+    try:
+        report = _simulate(options)
+    except (OSError, ValueError) as error:
+        print(f"{options.plan}: {error}", file=sys.stderr)
+        return 1
+    print(report)
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> str:
+    import json
+
+    from hf_longctx.plan.validate import validate_plan
+    from hf_longctx.sim.execution import execute_plan
+    from hf_longctx.sim.records import execution_record, read_plan_file
+    from hf_longctx.sim.report import execution_text
+
+    file = read_plan_file(options.plan.read_text())
+    plan = validate_plan(file.plan)
+    costs, memory = _priced(options, file)
+    execution = execute_plan(plan, costs)
+    text = execution_text(plan, execution, memory, costs.shard_ranks)
+    if options.output:
+        from hf_longctx.sim.pictures import check_pictures, write_execution
+
+        check_pictures()
+        write_execution(plan, execution, text, options.output)
+    return json.dumps(execution_record(plan, execution, memory, costs.shard_ranks), indent=2) if options.json else text
+
+
+def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, MemoryModel]:
+    """The cost and the memory model of a plan: the file's own, or those of the options."""
+    from hf_longctx.sim.scenario import Request, build_scenario
+
+    changes = [name for name in ("model", "hardware", "dtype", "shard_ranks", "ranks_per_node") if getattr(options, name)]
+    if file.costs is not None and file.memory is not None and not changes:
+        return file.costs, file.memory
+    model, hardware = options.model or file.model_name, options.hardware or file.hardware_name
+    for name, value in (("model", model), ("hardware", hardware)):
+        if not value:
+            raise ValueError(f"the file holds a plan alone and does not say which {name} to price it for; add --{name} NAME")
+    request = Request(
+        model=model,
+        hardware=hardware,
+        num_ranks=file.plan.num_ranks,
+        ranks_per_node=options.ranks_per_node or (file.costs.cluster.ranks_per_node if file.costs else 0),
+        dtype=options.dtype,
+        parameters=file.plan.parameters,
+        shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
+    )
+    scenario = build_scenario(request, must_fit=False)
+    return scenario.costs, scenario.memory

@@ -1,0 +1,372 @@
+"""`hf-longctx calibrate` on one rank: builds a model's layers, has them measured, fits, and describes the machine as a profile.
+
+Few layers are enough. Where the model has more, a model without layers (embeddings, head and loss) is measured beside them,
+and the whole is the head and so many times the rest. Weights are random and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from hf_longctx.hf.agreement import control_group, gather_objects
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.compat import model_problems
+from hf_longctx.hf.config import LaunchEnvironment
+from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
+from hf_longctx.plan.calibration import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
+from hf_longctx.plan.catalog import model_names, named_model, spec_name
+from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficients, num_tiles
+from hf_longctx.plan.hardware import HardwareProfile, ModelCalibration
+from hf_longctx.plan.rates import hardware_rates, whole_model
+from hf_longctx.plan.specs import USABLE_SHARE, ClusterSpec, HardwareSpec, ModelSpec, default_degrees
+from hf_longctx.plan.traffic import group_shapes, mean_traffic
+from hf_longctx.plan.types import GroupShape
+from hf_longctx.runtime.calibrate import (
+    ChunkBench,
+    Timing,
+    copy_rate,
+    exchange_rates,
+    neighbour_rate,
+    probe_grid,
+    target_seconds,
+)
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+
+Precision = Literal["float32", "bfloat16", "autocast"]
+PRECISIONS: tuple[str, ...] = ("float32", "bfloat16", "autocast")
+
+# a model with no more layers than this is measured whole
+_FEW_LAYERS = 6
+_FEW_RUNS = 4
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRequest:
+    """What is measured, and until when.
+
+    model: a name of the catalogue, a config.json or a folder with one; "" is a small Llama. precision: "" is float32 on CPU,
+    bf16 autocast of float32 weights on CUDA. stop_at_s: of `time.time()`; ranks that start late measure less.
+    """
+
+    model: str = ""
+    precision: str = ""
+    stop_at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured of the few layers, what was fitted to it, and the profile that follows for the whole model.
+
+    costs: of the few layers, with the fitted coefficients. held_out: over both passes of the timings that no fit has seen.
+    """
+
+    costs: CostModel
+    timings: tuple[Timing, ...]
+    fit: Fit
+    held_out: Residuals
+    profile: HardwareProfile
+
+
+def calibrate(request: CalibrationRequest) -> Calibration:
+    """Measures on this rank, together with all others of the launch; every rank returns the same.
+
+    Raises ValueError for a model that cannot be built or run.
+    """
+    launch = LaunchEnvironment.read()
+    has_joined = dist.is_initialized()
+    device = _start_rank(launch)
+    try:
+        return _calibrate(request, device, launch.num_ranks, launch.ranks_per_node)
+    finally:
+        if dist.is_initialized() and not has_joined:
+            dist.destroy_process_group()
+
+
+def _start_rank(launch: LaunchEnvironment) -> torch.device:
+    """Joins the other ranks, if this one has not, and takes its device."""
+    is_cuda = torch.cuda.is_available()
+    if launch.num_ranks > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if is_cuda else "gloo", timeout=datetime.timedelta(seconds=_TIMEOUT_S))
+    if not is_cuda:
+        return torch.device("cpu")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device = torch.device("cuda", rank % launch.ranks_per_node)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int, ranks_per_node: int) -> Calibration:
+    precision = request.precision or ("autocast" if device.type == "cuda" else "float32")
+    config = model_config(request.model)
+    few = copy.deepcopy(config)
+    _set_layers(few, min(config.num_hidden_layers, _FEW_LAYERS))
+    model = build_model(few, device, precision)
+    spec = model_spec(model, precision == "autocast")
+    cluster = cluster_spec(device, num_ranks, ranks_per_node)
+    degrees = default_degrees(num_ranks, spec.num_heads)
+    pool = GroupPool(degrees, _TIMEOUT_S, control_group(_TIMEOUT_S))
+    cluster = replace(cluster, hardware=measure_rates(pool, degrees, cluster, device))
+    stop_at_s = time.monotonic() + request.stop_at_s - time.time()
+    bench = _bench(model, spec, pool, device, stop_at_s)
+    head_costs = None
+    if config.num_hidden_layers > few.num_hidden_layers:
+        head_costs = _measure_head(config, device, precision, pool, cluster, stop_at_s)
+    timings = _measure_chunks(bench, spec, cluster, degrees)
+    source = f"calibrated {datetime.date.today()} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
+    step_s = bench.reduction_s()
+    fit = fit_coefficients(chunk_samples(timings, costs, False), step_s, source, costs.coefficients)
+    costs = replace(costs, coefficients=fit.coefficients)
+    held_out = Residuals.of(relative_errors(chunk_samples(timings, costs, True), fit.coefficients))
+    whole_spec = replace(spec, num_layers=config.num_hidden_layers)
+    whole = whole_model(fit.coefficients, head_costs, spec, whole_spec)
+    profile = describe(whole_spec, cluster, whole, residual_table(timings, costs), source)
+    return Calibration(costs, timings, fit, held_out, profile)
+
+
+def model_config(name: str) -> PretrainedConfig:
+    """The config of a name of the catalogue (a Llama of its shapes), of a config.json or a folder with one.
+
+    Raises ValueError for anything else, or a config that transformers does not know.
+    """
+    path = Path(name) / "config.json" if name and Path(name).is_dir() else Path(name)
+    if name and path.is_file():
+        try:
+            return AutoConfig.for_model(**json.loads(path.read_text()))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: this is no config.json of a causal language model: {error}") from None
+    if not name:
+        return llama_config(_SMALL)
+    try:
+        spec = named_model(name)
+    except ValueError:
+        raise ValueError(
+            f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"
+        ) from None
+    if not spec.gated_mlp or spec.learned_positions:
+        raise ValueError(f"model {name!r} has no Llama's layers, and its own cannot be built here; give a config.json instead")
+    return llama_config(spec)
+
+
+# a few milliseconds a chunk on one core, and enough layers for attention and matrices to be told apart
+_SMALL = ModelSpec(4, 256, 704, 8, 4, 32, vocab_size=1024, max_positions=8192)
+
+
+def llama_config(spec: ModelSpec) -> LlamaConfig:
+    """A Llama with the shapes of `spec`."""
+    return LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=spec.tied_embeddings,
+    )
+
+
+def build_model(config: PretrainedConfig, device: torch.device, precision: str) -> PreTrainedModel:
+    """A model of random weights that runs plans. Raises ValueError for one whose attention would be silently wrong."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    if problems := model_problems(model):
+        raise ValueError("; ".join(problems))
+    patch_model(model)
+    if precision == "autocast":
+        plain: Any = model
+        plain.forward = torch.autocast(device.type, dtype=torch.bfloat16)(plain.forward)
+    return model.train()
+
+
+def _set_layers(config: PretrainedConfig, num_layers: int) -> None:
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:num_layers]
+
+
+def _bench(model: PreTrainedModel, spec: ModelSpec, pool: GroupPool, device: torch.device, stop_at_s: float) -> ChunkBench:
+    executor = StepExecutor(model, pool, num_attention_layers(model), device)
+    return ChunkBench(executor, spec.num_layers, spec.vocab_size, stop_at_s)
+
+
+def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec, device: torch.device) -> HardwareSpec:
+    """The cluster's hardware with the rates of plain copies and exchanges; what one rank cannot measure stays a guess."""
+    hardware = replace(cluster.hardware, name=_device_name(device), copy_bytes_per_s=copy_rate(pool, device))
+    if device.type == "cuda":
+        hardware = replace(hardware, host_bytes=_machine_bytes() // cluster.ranks_per_node)
+    if pool.num_ranks == 1:
+        return hardware
+    exchanges = exchange_rates(pool, [degree for degree in degrees if degree > 1], device)
+    neighbour = neighbour_rate(pool, device)
+    # with several nodes the ring of all ranks is as fast as its slowest hop, which crosses nodes
+    inside = [rate for rate in exchanges if rate.num_ranks <= cluster.ranks_per_node]
+    one_node = cluster.ranks_per_node >= cluster.num_ranks
+    return replace(
+        hardware,
+        link_bytes_per_s=neighbour if one_node else inside[-1].bytes_per_s if inside else hardware.link_bytes_per_s,
+        network_bytes_per_s=min(hardware.network_bytes_per_s, neighbour) if one_node else neighbour,
+        message_s=min(rate.message_s for rate in exchanges),
+        exchange_bytes_per_s=tuple((rate.num_ranks, rate.bytes_per_s) for rate in exchanges),
+    )
+
+
+def _measure_chunks(bench: ChunkBench, spec: ModelSpec, cluster: ClusterSpec, degrees: Sequence[int]) -> tuple[Timing, ...]:
+    """Timings of the grid whose largest chunk is what time and memory allow."""
+    shapes = [shape for degree in degrees if degree > 1 for shape in group_shapes(degree, "auto", spec, cluster)]
+    budget_s = bench.stop_at_s - time.monotonic()
+    limit = min(gather_objects(tokens_that_fit(spec, cluster), bench.pool.control))
+    num_probes = len(probe_grid(2**20, 2**20, shapes))
+    # twice, since growing to the largest one takes its time too
+    target_s = min(gather_objects(target_seconds(num_probes + 2, budget_s), bench.pool.control))
+    max_tokens = bench.largest_tokens(min(limit, spec.max_positions), target_s)
+    return bench.measure(probe_grid(max_tokens, spec.max_positions, shapes))
+
+
+def _measure_head(
+    config: PretrainedConfig, device: torch.device, precision: str, pool: GroupPool, cluster: ClusterSpec, stop_at_s: float
+) -> CostCoefficients:
+    """Coefficients of the model without decoder layers, from a fifth of the time that is left."""
+    bare = copy.deepcopy(config)
+    _set_layers(bare, 0)
+    model = build_model(bare, device, precision)
+    spec = model_spec(model, precision == "autocast")
+    now_s = time.monotonic()
+    bench = _bench(model, spec, pool, device, now_s + (stop_at_s - now_s) / 5)
+    timings = _measure_chunks(bench, spec, cluster, (1,))
+    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
+    return fit_coefficients(chunk_samples(timings, costs, None, has_attention=False), 0.0, "head").coefficients
+
+
+def chunk_samples(
+    timings: Sequence[Timing], costs: CostModel, is_held_out: bool | None, has_attention: bool = True
+) -> list[ChunkSample]:
+    """What was measured with what `costs` counts of it, held out or not, or both (None)."""
+
+    def sample(timing: Timing, is_backward: bool) -> PassSample:
+        chunk, shape = timing.probe.chunk, timing.probe.shape
+        traffic = mean_traffic(costs.model, costs.cluster, shape, float(max(chunk.num_tokens, shape.degree)), is_backward)
+        num_pairs = chunk.num_pairs if has_attention else 0.0
+        seconds = timing.backward_s if is_backward else timing.forward_s
+        return PassSample(chunk.num_tokens, num_pairs, shape.degree, traffic, seconds, num_tiles(shape, len(chunk.spans)))
+
+    chosen = [timing for timing in timings if is_held_out is None or timing.probe.is_held_out == is_held_out]
+    return [ChunkSample(sample(timing, False), sample(timing, True)) for timing in chosen]
+
+
+def describe(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    coefficients: CostCoefficients,
+    residuals: tuple[tuple[str, float], ...],
+    source: str,
+) -> HardwareProfile:
+    """The profile: rates as the model's passes see them, and the model's own coefficients."""
+    machine = f"{cluster.hardware.name}, torch {torch.__version__}"
+    hardware = replace(hardware_rates(spec, cluster, coefficients), source=f"{source}, {machine}")
+    calibration = ModelCalibration(
+        model=spec_name(spec),
+        coefficients=coefficients,
+        saved_bytes_per_token=spec.saved_bytes_per_token,
+        usable_bytes=int(USABLE_SHARE * hardware.device_bytes),
+    )
+    prose = (
+        f"hf-longctx calibrate, {datetime.date.today()}: {machine}, {cluster.num_ranks} ranks, {cluster.ranks_per_node} on a "
+        f"node; chunks of {calibration.model}; copies {'between device and host' if hardware.host_bytes else 'inside memory'}; "
+        f"device_bytes and saved_bytes_per_token are not measured"
+    )
+    return HardwareProfile(hardware, (calibration,), residuals, prose)
+
+
+def residual_table(timings: Sequence[Timing], costs: CostModel) -> tuple[tuple[str, float], ...]:
+    """Mean relative errors by what the chunks show: one rank or a method and degree, each pass, and what was held out."""
+    table: dict[str, list[float]] = {}
+    for timing, (sample,) in ((t, chunk_samples([t], costs, None)) for t in timings):
+        errors = relative_errors([sample], costs.coefficients)
+        for name, error in zip(("forward", "backward"), errors, strict=True):
+            group = "held out" if timing.probe.is_held_out else "fitted"
+            table.setdefault(f"{group}, {shape_text(timing.probe.shape)}, {name}", []).append(error)
+            table.setdefault(group, []).append(error)
+    return tuple((name, Residuals.of(errors).mean) for name, errors in sorted(table.items()))
+
+
+def shape_text(shape: GroupShape) -> str:
+    """How a group is called in tables, for example "ring of 2"."""
+    return "1 rank" if shape.degree == 1 else f"{shape.method} of {shape.degree}"
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """The table of all chunks, the errors per term, and the rates."""
+    coefficients = calibration.costs.coefficients
+    samples = chunk_samples(calibration.timings, calibration.costs, None)
+    lines = [
+        f"{'':9s}{'group':>13s}{'tokens':>8s}{'longest':>8s}{'runs':>5s}   forward ms: measured predicted error   backward ms"
+    ]
+    for timing, sample in zip(calibration.timings, samples, strict=True):
+        probe, cells = timing.probe, []
+        for one_pass, costs in ((sample.forward, coefficients.forward), (sample.backward, coefficients.backward)):
+            predicted_s = one_pass.predicted_s(costs)
+            error = predicted_s / one_pass.seconds - 1
+            cells.append(f"{one_pass.seconds * 1e3:12.2f}{predicted_s * 1e3:11.2f}{error:+7.0%}")
+        what = "held out" if probe.is_held_out else ""
+        tokens = f"{sum(probe.lengths):8d}{max(probe.lengths):8d}{timing.num_repeats:5d}"
+        lines.append(f"{what:9s}{shape_text(probe.shape):>13s}{tokens}{cells[0]}{cells[1]}")
+    lines += [f"mean error {error:6.1%}  {name}" for name, error in calibration.profile.residuals]
+    lines.append(_rates_text(calibration.profile.spec, calibration.profile.models[0]))
+    held_out = calibration.held_out
+    if (num_runs := min(timing.num_repeats for timing in calibration.timings)) < _FEW_RUNS:
+        lines.append(f"some chunks ran {num_runs} time(s) only; give more --seconds, or a smaller model, for steadier numbers")
+    lines += _not_found(calibration.costs)
+    lines.append(f"held-out chunks: mean absolute error {held_out.mean:.1%}, median {held_out.median:.1%}")
+    return "\n".join(lines)
+
+
+def _not_found(costs: CostModel) -> list[str]:
+    """A line for every cost that all chunks together did not show, though they should have."""
+    terms = ("pair_s", "token_s", *(("link_byte_s",) if costs.cluster.num_ranks > 1 else ()))
+    passes = (("forward", costs.coefficients.forward), ("backward", costs.coefficients.backward))
+    return [
+        f"{name} {term} came out as zero: the chunks were too short or too noisy; give more --seconds, or a quieter machine"
+        for name, found in passes
+        for term in terms
+        if not getattr(found, term)
+    ]
+
+
+def _rates_text(spec: HardwareSpec, model: ModelCalibration) -> str:
+    exchanges = ", ".join(f"{ranks} ranks {rate / 1e9:.3g}" for ranks, rate in spec.exchange_bytes_per_s) or "-"
+    passes = ((name, astuple(getattr(model.coefficients, name))) for name in ("forward", "backward"))
+    coefficients = "\n".join(f"  {name:9s}" + " ".join(f"{value:9.3g}" for value in values) for name, values in passes)
+    return (
+        f"{model.model}: seconds per pair, token, chunk, message, link byte, network byte, tile\n{coefficients}\n"
+        f"rates: matrices {spec.matmul_flops_per_s / 1e9:.4g} GFLOP/s, attention {spec.attention_flops_per_s / 1e9:.4g} GFLOP/s, "
+        f"links {spec.link_bytes_per_s / 1e9:.3g} GB/s, all-to-all ({exchanges}) GB/s, copies {spec.copy_bytes_per_s / 1e9:.3g} "
+        f"GB/s, reduction {model.coefficients.step_s * 1e3:.3g} ms"
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) a rank"
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,143 @@
+"""Keeps the cost model of a run true: fitted to its first steps, and again whenever predictions drift away from them.
+
+Every rank calls in the same order with the same plans, so all gather, decide and fit alike; nothing happens inside a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.plan.calibration import ChunkSample, Fit, fit_coefficients, scaled_coefficients
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.types import StepPlan
+
+# plans that a refit looks back on, few enough to follow a machine that changes its speed: the prior knows what they lack
+_WINDOW_PLANS = 8
+_CHECK_EVERY_PLANS = 2
+_RECENT_PLANS = 4
+# with fewer predictions than this there is no median to speak of
+_LEAST_PREDICTIONS = 3
+_TOLERATED_ERROR = 0.1
+# a step that differs more than this from its chunks is no step of this plan
+_FACTORS = (0.7, 1.5)
+
+# micro-batch, positions of the group, chunk
+ChunkKey = tuple[int, tuple[int, ...], int]
+Samples = dict[ChunkKey, ChunkSample]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan:
+    """What one rank measured of one plan: its chunks, all of it, and of that the gradient reduction.
+
+    reduce_s: negative if this plan had none. error: predicted / measured - 1; None without a prediction.
+    """
+
+    plan: StepPlan
+    samples: Samples
+    measured_s: float
+    reduce_s: float
+    error: float | None
+
+
+class CostRefit:
+    """Replaces the coefficients of `source`: first after `first_plans` plans, later where predictions are off.
+
+    A source that starts with measured coefficients is refitted only where they are off. 0 plans: never.
+    """
+
+    def __init__(self, source: PlanSource, first_plans: int) -> None:
+        self.source = source
+        self.num_fits = 0
+        self._window: deque[MeasuredPlan] = deque(maxlen=max(_WINDOW_PLANS, first_plans))
+        self._num_plans = 0
+        # one more: the first plan pays for start-up and is left out
+        self._next_look = first_plans + 1 if first_plans else 0
+
+    def add(self, plan: MeasuredPlan, ends_step: bool) -> str:
+        """Takes in a finished plan; the line to print if it led to a fit, else "". Collective over the control group."""
+        self._num_plans += 1
+        if self._num_plans > 1:
+            self._window.append(plan)
+        # a look must see a reduction, which only the last plan of a step has
+        if not self._next_look or self._num_plans < self._next_look or not ends_step or not self._window:
+            return ""
+        self._next_look = self._num_plans + _CHECK_EVERY_PLANS
+        return self._fit() if self._is_off() else ""
+
+    def _is_off(self) -> bool:
+        """Whether the present coefficients are guesses, or predicted the last plans badly; rank 0 decides."""
+        present = self.source.costs.coefficients
+        if not present.is_measured:
+            return True
+        recent = list(self._window)[-_RECENT_PLANS:]
+        errors = [
+            abs(plan.error) for plan in recent if plan.error is not None and plan.plan.estimate.cost_source == present.source
+        ]
+        is_off = len(errors) >= _LEAST_PREDICTIONS and median(errors) > _TOLERATED_ERROR
+        return bool(gather_objects(is_off, self.source.pool.control)[0])
+
+    def _fit(self) -> str:
+        costs = self.source.costs
+        mine = [(plan.samples, plan.reduce_s, plan.measured_s) for plan in self._window]
+        everyone = gather_objects(mine, self.source.pool.control)
+        samples = [sample for plans in zip(*everyone, strict=True) for sample in without_waiting([p[0] for p in plans])]
+        # the rank that came last did not wait: its reduction is the transfer alone
+        reductions = [min(plan[1] for plan in plans) for plans in zip(*everyone, strict=True) if plans[0][1] >= 0]
+        self.num_fits += 1
+        name = "measured" if self.num_fits == 1 and not costs.coefficients.is_measured else f"measured, fit {self.num_fits}"
+        fit = fit_coefficients(samples, median(reductions), name, costs.coefficients)
+        fitted = replace(costs, coefficients=fit.coefficients)
+        # a rank that starts late measures the least: how much later is no matter of costs
+        seconds = [min(plan[2] for plan in plans) for plans in zip(*everyone, strict=True)]
+        factor = whole_step_factor(list(self._window), seconds, fitted)
+        self.source.costs = replace(fitted, coefficients=scaled_coefficients(fit.coefficients, factor))
+        return _line(fit, len(mine), self.num_fits)
+
+
+def whole_step_factor(plans: Sequence[MeasuredPlan], seconds: Sequence[float], costs: CostModel) -> float:
+    """How much longer than their chunks most of `plans` took, whose whole `seconds` were measured.
+
+    Ranks wait for the slowest of them, which the typical chunk does not show, and for the host between chunks.
+    """
+    ratios = []
+    for plan, measured_s in zip(plans, seconds, strict=True):
+        predicted_s = evaluate_plan(plan.plan, costs, with_events=False).step_s
+        if plan.reduce_s < 0:
+            predicted_s -= costs.coefficients.step_s
+        ratios.append(measured_s / predicted_s)
+    low, high = _FACTORS
+    return min(max(median(ratios), low), high)
+
+
+def without_waiting(ranks: Sequence[Samples]) -> list[ChunkSample]:
+    """One sample per chunk of a plan from those of all ranks: of its group, the pass of the rank that waited least.
+
+    Ranks enter a micro-batch at different times, and the early ones wait inside their first exchange.
+    """
+    groups: dict[ChunkKey, list[ChunkSample]] = {}
+    for samples in ranks:
+        for key, sample in samples.items():
+            groups.setdefault(key, []).append(sample)
+    return [
+        ChunkSample(
+            min((sample.forward for sample in group), key=lambda one_pass: one_pass.seconds),
+            min((sample.backward for sample in group), key=lambda one_pass: one_pass.seconds),
+        )
+        for group in groups.values()
+    ]
+
+
+def _line(fit: Fit, num_plans: int, num_fits: int) -> str:
+    residuals = fit.residuals
+    again = f" (fit {num_fits})" if num_fits > 1 else ""
+    return (
+        f"cost model fitted{again} on {residuals.num_passes} passes of {num_plans} plans: median error {residuals.median:.1%}, "
+        f"mean {residuals.mean:.1%}, {residuals.num_outliers} left out as outliers"
+    )

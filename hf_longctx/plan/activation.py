@@ -1,0 +1,356 @@
+"""Keep, offload or recompute: the shares of every layer's saved tensors that cost the fewest seconds.
+
+Work is a sequence of *slots* in the order of the forward: one layer of one chunk each (or one whole slice of a stage). What slot
+n saves is split by tokens into three shares that sum to 1: recomputed r, host h, device g. Copies out of slot n run beside the
+forward of slot n+1, copies back beside the backward of slot n+1, which comes before that of slot n; what takes longer is
+*exposed*. With b bytes and t seconds of recomputation of a class whole, B bytes per second, and T the compute of a slot:
+
+    minimize    sum r t  +  sum_n max(0, H_n / B - T_forward[n+1])  +  sum_n max(0, H_n / B - T_backward[n+1])
+    subject to  G_n + H_n + H_(n-1) <= device bytes      for every slot: in its backward its own tensors are there, and
+                                                         those of the slot before it arrive
+                sum_n H_n <= host bytes
+    where       H_n = sum of h b in slot n,   G_n = sum of g b in slots 0 to n
+
+A class that everything else is recomputed from (the layer input) cannot be recomputed itself: that is the whole dependency
+closure, since attention and MLP are replayed from the layer input on, through what is kept of the classes between.
+
+Where only the link binds, h is SPPO's share of slice i, min(1, B T[i+1] / A_i) (arXiv 2503.10377, section 5.2), with no exposed
+second and nothing recomputed. Splitting by shares under host and device limits is MEMO's (SIGMOD 2025).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
+from hf_longctx.plan.types import TensorClass, TensorShare
+
+# what solvers may exceed a limit by, relative to it or to the largest class, taken off beforehand
+_MARGIN = 1e-6
+# of a second for every second of a hidden copy: nothing is moved that may as well stay
+_IDLE_COPY = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SavedClass:
+    """What one slot saves of one class, and what may be done with it."""
+
+    tensor_class: TensorClass
+    num_bytes: float
+    recompute_s: float
+    can_recompute: bool = True
+    can_offload: bool = True
+    can_keep: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One layer of one chunk: seconds of its forward and of its backward without recomputation, and what it saves."""
+
+    forward_s: float
+    backward_s: float
+    saved: tuple[SavedClass, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What saved tensors may take on the device and on the host, and the speed of the link in each direction."""
+
+    device_bytes: float
+    host_bytes: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutcome:
+    """What shares cost and hold. device_bytes: the most at any time."""
+
+    recompute_s: float
+    exposed_s: float
+    device_bytes: float
+    host_bytes: float
+
+    @property
+    def cost_s(self) -> float:
+        return self.recompute_s + self.exposed_s
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """The chosen shares, `shares[slot][place]` as `slots[slot].saved`, and why the host is used as it is."""
+
+    shares: tuple[tuple[TensorShare, ...], ...]
+    outcome: PolicyOutcome
+    solver: str
+    reason: str
+
+
+def choose_policy(slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0) -> PolicyChoice:
+    """The cheapest shares under the limits; raises ValueError if none fit. Never dearer than `greedy_shares`."""
+    _check(limits)
+    problem = _Problem(slots, limits)
+    found = [("keep", np.array([[float(not item.can_keep), 0.0] for slot in slots for item in slot.saved]).reshape(-1, 2))]
+    if (greedy := greedy_shares(slots, limits)) is not None:
+        found.append(("greedy", greedy))
+    if (solved := problem.solve(time_limit_s)) is not None:
+        found.append(("lp", solved))
+    fitting = [(name, shares, outcome_of(slots, shares, limits)) for name, shares in found]
+    fitting = [entry for entry in fitting if _fits(entry[2], limits)]
+    if not fitting:
+        raise ValueError(_nothing_fits(slots, limits))
+    # a copy that hides nothing is no gain, so of equal costs the one that moves less
+    name, shares, outcome = min(fitting, key=lambda entry: (round(entry[2].cost_s, 12), entry[2].host_bytes))
+    return PolicyChoice(_as_shares(slots, shares), outcome, name, _reason(slots, limits, outcome, time_limit_s))
+
+
+def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...]:
+    """Of each slot the largest share whose copies hide both ways: SPPO's alpha, 0 for the last slot, which nothing follows."""
+    shares = []
+    for slot, following in itertools.zip_longest(slots, slots[1:]):
+        window_s = 0.0 if following is None else min(following.forward_s, following.backward_s)
+        num_bytes = sum(saved.num_bytes for saved in slot.saved)
+        shares.append(min(1.0, bytes_per_s * window_s / num_bytes) if num_bytes else 0.0)
+    return tuple(shares)
+
+
+def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
+    """What (recompute, host) shares of shape [classes of all slots, 2] come to, in the order of slots and their classes."""
+    saved = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
+    num_bytes = np.array([item.num_bytes for _, item in saved])
+    owner = np.array([n for n, _ in saved], dtype=np.int64)
+    host = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots))
+    kept = np.bincount(owner, weights=(1 - shares.sum(1)) * num_bytes, minlength=len(slots))
+    arriving = np.concatenate([[0.0], host[:-1]])
+    exposed_s = 0.0
+    for direction in ("forward_s", "backward_s"):
+        windows = np.array([*(getattr(slot, direction) for slot in slots[1:]), 0.0])
+        exposed_s += float(np.maximum(0.0, host / limits.bytes_per_s - windows).sum())
+    recompute_s = float(sum(share * item.recompute_s for share, (_, item) in zip(shares[:, 0], saved, strict=True)))
+    peak = float((np.cumsum(kept) + host + arriving).max(initial=0.0))
+    return PolicyOutcome(recompute_s, exposed_s, peak, float(host.sum()))
+
+
+def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | None:
+    """(r, h) of every class, by seconds saved per byte, those that must be kept first; None where this order does not fit.
+
+    Each takes copies that hide, then the device, then other copies if they pay, and is run again for what is left. Of equals
+    the latest slots come first: they stay for the shortest time.
+    """
+    places = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
+    fill = _Filling(slots, limits)
+    shares = np.zeros((len(places), 2))
+
+    def urgency(place: int) -> tuple[bool, float, int]:
+        slot, item = places[place]
+        density = item.recompute_s / item.num_bytes if item.num_bytes else 0.0
+        return item.can_recompute, -density, -slot
+
+    for place in sorted(range(len(places)), key=urgency):
+        slot, item = places[place]
+        if not item.num_bytes:
+            shares[place, 0] = float(item.can_recompute and not item.can_keep)
+            continue
+        left = item.num_bytes
+        hidden = min(left, fill.hidden_room(slot)) if item.can_offload else 0.0
+        fill.offload(slot, hidden)
+        left -= hidden
+        kept = min(left, fill.device_room(slot)) if item.can_keep else 0.0
+        fill.keep(slot, kept)
+        left -= kept
+        # two ways of a copy that nothing hides, against running again
+        pays = not item.can_recompute or 2 / limits.bytes_per_s < item.recompute_s / item.num_bytes
+        exposed = min(left, fill.host_room(slot)) if item.can_offload and pays else 0.0
+        fill.offload(slot, exposed)
+        left -= exposed
+        if left > 1e-9 * item.num_bytes and not item.can_recompute:
+            return None
+        shares[place] = (max(0.0, left / item.num_bytes) if item.can_recompute else 0.0, (hidden + exposed) / item.num_bytes)
+    return shares
+
+
+class _Filling:
+    """Room that is left while shares are handed out. slack[n]: of the device, in the backward of slot n."""
+
+    def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
+        self.slack = np.full(len(slots), float(limits.device_bytes))
+        self.host_left = limits.host_bytes
+        following = [min(slot.forward_s, slot.backward_s) for slot in slots[1:]]
+        self.window = np.array([*following, 0.0]) * limits.bytes_per_s
+
+    def device_room(self, slot: int) -> float:
+        return max(0.0, float(self.slack[slot:].min()))
+
+    def host_room(self, slot: int) -> float:
+        return max(0.0, min(self.host_left, float(self.slack[slot : slot + 2].min())))
+
+    def hidden_room(self, slot: int) -> float:
+        return max(0.0, min(self.host_room(slot), float(self.window[slot])))
+
+    def keep(self, slot: int, num_bytes: float) -> None:
+        self.slack[slot:] -= num_bytes
+
+    def offload(self, slot: int, num_bytes: float) -> None:
+        self.slack[slot : slot + 2] -= num_bytes
+        self.window[slot] -= num_bytes
+        self.host_left -= num_bytes
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Sparse rows as they are added."""
+
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def add(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        for column, value in terms:
+            if value:
+                self.rows.append(len(self.lower))
+                self.columns.append(column)
+                self.values.append(value)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+class _Problem:
+    """The linear program. Columns: r and h of every class, then for every slot G, exposed forward, exposed backward."""
+
+    def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
+        self.slots, self.limits = slots, limits
+        self.items = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
+        # so that numbers are about one
+        self.byte_unit = max((item.num_bytes for _, item in self.items), default=0.0) or 1.0
+        times = [item.recompute_s for _, item in self.items] + [slot.forward_s for slot in slots]
+        self.second_unit = max([*times, self.byte_unit / limits.bytes_per_s * 1e-3])
+
+    def solve(self, time_limit_s: float) -> FloatArray | None:
+        """(r, h) of every class; None where nothing fits or no solution was found."""
+        if not self.items:
+            return np.zeros((0, 2))
+        try:
+            solution = solve_linear_program(self._program(), time_limit_s)
+        except SolverError:
+            # the greedy order stands in, and the choice says so
+            return None
+        if not solution.has_values:
+            return None
+        shares: FloatArray = np.clip(solution.values[: 2 * len(self.items)].reshape(-1, 2), 0.0, 1.0)
+        shares /= np.maximum(1.0, shares.sum(1, keepdims=True))
+        return shares
+
+    def _program(self) -> LinearProgram:
+        num_items, num_slots = len(self.items), len(self.slots)
+        rows = _Rows()
+        of_slot: list[list[tuple[int, float]]] = [[] for _ in self.slots]
+        for place, (slot, item) in enumerate(self.items):
+            of_slot[slot].append((place, item.num_bytes / self.byte_unit))
+            rows.add([(2 * place, 1.0), (2 * place + 1, 1.0)], -np.inf if item.can_keep else 1.0, 1.0)
+        self._add_memory(rows, of_slot)
+        self._add_windows(rows, of_slot)
+        upper = np.full(2 * num_items + 3 * num_slots, np.inf)
+        costs = np.zeros_like(upper)
+        for place, (_, item) in enumerate(self.items):
+            upper[2 * place], upper[2 * place + 1] = float(item.can_recompute), float(item.can_offload)
+            costs[2 * place] = item.recompute_s / self.second_unit
+            costs[2 * place + 1] = _IDLE_COPY * item.num_bytes / self.limits.bytes_per_s / self.second_unit
+        costs[2 * num_items + num_slots :] = 1.0
+        return LinearProgram(
+            costs,
+            np.zeros_like(upper),
+            upper,
+            np.array(rows.rows, dtype=np.int64),
+            np.array(rows.columns, dtype=np.int64),
+            np.array(rows.values),
+            np.array(rows.lower),
+            np.array(rows.upper),
+        )
+
+    def _add_memory(self, rows: _Rows, of_slot: list[list[tuple[int, float]]]) -> None:
+        """Chains G, bounds the device in every slot's backward, and bounds the host."""
+        first = 2 * len(self.items)
+        device = self._safely(self.limits.device_bytes)
+        for slot, items in enumerate(of_slot):
+            total = sum(size for _, size in items)
+            terms = [(first + slot, 1.0), *((2 * place + side, size) for place, size in items for side in (0, 1))]
+            rows.add([*terms, *([(first + slot - 1, -1.0)] if slot else [])], total, total)
+            around = [*items, *(of_slot[slot - 1] if slot else [])]
+            rows.add([(first + slot, 1.0), *((2 * place + 1, size) for place, size in around)], -np.inf, device)
+        every = [(2 * place + 1, size) for items in of_slot for place, size in items]
+        rows.add(every, -np.inf, self._safely(self.limits.host_bytes))
+
+    def _safely(self, limit_bytes: float) -> float:
+        """A limit in the program's unit that solvers, who exceed limits by their tolerance, will keep."""
+        return max(0.0, limit_bytes - _MARGIN * max(limit_bytes, self.byte_unit)) / self.byte_unit
+
+    def _add_windows(self, rows: _Rows, of_slot: list[list[tuple[int, float]]]) -> None:
+        """exposed >= copy - compute of the following slot, both ways."""
+        first = 2 * len(self.items) + len(self.slots)
+        copy = self.byte_unit / self.limits.bytes_per_s / self.second_unit
+        for slot, items in enumerate(of_slot):
+            following = self.slots[slot + 1] if slot + 1 < len(self.slots) else None
+            windows = (0.0, 0.0) if following is None else (following.forward_s, following.backward_s)
+            for way, window_s in enumerate(windows):
+                terms = [(2 * place + 1, -size * copy) for place, size in items]
+                exposed = first + way * len(self.slots) + slot
+                rows.add([(exposed, 1.0), *terms], -window_s / self.second_unit, np.inf)
+
+
+def _check(limits: MemoryLimits) -> None:
+    if not (limits.device_bytes >= 0 and limits.host_bytes >= 0 and limits.bytes_per_s > 0):
+        raise ValueError(f"{limits} needs bytes of at least 0 and a link of more than 0 bytes per second")
+
+
+def _fits(outcome: PolicyOutcome, limits: MemoryLimits) -> bool:
+    # sums of many shares round
+    device, host = (limit * (1 + 1e-9) + 1e-3 for limit in (limits.device_bytes, limits.host_bytes))
+    return outcome.device_bytes <= device and outcome.host_bytes <= host
+
+
+def _nothing_fits(slots: Sequence[Slot], limits: MemoryLimits) -> str:
+    needed = sum(item.num_bytes for slot in slots for item in slot.saved if not item.can_recompute)
+    return (
+        f"{needed / 2**30:.3f} GiB of saved tensors cannot be recomputed, and {limits.device_bytes / 2**30:.3f} GiB on the "
+        f"device with {limits.host_bytes / 2**30:.3f} GiB on the host do not hold them beside two layers at work; use more "
+        f"ranks, shorter sequences, or more host memory"
+    )
+
+
+def _reason(slots: Sequence[Slot], limits: MemoryLimits, outcome: PolicyOutcome, time_limit_s: float) -> str:
+    """Why so much goes to the host, in one sentence."""
+    total = sum(item.num_bytes for slot in slots for item in slot.saved)
+    if outcome.host_bytes <= 0.5:
+        if total <= limits.device_bytes:
+            return "nothing is offloaded: everything fits on the device"
+        if limits.host_bytes <= 0:
+            return "nothing is offloaded: there is no host memory for it"
+        return (
+            f"nothing is offloaded: running again ({outcome.recompute_s:.3g} s) is faster than copies over "
+            f"{limits.bytes_per_s / 1e9:.3g} GB/s that computation does not hide"
+        )
+    text = f"{outcome.host_bytes / 2**30:.3f} GiB are offloaded, {outcome.exposed_s:.3g} s of their copies are exposed"
+    without = _Problem(slots, MemoryLimits(limits.device_bytes, 0.0, limits.bytes_per_s)).solve(time_limit_s)
+    if without is None:
+        return f"{text}; without the host nothing fits"
+    saved_s = outcome_of(slots, without, limits).cost_s - outcome.cost_s
+    return f"{text}; without the host {saved_s:.3g} s more would be spent"
+
+
+def _as_shares(slots: Sequence[Slot], shares: FloatArray) -> tuple[tuple[TensorShare, ...], ...]:
+    pairs = iter(shares.tolist())
+    result = []
+    for slot in slots:
+        chosen = []
+        for item in slot.saved:
+            recompute, host = (0.0 if share < 1e-9 else share for share in next(pairs))
+            recompute, host = (1.0, 0.0) if recompute > 1 - 1e-9 else (recompute, host)
+            chosen.append(TensorShare(item.tensor_class, recompute=recompute, host=host, device=max(0.0, 1 - recompute - host)))
+        result.append(tuple(chosen))
+    return tuple(result)

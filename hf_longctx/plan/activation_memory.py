@@ -1,0 +1,115 @@
+"""Bytes that wait for backward, per token and layer and per plan: plain Hugging Face, checkpointed, and each policy.
+
+With d hidden, a all query heads, k all KV heads, f intermediate, h heads, e bytes per element and l = max(4, e) of an LSE, a
+decoder layer of plain Hugging Face around fused attention saves
+
+    2 (4 + 2 e) d + 8    two norms: fp32 input, product before the weight, output; fp32 root mean square
+    2 e a + 2 e k + l h  rotated queries and keys, values, output, LSE
+    4 e f                gate, its activation, up, product
+
+which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv).
+"""
+
+from __future__ import annotations
+
+from hf_longctx.plan.activation import MemoryLimits, PolicyChoice, SavedClass, Slot, choose_policy
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import TENSOR_CLASSES, ActivationPolicy, Chunk, GroupShape, LayerPolicy, TensorClass, TensorShare
+
+
+def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
+    """Bytes of one class per token and layer, as the activation engine holds it."""
+    e, d = model.bytes_per_element, model.hidden_size
+    a, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    inner = (4 if model.gated_mlp else 2) * model.intermediate_size
+    return {
+        "layer_input": e * d,
+        "attention_output": e * a + max(4, e) * model.num_heads,
+        "qkv": e * (a + 2 * k),
+        # with the input of its first matrices
+        "mlp": e * (d + inner),
+    }[tensor_class]
+
+
+def plain_layer_bytes(model: ModelSpec, has_qk_norms: bool = False) -> int:
+    """Bytes per token that one layer saves for backward when nothing is recomputed."""
+    e, d, h = model.bytes_per_element, model.hidden_size, model.num_heads
+    a, k = h * model.head_dim, model.num_kv_heads * model.head_dim
+    inner = (4 if model.gated_mlp else 2) * model.intermediate_size
+    norms = 2 * (4 + 2 * e) * d + 8
+    qk_norms = (4 + e) * (a + k) + 4 * (h + model.num_kv_heads) if has_qk_norms else 0
+    return norms + qk_norms + 2 * e * (a + k) + max(4, e) * h + e * inner
+
+
+def checkpointed_layer_bytes(model: ModelSpec) -> int:
+    """Bytes per token that one layer saves when it is replayed from its input, as Hugging Face does."""
+    return class_bytes(model, "layer_input")
+
+
+def held_bytes(
+    model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int, has_qk_norms: bool = False
+) -> tuple[int, int]:
+    """(device, host) bytes that wait for backward after one forward of `num_tokens` tokens on a rank under `policy`."""
+    layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
+    on_device = on_host = 0
+    for layer in layers:
+        if layer.keeps_everything:
+            on_device += plain_layer_bytes(model, has_qk_norms) * num_tokens
+            continue
+        for name in TENSOR_CLASSES:
+            token_bytes = class_bytes(model, name)  # type: ignore[arg-type]
+            _, host_start, host_stop = layer.share(name).cuts(num_tokens)  # type: ignore[arg-type]
+            on_host += (host_stop - host_start) * token_bytes
+            on_device += (num_tokens - host_stop) * token_bytes
+    return on_device, on_host
+
+
+def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
+    """One slot per layer of `chunk` on one rank of a group, with what the activation engine may do with each class.
+
+    Seconds of recomputation are the forward's: pairs for attention, tokens by each class's part of a layer's parameters. The
+    MLP's include the output projection, which its replay runs through.
+    """
+    model, forward = costs.model, costs.coefficients.forward
+    tokens = max(chunk.num_tokens, shape.degree) / shape.degree
+    token_s = forward.token_s * tokens / model.num_layers
+    kv_size = model.num_kv_heads * model.head_dim
+    qkv_part = model.hidden_size * (model.num_heads * model.head_dim + 2 * kv_size) / model.layer_parameters
+    recompute_s: dict[TensorClass, float] = {
+        "layer_input": 0.0,
+        "attention_output": forward.pair_s * chunk.num_pairs / shape.degree / model.num_layers,
+        "qkv": qkv_part * token_s,
+        "mlp": (1 - qkv_part) * token_s,
+    }
+    saved = tuple(
+        SavedClass(
+            name,
+            class_bytes(model, name) * tokens,
+            seconds,
+            can_recompute=name != "layer_input",
+            can_offload=name != "qkv",
+            can_keep=name != "qkv",
+        )
+        for name, seconds in recompute_s.items()
+    )
+    forward_s, backward_s = costs.forward_s(chunk, shape, 1), costs.backward_s(chunk, shape, 1)
+    return tuple(Slot(forward_s, backward_s, saved) for _ in range(model.num_layers))
+
+
+def plan_activations(
+    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0, has_qk_norms: bool = False
+) -> tuple[ActivationPolicy, PolicyChoice | None]:
+    """The policy of one chunk, and the choice behind it (None where everything stays); ValueError if nothing fits."""
+    model = costs.model
+    num_tokens = -(-max(chunk.num_tokens, 1) // shape.degree)
+    if model.num_layers * num_tokens * plain_layer_bytes(model, has_qk_norms) <= limits.device_bytes:
+        return ActivationPolicy(chunk.index), None
+    choice = choose_policy(layer_slots(costs, chunk, shape), limits)
+    layers = tuple(LayerPolicy(_named(shares)) for shares in choice.shares)
+    return ActivationPolicy(chunk.index, 0, layers, tile_tokens), choice
+
+
+def _named(shares: tuple[TensorShare, ...]) -> tuple[TensorShare, ...]:
+    """Without the classes that stay, which need no name."""
+    return tuple(share for share in shares if share.device != share.total)

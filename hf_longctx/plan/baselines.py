@@ -1,0 +1,385 @@
+"""What others would do with the same sequences, under the same costs and memory, as layouts priced like our own.
+
+static: one degree for the whole run that fits its context limit (DeepSpeed-Ulysses), best-fit packing. BatchAda: the same
+with the best degree of each batch (FlexSP's name for it, arXiv 2412.01523, section 6.1). Megatron hybrid-CP: the greedy of
+Megatron-Core's `BalancedCPScheduler`. FCP: the two-stage planner of arXiv 2602.21788. Where an original would break memory
+or leave a choice open, it gets what serves it best, and its function says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
+from hf_longctx.plan.partition import consecutive_chunks
+
+# how full best-fit packing makes a group; Megatron's balance within a round, and how far a queue may exceed its share of work
+_FILL = 0.9
+_BALANCE_SLACK = 0.05
+_QUEUE_SLACK = 1.1
+# numbers of micro-batches that FCP tries, from the fewest that fit
+_FCP_TRIALS = 5
+
+BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP")
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """One way to lay out a step, and its seconds; one that cannot run has no layout, infinite seconds and says why."""
+
+    name: str
+    layout: tuple[tuple[Group, ...], ...]
+    step_s: float
+    detail: str
+
+    @property
+    def can_run(self) -> bool:
+        return math.isfinite(self.step_s)
+
+
+def all_baselines(problem: GroupingProblem, limit: int, names: Sequence[str] = BASELINES) -> tuple[Baseline, ...]:
+    """The named baselines on the sequences of one step of a run whose sequences have at most `limit` tokens.
+
+    Raises ValueError for a sequence above the limit.
+    """
+    if problem.lengths and max(problem.lengths) > limit:
+        raise ValueError(f"a sequence has {max(problem.lengths)} tokens, but the limit is {limit}; raise it or drop the sequence")
+    ordered, order = problem.longest_first()
+    makers: dict[str, Callable[[], Layout]] = {
+        "static": lambda: best_static_layout(ordered, limit),
+        "BatchAda": lambda: best_static_layout(ordered, max(ordered.lengths)),
+        "Megatron hybrid-CP": lambda: hybrid_cp_layout(ordered),
+        "FCP": lambda: fcp_layout(ordered),
+    }
+    found = []
+    for name in names:
+        try:
+            layout = makers[name]() if ordered.lengths else []
+        except CannotRunError as error:
+            found.append(Baseline(name, (), math.inf, f"{name} cannot run: {error}"))
+            continue
+        renumbered = tuple(tuple((degree, tuple(order[i] for i in part)) for degree, part in groups) for groups in layout)
+        found.append(Baseline(name, renumbered, problem.step_seconds([list(groups) for groups in renumbered]), _detail(layout)))
+    return tuple(found)
+
+
+class CannotRunError(ValueError):
+    """A baseline has no layout for a problem: no degree that it allows holds the longest sequence."""
+
+
+def _detail(layout: Layout) -> str:
+    """Such as "2 micro-batches: <8x2>, <4x3,2x2>"."""
+    described = []
+    for groups in layout:
+        degrees = [degree for degree, part in groups if part]
+        described.append(",".join(f"{degree}x{degrees.count(degree)}" for degree in sorted(set(degrees), reverse=True)))
+    return f"{len(layout)} micro-batches: {', '.join(f'<{text}>' for text in described)}"
+
+
+def best_static_layout(problem: GroupingProblem, limit: int) -> Layout:
+    """The fastest layout of `static_layout` over all degrees that divide the ranks and hold `limit` tokens.
+
+    Raises CannotRunError when there is no such degree.
+    """
+    degrees = [d for d in problem.degrees if problem.num_ranks % d == 0 and limit <= d * problem.capacity]
+    if not degrees:
+        raise CannotRunError(
+            f"no degree of {problem.degrees} that divides {problem.num_ranks} ranks holds {limit} tokens at {problem.capacity} "
+            f"tokens per rank; raise the largest degree or tokens_per_rank"
+        )
+    return min((static_layout(problem, degree) for degree in degrees), key=problem.step_seconds)
+
+
+def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) -> Layout:
+    """Groups of one degree: best-fit-decreasing packs of `fill` of a group's tokens, as many at once as the ranks allow.
+
+    A sequence above that fills a group alone. The last micro-batch has packs left over: its sequences are dealt out anew,
+    longest first to the group that is done first. Raises CannotRunError when the longest sequence fits no group.
+    """
+    longest, room = max(problem.lengths), degree * problem.capacity
+    if longest > room:
+        raise CannotRunError(f"a sequence of {longest} tokens does not fit {degree} ranks of {problem.capacity} tokens")
+    packs = best_fit(problem.lengths, max(longest, int(fill * room)))
+    num_groups = problem.num_ranks // degree
+    layout: Layout = [
+        [(degree, tuple(pack)) for pack in packs[first : first + num_groups]] for first in range(0, len(packs), num_groups)
+    ]
+    dealt = _deal_out(problem, degree, sorted(i for _, pack in layout[-1] for i in pack))
+    return [*layout[:-1], min(layout[-1], dealt, key=problem.micro_batch_seconds) if dealt else layout[-1]]
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Sequences, longest first, each into the fullest pack with room for it; numbers of sequences, packs in order of opening."""
+    packs: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [(left[p], p) for p in range(len(packs)) if left[p] >= lengths[i]]
+        if fitting:
+            p = min(fitting)[1]
+            packs[p].append(i)
+            left[p] -= lengths[i]
+        else:
+            packs.append([i])
+            left.append(room - lengths[i])
+    return packs
+
+
+def _deal_out(problem: GroupingProblem, degree: int, members: Sequence[int]) -> list[Group]:
+    """One micro-batch of groups of one degree, longest first into the one done first; empty if one fits nowhere."""
+    seconds = problem.seconds[problem.degrees.index(degree)]
+    num_groups = problem.num_ranks // degree
+    loads, left = [0.0] * num_groups, [degree * problem.capacity] * num_groups
+    parts: list[list[int]] = [[] for _ in range(num_groups)]
+    for i in sorted(members, key=lambda i: -problem.lengths[i]):
+        fitting = [(loads[g], g) for g in range(num_groups) if left[g] >= problem.lengths[i]]
+        if not fitting:
+            return []
+        g = min(fitting)[1]
+        parts[g].append(i)
+        loads[g] += float(seconds[i])
+        left[g] -= problem.lengths[i]
+    return [(degree, tuple(part)) for part in parts if part]
+
+
+@dataclass(slots=True)
+class _Team:
+    """Ranks that share sequences in one round of Megatron's greedy; work in its own measure, tokens^2 per rank."""
+
+    degree: int
+    work: float = 0.0
+    tokens: int = 0
+    members: list[int] = field(default_factory=list)
+
+
+def hybrid_cp_layout(problem: GroupingProblem) -> Layout:
+    """Megatron-Core's hybrid context parallelism (`BalancedCPScheduler`), with one micro-batch for each of its rounds.
+
+    A sequence gets the next power of two of its tokens over a rank's, and counts as tokens^2 per rank. Megatron runs the
+    sequences of a round one by one and counts no tokens; here they are packed, which saves it the fixed cost of each, and a
+    group takes no more than its memory holds. Raises CannotRunError for a sequence that needs a degree there is not.
+    """
+    powers = [degree for degree in problem.degrees if degree & (degree - 1) == 0 and degree <= problem.num_ranks]
+    needed = []
+    for length in problem.lengths:
+        fitting = [degree for degree in powers if length <= degree * problem.capacity]
+        if not fitting:
+            raise CannotRunError(
+                f"a sequence of {length} tokens fits none of the powers of two among degrees {problem.degrees} at "
+                f"{problem.capacity} tokens per rank"
+            )
+        needed.append(fitting[0])
+    waiting = sorted(range(len(problem.lengths)), key=lambda i: -problem.lengths[i])
+    layout: Layout = []
+    while waiting:
+        teams, waiting = _hybrid_cp_round(problem, needed, waiting)
+        _widen(problem, teams)
+        layout.append([(team.degree, tuple(team.members)) for team in teams])
+    return layout
+
+
+def _hybrid_cp_round(problem: GroupingProblem, needed: Sequence[int], waiting: Sequence[int]) -> tuple[list[_Team], list[int]]:
+    """Teams filled until their work is balanced, and the sequences that wait for the next round."""
+    work = {i: problem.lengths[i] ** 2 / needed[i] for i in waiting}
+    queues = _queues(waiting, work, len({needed[i] for i in waiting}))
+    teams: list[_Team] = []
+    first_degree = 0
+    while queues:
+        placed = _place_next(problem, needed, queues, teams)
+        if placed is None:
+            break
+        i, team = placed
+        team.members.append(i)
+        team.work += work[i]
+        team.tokens += problem.lengths[i]
+        first_degree = first_degree or needed[i]
+        while queues and not queues[0]:
+            queues.pop(0)
+        # balance is looked at only once a smaller degree has had its turn
+        if needed[i] < first_degree and _slack(problem, teams) <= _BALANCE_SLACK:
+            break
+    left = [i for queue in queues for i in queue]
+    return teams, left + _trim(problem, teams, work)
+
+
+def _queues(waiting: Sequence[int], work: dict[int, float], number: int) -> list[list[int]]:
+    """The waiting sequences in order, cut into about `number` queues of like work."""
+    share = sum(work.values()) / number
+    queues: list[list[int]] = [[]]
+    filled = 0.0
+    for position, i in enumerate(waiting):
+        # the closing rule counts both the queues done and what they leave to do, so the last queues may stay away
+        must_leave = len(waiting) - position <= number - 2 * (len(queues) - 1)
+        if queues[-1] and (filled + work[i] > share * _QUEUE_SLACK or must_leave):
+            queues.append([])
+            filled = 0.0
+        queues[-1].append(i)
+        filled += work[i]
+    return queues
+
+
+def _place_next(
+    problem: GroupingProblem, needed: Sequence[int], queues: list[list[int]], teams: list[_Team]
+) -> tuple[int, _Team] | None:
+    """Takes the first sequence off the first queue whose head has a place, and names its team: a new one before an old one."""
+    free = problem.num_ranks - sum(team.degree for team in teams)
+    for queue in queues:
+        if not queue:
+            continue
+        i = queue[0]
+        if needed[i] <= free:
+            teams.append(_Team(needed[i]))
+            return queue.pop(0), teams[-1]
+        room = needed[i] * problem.capacity - problem.lengths[i]
+        fitting = [team for team in teams if team.degree == needed[i] and team.tokens <= room]
+        if fitting:
+            return queue.pop(0), min(fitting, key=lambda team: team.work)
+    return None
+
+
+def _slack(problem: GroupingProblem, teams: Sequence[_Team]) -> float:
+    """How far the least loaded rank stays below the most loaded one, as a share; ranks without a team have no work."""
+    most = max(team.work for team in teams)
+    is_idle = sum(team.degree for team in teams) < problem.num_ranks
+    return 1.0 if is_idle else 1 - min(team.work for team in teams) / most
+
+
+def _trim(problem: GroupingProblem, teams: list[_Team], work: dict[int, float]) -> list[int]:
+    """Sequences taken off the most loaded team again, last first, while that evens out the work of a full round."""
+    trimmed: list[int] = []
+    while _BALANCE_SLACK < _slack(problem, teams) < 1:
+        team = max(teams, key=lambda team: team.work)
+        works = [other.work for other in teams]
+        without = [other.work - work[team.members[-1]] * (other is team) for other in teams]
+        if len(team.members) < 2 or max(without) - min(without) >= max(works) - min(works):
+            break
+        i = team.members.pop()
+        team.work -= work[i]
+        team.tokens -= problem.lengths[i]
+        trimmed.append(i)
+    return trimmed
+
+
+def _widen(problem: GroupingProblem, teams: list[_Team]) -> None:
+    """Doubles the first of the smallest teams while ranks are idle; stops where Megatron fails, at too few of them."""
+    while True:
+        free = problem.num_ranks - sum(team.degree for team in teams)
+        team = min(teams, key=lambda team: team.degree)
+        wider = min(2 * team.degree, problem.num_ranks)
+        if not 0 < wider - team.degree <= free or wider not in problem.degrees:
+            return
+        team.degree = wider
+
+
+def fcp_layout(problem: GroupingProblem, trials: int = _FCP_TRIALS) -> Layout:
+    """FCP's two-stage planner: sequences packed by memory alone, then degrees for the packs by dynamic programming.
+
+    How a batch becomes micro-batches is left open; here sequences in descending order are cut into runs of like tokens, for
+    `trials` numbers of runs from the fewest that fit, and the fastest is kept. A run whose packs need more ranks than there
+    are is cut in two. Raises CannotRunError for a sequence that fits no degree.
+    """
+    longest, room = max(problem.lengths), problem.degrees[-1] * problem.capacity
+    if longest > room:
+        raise CannotRunError(f"a sequence of {longest} tokens does not fit the largest degree, {problem.degrees[-1]}: {room}")
+    order = sorted(range(len(problem.lengths)), key=lambda i: -problem.lengths[i])
+    fewest = max(1, math.ceil(sum(problem.lengths) / (problem.capacity * problem.num_ranks)))
+    layouts = [
+        [groups for run in even_runs(problem.lengths, order, number) for groups in _fcp_micro_batches(problem, run)]
+        for number in range(fewest, fewest + trials)
+    ]
+    return min(layouts, key=problem.step_seconds)
+
+
+def _fcp_micro_batches(problem: GroupingProblem, run: Sequence[int]) -> Layout:
+    groups = fcp_groups(problem, run)
+    if groups:
+        return [groups]
+    # a sequence alone always fits, so there are two at least
+    return [groups for half in even_runs(problem.lengths, run, 2) for groups in _fcp_micro_batches(problem, half)]
+
+
+def even_runs(lengths: Sequence[int], order: Sequence[int], number: int) -> list[list[int]]:
+    """`order` cut into at most `number` consecutive runs with the least maximum of tokens."""
+    ends = consecutive_chunks([lengths[i] for i in order], number)
+    return [list(order[start:end]) for start, end in pairwise([0, *ends])]
+
+
+def fcp_groups(problem: GroupingProblem, run: Sequence[int]) -> list[Group]:
+    """One micro-batch of FCP: packs, the degrees that end them soonest, and idle ranks handed out; empty if they do not fit."""
+    packs = pack_by_memory(problem, run)
+    degrees = soonest_degrees(problem, packs)
+    if not degrees:
+        return []
+    return [(degree, tuple(part)) for degree, (_, part) in zip(_hand_out(problem, packs, degrees), packs, strict=True)]
+
+
+def pack_by_memory(problem: GroupingProblem, run: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """(least degree, sequences) of packs: longest first into the fullest pack with room, else a pack of its own.
+
+    A pack has room for what the least degree of its first, longest sequence can hold.
+    """
+    packs: list[tuple[int, list[int]]] = []
+    left: list[int] = []
+    for i in sorted(run, key=lambda i: -problem.lengths[i]):
+        length = problem.lengths[i]
+        fitting = [(left[p], p) for p in range(len(packs)) if left[p] >= length]
+        if fitting:
+            p = min(fitting)[1]
+            packs[p][1].append(i)
+            left[p] -= length
+        else:
+            least = next(degree for degree in problem.degrees if length <= degree * problem.capacity)
+            packs.append((least, [i]))
+            left.append(least * problem.capacity - length)
+    return packs
+
+
+def soonest_degrees(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    """A degree for every pack, at least its own, such that the last one ends soonest; empty if they do not fit the ranks.
+
+    best[j]: the least makespan of the packs so far on exactly j ranks.
+    """
+    best = np.full(problem.num_ranks + 1, math.inf)
+    best[0] = 0.0
+    choices = []
+    for least, part in packs:
+        extended, choice = np.full_like(best, math.inf), np.zeros(len(best), dtype=np.int64)
+        for degree in problem.degrees:
+            if least <= degree <= problem.num_ranks:
+                ends = np.maximum(best[: len(best) - degree], problem.group_seconds((degree, tuple(part))))
+                is_sooner = ends < extended[degree:]
+                extended[degree:][is_sooner] = ends[is_sooner]
+                choice[degree:][is_sooner] = degree
+        best = extended
+        choices.append(choice)
+    used = int(np.argmin(best))
+    if not math.isfinite(best[used]):
+        return []
+    degrees = []
+    for choice in reversed(choices):
+        degrees.append(int(choice[used]))
+        used -= degrees[-1]
+    return degrees[::-1]
+
+
+def _hand_out(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]]], degrees: Sequence[int]) -> list[int]:
+    """Degrees after idle ranks went round: each pack in turn gets the next degree if it is there and no slower."""
+    widened = list(degrees)
+    idle = problem.num_ranks - sum(widened)
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for p, (_, part) in enumerate(packs):
+            wider = next((degree for degree in problem.degrees if degree > widened[p]), 0)
+            if not 0 < wider - widened[p] <= idle:
+                continue
+            members = tuple(part)
+            if problem.group_seconds((wider, members)) <= problem.group_seconds((widened[p], members)):
+                idle -= wider - widened[p]
+                widened[p] = wider
+                has_changed = True
+    return widened

@@ -1,0 +1,77 @@
+"""Shapes of well-known models by name, for plans without a checkpoint at hand.
+
+GPT-7B, 13B and 30B are the ones FlexSP was measured with (arXiv 2412.01523): 64 heads, an MLP of four times the hidden size
+without a gate, GPT-2's vocabulary untied, and one learned embedding for each position up to the context limit, 192,000 here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+
+from hf_longctx.plan.hardware import normal_name
+from hf_longctx.plan.specs import ModelSpec
+
+_TIED = True
+
+
+def _gpt(num_layers: int, hidden_size: int) -> ModelSpec:
+    mlp, head_dim = 4 * hidden_size, hidden_size // 64
+    spec = ModelSpec(num_layers, hidden_size, mlp, 64, 64, head_dim, vocab_size=50257, max_positions=192_000)
+    return replace(spec, gated_mlp=False, learned_positions=True)
+
+
+# layers, hidden, intermediate, query heads, KV heads, head size, vocabulary, positions, tied embeddings; from each config.json
+_MODELS: dict[str, ModelSpec] = {
+    "gpt-7b": _gpt(32, 4096),
+    "gpt-13b": _gpt(40, 5120),
+    "gpt-30b": _gpt(60, 6656),
+    "llama-3.1-8b": ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072),
+    "llama-3.1-70b": ModelSpec(80, 8192, 28672, 64, 8, 128, 128256, 131072),
+    "llama-3.2-1b": ModelSpec(16, 2048, 8192, 32, 8, 64, 128256, 131072, _TIED),
+    "llama-3.2-3b": ModelSpec(28, 3072, 8192, 24, 8, 128, 128256, 131072, _TIED),
+    "qwen3-0.6b": ModelSpec(28, 1024, 3072, 16, 8, 128, 151936, 40960, _TIED),
+    "qwen3-1.7b": ModelSpec(28, 2048, 6144, 16, 8, 128, 151936, 40960, _TIED),
+    "qwen3-4b": ModelSpec(36, 2560, 9728, 32, 8, 128, 151936, 40960, _TIED),
+    "qwen3-8b": ModelSpec(36, 4096, 12288, 32, 8, 128, 151936, 40960),
+    "qwen3-14b": ModelSpec(40, 5120, 17408, 40, 8, 128, 151936, 40960),
+    "qwen3-32b": ModelSpec(64, 5120, 25600, 64, 8, 128, 151936, 40960),
+    "qwen2.5-7b": ModelSpec(28, 3584, 18944, 28, 4, 128, 152064, 131072),
+    "mistral-7b": ModelSpec(32, 4096, 14336, 32, 8, 128, 32768, 32768),
+    "gemma-7b": ModelSpec(28, 3072, 24576, 16, 16, 256, 256000, 8192, _TIED),
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Names that `named_model` knows."""
+    return tuple(_MODELS)
+
+
+def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
+    """The spec of the model of this name; case and separators do not matter. Weights are bf16 unless said otherwise.
+
+    Raises ValueError with close matches for another name.
+    """
+    for known, spec in _MODELS.items():
+        if normal_name(known) == normal_name(name):
+            return replace(spec, bytes_per_element=bytes_per_element)
+    close = difflib.get_close_matches(name.lower(), _MODELS, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}" if close else f"known are {', '.join(_MODELS)}"
+    raise ValueError(f"model {name!r} is not known; {hint}, or a path to config.json?")
+
+
+def spec_name(spec: ModelSpec) -> str:
+    """What a model of these shapes is called where nobody named it: as in the catalogue, or its shapes and bytes.
+
+    Models of equal names cost the same; the catalogue's weights are bf16.
+    """
+    for known, shapes in _MODELS.items():
+        if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions) == spec:
+            return known
+    sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
+    vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
+    return (
+        f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
+        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, vocabulary {vocabulary}, "
+        f"{spec.bytes_per_element} bytes{sent}"
+    )

@@ -1,0 +1,243 @@
+"""Hardware profiles: what is known of one kind of machine, as JSON that readers check field by field, and back.
+
+A profile holds the machine's rates and, where somebody measured them, the cost coefficients of named models on it. Shipped
+profiles are the files of `recipes/hardware`; a path reads any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_longctx.plan.cost import CostCoefficients, PassCoefficients
+from hf_longctx.plan.specs import HardwareSpec, ModelSpec
+
+SCHEMA_VERSION = 1
+
+_SHIPPED_PACKAGE = "hf_longctx.recipes"
+_SHIPPED_FOLDER = "hardware"
+
+# what a field of a profile may hold, in words of the error message
+_Rule = Literal["text", "a number above 0", "a number of 0 or more", "an integer above 0", "an integer of 0 or more"]
+
+_RULES: dict[type, dict[str, _Rule]] = {
+    HardwareSpec: {
+        "name": "text",
+        "matmul_flops_per_s": "a number above 0",
+        "attention_flops_per_s": "a number above 0",
+        "device_bytes": "an integer above 0",
+        "link_bytes_per_s": "a number above 0",
+        "network_bytes_per_s": "a number above 0",
+        "message_s": "a number of 0 or more",
+        "kernel_s": "a number of 0 or more",
+        "backward_matmul": "a number above 0",
+        "backward_attention": "a number above 0",
+        "copy_bytes_per_s": "a number above 0",
+        "host_bytes": "an integer of 0 or more",
+        "source": "text",
+    },
+    PassCoefficients: {field.name: "a number of 0 or more" for field in dataclasses.fields(PassCoefficients)},
+    CostCoefficients: {"step_s": "a number of 0 or more", "source": "text"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCalibration:
+    """What was measured of one named model on the profile's hardware.
+
+    saved_bytes_per_token: kept for backward with the recomputation that the measurement used. usable_bytes: of a device, for
+    states and saved tensors. state_bytes_per_parameter: weights, gradients and optimiser, shared by all ranks of the job.
+    """
+
+    model: str
+    coefficients: CostCoefficients
+    saved_bytes_per_token: int
+    usable_bytes: int
+    state_bytes_per_parameter: int = 16
+
+    def tokens_per_rank(self, model: ModelSpec, num_ranks: int) -> int:
+        """Most tokens that a rank can hold beside its share of the states of `model` on `num_ranks` ranks.
+
+        Raises ValueError when the states alone do not fit.
+        """
+        state_bytes = model.num_parameters * self.state_bytes_per_parameter / num_ranks
+        tokens = int((self.usable_bytes - state_bytes) / self.saved_bytes_per_token)
+        if tokens < 1:
+            raise ValueError(
+                f"the states of {self.model} take {state_bytes / 2**30:.1f} GiB on each of {num_ranks} ranks and leave no room "
+                f"in {self.usable_bytes / 2**30:.1f} GiB; use more ranks"
+            )
+        return tokens
+
+
+_RULES[ModelCalibration] = {
+    "model": "text",
+    "saved_bytes_per_token": "an integer above 0",
+    "usable_bytes": "an integer above 0",
+    "state_bytes_per_parameter": "an integer above 0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """A machine and its measured models.
+
+    residuals: (what was fitted, mean relative error of the fit). source: where each number comes from, in prose; the spec's
+    own source stays empty unless its rates were measured, because a run does not measure again what has one.
+    """
+
+    spec: HardwareSpec
+    models: tuple[ModelCalibration, ...] = ()
+    residuals: tuple[tuple[str, float], ...] = ()
+    source: str = ""
+
+    def calibration(self, model: str) -> ModelCalibration | None:
+        """What was measured of the model of this name, in any spelling of `normal_name`; None if nothing was."""
+        matching = (known for known in self.models if normal_name(known.model) == normal_name(model))
+        return next(matching, None)
+
+
+def normal_name(name: str) -> str:
+    """`name` in lower case without blanks, dashes, dots and underscores: "A100 40G" and "a100-40g" are the same."""
+    return re.sub(r"[\s._-]", "", name.lower())
+
+
+def profile_to_json(profile: HardwareProfile) -> str:
+    """The profile as JSON text that `profile_from_json` reads back as an equal one; ValueError for what it would refuse."""
+    data: dict[str, Any] = {"schema": SCHEMA_VERSION, "source": profile.source, "hardware": dataclasses.asdict(profile.spec)}
+    data["hardware"]["exchange_bytes_per_s"] = {str(ranks): rate for ranks, rate in profile.spec.exchange_bytes_per_s}
+    data["models"] = [dataclasses.asdict(model) for model in profile.models]
+    data["residuals"] = dict(profile.residuals)
+    text = json.dumps(data, indent=2) + "\n"
+    if profile_from_json(text) != profile:
+        raise ValueError("the profile names a degree of exchange_bytes_per_s or a residual twice; keep one of each")
+    return text
+
+
+def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
+    """The profile written as `text`; `file` is how errors call it.
+
+    Raises ValueError naming file, field and value, and what is allowed, for anything that is not a complete profile.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_unique_keys)
+    except ValueError as error:
+        raise ValueError(f"{file}: this is no hardware profile in JSON: {error}") from None
+    found = data.get("schema") if isinstance(data, dict) else data
+    if type(found) is not int or found != SCHEMA_VERSION:
+        raise ValueError(f"{file}: schema is {found!r}; this version reads hardware profiles of schema {SCHEMA_VERSION}")
+    _check_names(data, ("schema", "source", "hardware"), ("models", "residuals"), file)
+    models = data.get("models", [])
+    if not isinstance(models, list):
+        raise ValueError(f"{file}: models is {models!r}; a list of objects is needed")
+    return HardwareProfile(
+        spec=_hardware(data["hardware"], f"{file}: hardware"),
+        models=tuple(_calibration(model, f"{file}: models[{i}]") for i, model in enumerate(models)),
+        residuals=_table(data.get("residuals", {}), "a number of 0 or more", f"{file}: residuals"),
+        source=_value(data["source"], "text", f"{file}: source"),
+    )
+
+
+def read_profile(name_or_path: str | Path) -> HardwareProfile:
+    """The shipped profile of this name (case and separators do not matter), or the one in the file of this path.
+
+    Raises ValueError when there is neither, naming the shipped ones.
+    """
+    shipped = _shipped_profiles()
+    name = str(name_or_path)
+    for known, text in shipped.items():
+        if normal_name(known) == normal_name(name):
+            return profile_from_json(text, f"{known}.json")
+    if not Path(name).is_file():
+        raise ValueError(f"hardware {name!r} is neither a shipped profile ({', '.join(shipped)}) nor the path of one")
+    return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
+
+
+def shipped_profiles() -> tuple[str, ...]:
+    """Names of the profiles that come with the package."""
+    return tuple(_shipped_profiles())
+
+
+def _shipped_profiles() -> dict[str, str]:
+    folder = importlib.resources.files(_SHIPPED_PACKAGE) / _SHIPPED_FOLDER
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    return {file.name.removesuffix(".json"): file.read_text(encoding="utf-8") for file in files}
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return data
+
+
+def _hardware(data: Any, path: str) -> HardwareSpec:
+    values = _checked(HardwareSpec, data, path, ("exchange_bytes_per_s",))
+    if "exchange_bytes_per_s" in data:
+        exchange_path = f"{path}.exchange_bytes_per_s"
+        rates = _table(data["exchange_bytes_per_s"], "a number above 0", exchange_path)
+        values["exchange_bytes_per_s"] = tuple((_num_ranks(name, exchange_path), rate) for name, rate in rates)
+    return HardwareSpec(**values)
+
+
+def _calibration(data: Any, path: str) -> ModelCalibration:
+    values = _checked(ModelCalibration, data, path, ("coefficients",))
+    coefficients, path = data["coefficients"], f"{path}.coefficients"
+    passes = ("forward", "backward")
+    measured = _checked(CostCoefficients, coefficients, path, passes)
+    measured |= {name: PassCoefficients(**_checked(PassCoefficients, coefficients[name], f"{path}.{name}")) for name in passes}
+    return ModelCalibration(coefficients=CostCoefficients(**measured), **values)
+
+
+def _checked(kind: type, data: Any, path: str, nested: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The plain fields of a `kind`, each as its rule wants it; `nested` fields may or must be there too."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is {data!r}; an object with the fields of {kind.__name__} is needed")
+    has_default = {field.name: field.default is not dataclasses.MISSING for field in dataclasses.fields(kind)}
+    required = tuple(name for name, has in has_default.items() if not has)
+    _check_names(data, required, tuple(has_default), path)
+    return {name: _value(data[name], rule, f"{path}.{name}") for name, rule in _RULES[kind].items() if name in data}
+
+
+def _check_names(data: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...], path: str) -> None:
+    known = tuple(dict.fromkeys((*required, *optional)))
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{path}: field {name!r} (value {data[name]!r}) is unknown; known are {', '.join(known)}")
+    for name in required:
+        if name not in data:
+            raise ValueError(f"{path}: field {name!r} is missing; needed are {', '.join(required)}")
+
+
+def _table(data: Any, rule: _Rule, path: str) -> tuple[tuple[str, float], ...]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is {data!r}; an object of names and numbers is needed")
+    return tuple((name, _value(value, rule, f"{path}.{name}")) for name, value in data.items())
+
+
+def _num_ranks(name: str, path: str) -> int:
+    if not re.fullmatch("[1-9][0-9]*", name) or int(name) < 2:
+        raise ValueError(f"{path}: {name!r} is no number of ranks; an integer of 2 or more is needed")
+    return int(name)
+
+
+def _value(value: Any, rule: _Rule, path: str) -> Any:
+    if rule == "text":
+        is_allowed = isinstance(value, str)
+    elif isinstance(value, bool) or not isinstance(value, int if rule.startswith("an integer") else int | float):
+        is_allowed = False
+    else:
+        # as a float, because JSON's integers have no limit and NaN compares with nothing
+        number = float(value) if abs(value) < 1e300 else math.inf
+        is_allowed = math.isfinite(number) and (number > 0 or (number == 0 and rule.endswith("0 or more")))
+    if not is_allowed:
+        raise ValueError(f"{path} is {value!r}; {rule} is needed")
+    return float(value) if rule.startswith("a number") else value

@@ -1,0 +1,72 @@
+"""What fitted coefficients say beyond the chunks that they were fitted to: of a model of more layers, and of other models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_longctx.plan.cost import CostCoefficients, PassCoefficients
+from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
+
+
+def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: ModelSpec, whole: ModelSpec) -> CostCoefficients:
+    """Coefficients of `whole` from those of its few layers (`spec`) and of its head alone; `few` where these are all.
+
+    What layers cost grows with their number, what is sent is counted in bytes and messages, and the reduction follows the
+    parameters.
+    """
+    if head is None:
+        return few
+    times = whole.num_layers / spec.num_layers
+
+    def extend(layers: PassCoefficients, bare: PassCoefficients) -> PassCoefficients:
+        def grown(value: float, fixed: float) -> float:
+            # by noise the head alone may have cost more than with layers behind it
+            fixed = min(fixed, value)
+            return fixed + (value - fixed) * times
+
+        return replace(
+            layers,
+            pair_s=layers.pair_s * times,
+            token_s=grown(layers.token_s, bare.token_s),
+            chunk_s=grown(layers.chunk_s, bare.chunk_s),
+            tile_s=layers.tile_s * times,
+        )
+
+    return CostCoefficients(
+        extend(few.forward, head.forward),
+        extend(few.backward, head.backward),
+        few.step_s * whole.num_parameters / spec.num_parameters,
+        few.source,
+    )
+
+
+def hardware_rates(spec: ModelSpec, cluster: ClusterSpec, costs: CostCoefficients) -> HardwareSpec:
+    """The cluster's hardware with rates from which `default_coefficients` makes `costs` again, as far as it can.
+
+    Measured exchange rates keep their ratio to the links, so that a chunk's traffic is counted as in the fit. A coefficient
+    that came out as zero keeps the rate that is there.
+    """
+    hardware, forward, backward = cluster.hardware, costs.forward, costs.backward
+    matrix = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size
+    heads = spec.num_layers * spec.num_heads * spec.head_dim
+
+    def per_second(amount: float, seconds: float, otherwise: float) -> float:
+        return amount / seconds if seconds > 0 else otherwise
+
+    link = per_second(2, forward.link_byte_s + backward.link_byte_s, hardware.link_bytes_per_s)
+    network = per_second(2, forward.network_byte_s + backward.network_byte_s, hardware.network_bytes_per_s)
+    scales = {True: link / hardware.link_bytes_per_s, False: network / hardware.network_bytes_per_s}
+    return replace(
+        hardware,
+        matmul_flops_per_s=per_second(2 * matrix, forward.token_s, hardware.matmul_flops_per_s),
+        attention_flops_per_s=per_second(4 * heads, forward.pair_s, hardware.attention_flops_per_s),
+        backward_matmul=per_second(backward.token_s, forward.token_s, 0.0) or hardware.backward_matmul,
+        backward_attention=per_second(backward.pair_s, forward.pair_s, 0.0) or hardware.backward_attention,
+        kernel_s=forward.chunk_s / (20 * spec.num_layers),
+        message_s=(forward.message_s + backward.message_s) / 2,
+        link_bytes_per_s=link,
+        network_bytes_per_s=network,
+        exchange_bytes_per_s=tuple(
+            (ranks, rate * scales[ranks <= cluster.ranks_per_node]) for ranks, rate in hardware.exchange_bytes_per_s
+        ),
+    )

@@ -1,0 +1,318 @@
+"""Measures a machine: chunks of a designed grid through the executor, plain exchanges per degree, copies to the host.
+
+Every measurement is collective over the pool's ranks, which all do the same at the same time, as in a step: they share
+memory, links and the host's bus. Rank 0 decides what runs next and when time is up, so ranks never wait for each other
+in different collectives. The first run of everything is thrown away, and of the others the lower quartile counts: what
+disturbs a run makes it longer, often for most of them on a machine that is shared.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_longctx.plan.sharding import rank_pieces
+from hf_longctx.plan.types import Action, Chunk, GroupShape, LayerRange, RankPlan, SequenceGroup, Span, StagePlan
+from hf_longctx.runtime.executor import ChunkInputs, StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+
+Value = TypeVar("Value")
+
+# below this many tokens a chunk is all start-up, which more of the same would not tell apart
+_LEAST_TOKENS = 16
+# up to so many it is hard to tell what grows with tokens
+_SHORT_TOKENS = 256
+_GROWTH_RUNS = 3
+# of every probe, as long as time allows: noise of a shared machine comes in phases of seconds
+_NUM_REPEATS = 8
+_RATE_REPEATS = 6
+# seconds of a probe on average over those of the largest one, as the grid below makes them
+_MEAN_SHARE = 0.45
+_ALONE = GroupShape(1)
+_EXCHANGED_BYTES = 8 * 2**20
+_COPIED_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A chunk of documents of these lengths on groups of one shape, as many as there are ranks for, all at once.
+
+    is_held_out: measured like the others, for judging a fit that has not seen it.
+    """
+
+    lengths: tuple[int, ...]
+    shape: GroupShape = _ALONE
+    is_held_out: bool = False
+
+    @property
+    def chunk(self) -> Chunk:
+        """The chunk that a group runs."""
+        return Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(self.lengths)))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one probe, undisturbed: lower quartiles over ranks and repeats."""
+
+    probe: Probe
+    forward_s: float
+    backward_s: float
+    num_repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRate:
+    """An all-to-all of `num_ranks` ranks: seconds of one that moves next to nothing, and what a rank sends a second."""
+
+    num_ranks: int
+    message_s: float
+    bytes_per_s: float
+
+
+def probe_grid(max_tokens: int, max_length: int, shapes: Sequence[GroupShape]) -> tuple[Probe, ...]:
+    """Chunks that tell tokens from pairs: one long document against packs of short ones, at sizes halved again and again.
+
+    max_tokens: of a rank. max_length: of a document. `shapes`: of groups of two or more ranks; one rank comes first. Held
+    out are sizes between the others, as one document and as documents of very different lengths.
+    """
+    probes = []
+    sizes = [max_tokens >> halving for halving in range(5) if max_tokens >> halving >= _LEAST_TOKENS]
+    for shape in (_ALONE, *shapes):
+        # packs fill a group; one document as long would have too many pairs
+        for size in sizes if shape.degree == 1 else sizes[:3]:
+            for count in (1, 8):
+                tokens = shape.degree * size if count > 1 else max(shape.degree * size // 2, size)
+                probes.append(Probe(_equal_lengths(tokens, count), shape))
+        for size in sizes[:2]:
+            tokens = shape.degree * size * 3 // 4
+            probes.append(Probe(_halved_lengths(tokens), shape, is_held_out=True))
+            if shape.degree == 1:
+                probes.append(Probe((tokens,), shape, is_held_out=True))
+    fitting = [probe for probe in probes if probe.lengths and max(probe.lengths) <= max_length]
+    return tuple(dict.fromkeys(fitting))
+
+
+def _equal_lengths(tokens: int, count: int) -> tuple[int, ...]:
+    return (tokens // count,) * count if tokens // count >= _LEAST_TOKENS // 2 else ()
+
+
+def _halved_lengths(tokens: int) -> tuple[int, ...]:
+    """Half of the tokens, a quarter, an eighth, and the rest."""
+    lengths = (tokens // 2, tokens // 4, tokens // 8)
+    return (*lengths, tokens - sum(lengths))
+
+
+class ChunkBench:
+    """Runs probes of one model through its executor with random tokens, and stops its own clock at a deadline.
+
+    `stop_at_s`: when measuring ends, on rank 0's `time.monotonic`.
+    """
+
+    def __init__(self, executor: StepExecutor, num_layers: int, vocab_size: int, stop_at_s: float) -> None:
+        self.executor, self.pool = executor, executor.pool
+        self.num_layers, self.vocab_size, self.stop_at_s = num_layers, vocab_size, stop_at_s
+        self._inputs: dict[Probe, tuple[SequenceGroup, ChunkInputs]] = {}
+
+    def run(self, probe: Probe, reduce: bool = False) -> dict[str, float]:
+        """Seconds of this rank's forward "F", backward "B" and gradient reduction "reduce". Collective over the pool."""
+        if probe not in self._inputs:
+            self._inputs[probe] = self._prepare(probe)
+        group, inputs = self._inputs[probe]
+        stage = StagePlan(0, (LayerRange(0, self.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)))
+        plan = RankPlan(self.pool.rank, 0, "replicated", ((group, stage),))
+        result = self.executor.run(plan, [[inputs]], sum(probe.lengths), reduce)
+        return {interval.kind: interval.stop_s - interval.start_s for interval in result.intervals()}
+
+    def largest_tokens(self, limit_tokens: int, target_s: float) -> int:
+        """The largest power of two up to `limit_tokens` that runs as one document on one rank in about `target_s`.
+
+        At least `_LEAST_TOKENS`, however slow the machine. Collective over the pool.
+        """
+        tokens = _LEAST_TOKENS
+        while 2 * tokens <= limit_tokens:
+            runs = [self.run(Probe((tokens,))) for _ in range(_GROWTH_RUNS)]
+            # noise only ever adds, and one slow moment must not end the search
+            own_s = min(passes["F"] + passes["B"] for passes in runs[1:])
+            seconds = min(_gather(self.pool, own_s))
+            # twice the tokens take at least twice as long; short chunks are worth having fewer runs of all
+            allowed_s = target_s if 2 * tokens > _SHORT_TOKENS else 3 * target_s
+            if 2 * seconds > allowed_s or self._is_over():
+                break
+            tokens *= 2
+        return tokens
+
+    def measure(self, probes: Sequence[Probe]) -> tuple[Timing, ...]:
+        """Timings of all `probes`: some runs of each, then more of what has had the least time, until time is up.
+
+        One run beside the first is made of each in any case. Collective over the pool.
+        """
+        seconds: list[list[tuple[float, float]]] = [[] for _ in probes]
+        spent_s = [0.0] * len(probes)
+        num_runs, order = [0] * len(probes), random.Random(0)
+        while (index := self._next(spent_s, num_runs, order)) >= 0:
+            start_s = time.monotonic()
+            passes = self.run(probes[index])
+            spent_s[index] += time.monotonic() - start_s
+            num_runs[index] += 1
+            # the first run pays for start-up
+            if num_runs[index] > 1:
+                seconds[index].append((passes["F"], passes["B"]))
+        everyone = _gather(self.pool, seconds)
+        timings = []
+        for index, probe in enumerate(probes):
+            active = range(self.pool.num_ranks // probe.shape.degree * probe.shape.degree)
+            runs = [run for rank in active for run in everyone[rank][index]]
+            forward_s, backward_s = (undisturbed(seconds) for seconds in zip(*runs, strict=True))
+            timings.append(Timing(probe, forward_s, backward_s, num_runs[index] - 1))
+        return tuple(timings)
+
+    def reduction_s(self) -> float:
+        """Seconds of the gradient reduction of this model over all ranks, without waiting. Collective over the pool."""
+        probe = Probe((_LEAST_TOKENS,))
+        runs = [_gather(self.pool, self.run(probe, reduce=True)["reduce"]) for _ in range(1 + _RATE_REPEATS)]
+        # the rank that came last did not wait
+        return undisturbed([min(run) for run in runs[1:]])
+
+    def _next(self, spent_s: Sequence[float], num_runs: Sequence[int], order: random.Random) -> int:
+        """The probe that all ranks run next, as rank 0 says; -1 when time is up and all are done."""
+
+        def choose() -> int:
+            if self._seconds_left() <= 0 and min(num_runs) > 1:
+                return -1
+            # all have about as many runs when time is up, in an order that spreads a slow phase over them
+            if min(num_runs) <= _NUM_REPEATS:
+                return min(range(len(num_runs)), key=lambda i: (num_runs[i], order.random()))
+            return min(range(len(num_runs)), key=lambda i: spent_s[i])
+
+        return _from_first(self.pool, choose)
+
+    def _is_over(self) -> bool:
+        return bool(_from_first(self.pool, lambda: int(self._seconds_left() <= 0)))
+
+    def _seconds_left(self) -> float:
+        return self.stop_at_s - time.monotonic()
+
+    def _prepare(self, probe: Probe) -> tuple[SequenceGroup, ChunkInputs]:
+        """This rank's group and shard; ranks that fill no group run a dummy token alone."""
+        shape, rank = probe.shape, self.pool.rank
+        index, place = divmod(rank, shape.degree)
+        chunk = probe.chunk
+        if (index + 1) * shape.degree > self.pool.num_ranks:
+            shape, place, chunk, index = _ALONE, 0, Chunk(0), rank
+        positions = tuple(range(index * shape.degree, (index + 1) * shape.degree))
+        group = SequenceGroup(positions, shape.method, (chunk,), (), shape.ulysses if shape.method == "hybrid" else 0)
+        pieces = rank_pieces(chunk, shape)[place]
+        generator = torch.Generator().manual_seed(rank)
+        num_tokens = sum(piece.num_tokens for piece in pieces)
+        ids, labels = (torch.randint(0, self.vocab_size, (1, num_tokens), generator=generator) for _ in range(2))
+        position_ids = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).unsqueeze(0)
+        return group, ChunkInputs(ids, position_ids, labels)
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
+
+
+def target_seconds(num_probes: int, budget_s: float) -> float:
+    """Seconds that the largest probe may take so that all of them can run often enough in `budget_s`."""
+    return budget_s / ((1 + _NUM_REPEATS) * _MEAN_SHARE * num_probes)
+
+
+def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device) -> tuple[ExchangeRate, ...]:
+    """All-to-alls of every degree, all groups at once, on groups that the pool was made with. Collective over the pool."""
+    rates = []
+    for degree in degrees:
+        first = pool.rank // degree * degree
+        positions = tuple(range(first, first + degree))
+        group = pool.group(positions) if positions[-1] < pool.num_ranks else None
+
+        def exchange_s(num_bytes: int, group: dist.ProcessGroup | None = group, degree: int = degree) -> float:
+            send = torch.zeros(num_bytes // degree * degree, dtype=torch.uint8, device=device)
+            received = torch.empty_like(send)
+
+            def exchange() -> None:
+                if group is not None:
+                    dist.all_to_all_single(received, send, group=group)
+
+            return _typical_s(pool, exchange, device)
+
+        # what a rank keeps for itself is not sent
+        sent_bytes = _EXCHANGED_BYTES // degree * (degree - 1)
+        message_s, seconds = exchange_s(64 * degree), exchange_s(_EXCHANGED_BYTES)
+        rates.append(ExchangeRate(degree, message_s, sent_bytes / max(seconds - message_s, 1e-9)))
+    return tuple(rates)
+
+
+def neighbour_rate(pool: GroupPool, device: torch.device) -> float:
+    """Bytes a second that every rank passes on to the next one while it receives as many. Collective over the pool."""
+    following, previous = (pool.rank + 1) % pool.num_ranks, (pool.rank - 1) % pool.num_ranks
+    send = torch.zeros(_EXCHANGED_BYTES, dtype=torch.uint8, device=device)
+    received = torch.empty_like(send)
+
+    def pass_on() -> None:
+        sends = dist.P2POp(dist.isend, send, following, group=pool.everyone)
+        receives = dist.P2POp(dist.irecv, received, previous, group=pool.everyone)
+        for request in dist.batch_isend_irecv([sends, receives]):
+            request.wait()
+
+    return _EXCHANGED_BYTES / _typical_s(pool, pass_on, device)
+
+
+def copy_rate(pool: GroupPool, device: torch.device) -> float:
+    """Bytes a second of copies between device and pinned host memory, the slower way, all ranks at once.
+
+    Without a device beside the host: from memory to memory. Collective over the pool.
+    """
+    on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def copy(target: Tensor, source: Tensor) -> Callable[[], object]:
+        return lambda: target.copy_(source, non_blocking=True)
+
+    ways = (copy(on_host, on_device), copy(on_device, on_host))
+    return _COPIED_BYTES / max(_typical_s(pool, way, device) for way in ways)
+
+
+def _typical_s(pool: GroupPool, function: Callable[[], object], device: torch.device) -> float:
+    """The median over ranks of what `function` takes undisturbed, ranks starting together."""
+    seconds = []
+    for _ in range(1 + _RATE_REPEATS):
+        if pool.everyone is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=pool.everyone)
+        _wait(device)
+        start_s = time.perf_counter()
+        function()
+        _wait(device)
+        seconds.append(time.perf_counter() - start_s)
+    return max(median(_gather(pool, undisturbed(seconds[1:]))), 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gather(pool: GroupPool, value: Value) -> list[Value]:
+    """`value` of every rank on every rank."""
+    if pool.control is None:
+        return [value]
+    values: list[Value] = [value] * pool.num_ranks
+    dist.all_gather_object(values, value, group=pool.control)
+    return values
+
+
+def _from_first(pool: GroupPool, decide: Callable[[], int]) -> int:
+    """What rank 0 decides, on every rank; only rank 0 calls `decide`."""
+    decision = torch.tensor(decide() if pool.rank == 0 else 0)
+    if pool.control is not None:
+        dist.broadcast(decision, src=0, group=pool.control)
+    return int(decision)

@@ -1,0 +1,266 @@
+"""The activation engine: executes an `ActivationPolicy` behind Hugging Face's own checkpointing door, layer by layer.
+
+A decoder layer's `_gradient_checkpointing_func` becomes torch's non-reentrant checkpoint with a `context_fn`, whose two
+contexts say whether the layer runs for the first time or is replayed (the first run is not no-grad, so grad mode cannot tell).
+They carry one `LayerSlot` per layer and forward, so any number of forwards may be in flight. The attention function finds its
+part of the slot in the chunk's context, the MLP on the layer's binding. So, per layer and step:
+
+    attention runs forward once plus the recomputed share of its output, norms at most three times, the MLP twice less its kept
+    share (a third time only where the layer saves tensors behind it, as with a norm after the MLP).
+
+What a policy leaves to this engine: the layer input is kept, attention output with LSE and the MLP's inner tensors in shares of
+tokens; queries, keys and values are recomputed. What is kept may wait on the host, from where one layer's tensors are fetched
+while the layer behind it is replayed. Layers that keep everything run as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hf_longctx.plan.types import ActivationPolicy, LayerPolicy
+from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.offload import HostTier, SplitTensor
+from hf_longctx.runtime.token_tiles import TileRecord, tokenwise
+
+
+@dataclass(frozen=True, slots=True)
+class LayerModules:
+    """A decoder layer whose class has Hugging Face's checkpointing door, with those of its modules that treat tokens alone."""
+
+    layer: nn.Module
+    mlp: nn.Module
+    norms: tuple[nn.Module, ...]
+
+
+class LayerSlot:
+    """What one layer does and holds in one forward, until its backward."""
+
+    def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, before: LayerSlot | None) -> None:
+        self.tile_tokens, self._tier, self._before = tile_tokens, tier, before
+        self.attention = AttentionRecord(policy.share("attention_output"), tier)
+        self.mlp = TileRecord(policy.share("mlp"), tier)
+        self._input_share = policy.share("layer_input")
+        # weak, since the layer's graph owns it: it goes when the layer's backward is done
+        self._input: weakref.ref[SplitTensor] | None = None
+        self.whole_input_bytes = 0
+
+    @property
+    def splits_mlp(self) -> bool:
+        """Whether the MLP is run by us, in tiles or with some tokens kept."""
+        return self.tile_tokens > 0 or self.mlp.share.recompute < 1
+
+    @property
+    def parts(self) -> list[SplitTensor]:
+        """What the slot holds now, but for a layer input that is wholly on the device and the MLP's graphs."""
+        held = None if self._input is None else self._input()
+        return [*self.attention.parts, *([held] if held is not None else [])]
+
+    @property
+    def splits_input(self) -> bool:
+        return self._input_share.host > 0
+
+    def pack_input(self, hidden_1TC: Tensor) -> SplitTensor | Tensor:
+        """The layer input as the graph holds it; called once for every tensor among the layer's positional arguments."""
+        if hidden_1TC.dim() != 3 or hidden_1TC.shape[0] != 1:
+            return hidden_1TC
+        split = SplitTensor(hidden_1TC[0], self._input_share, self._tier)
+        self._input = weakref.ref(split)
+        return split
+
+    def unpack_input(self, packed: SplitTensor | Tensor) -> Tensor:
+        """The layer input, as its replay begins; what the layer before it will need is sent for."""
+        if isinstance(packed, Tensor):
+            return packed
+        hidden_TC = packed.fetch()
+        self.prefetch_before()
+        return hidden_TC.unsqueeze(0)
+
+    def prefetch_before(self) -> None:
+        """Starts the copies back of the layer before this one, whose backward comes next."""
+        if self._before is not None:
+            for part in self._before.parts:
+                part.prefetch()
+            for saved in self._before.mlp.on_host:
+                saved.home.prefetch()
+
+    def set_replay(self, is_replay: bool) -> None:
+        self.attention.is_replay = self.mlp.is_replay = is_replay
+
+
+class ChunkActivations:
+    """The slots of one forward of one chunk; it travels in the chunk's context. Layers without a slot keep everything."""
+
+    def __init__(self, policy: ActivationPolicy, num_layers: int, tier: HostTier | None = None) -> None:
+        slots: list[LayerSlot | None] = []
+        before: LayerSlot | None = None
+        for layer in [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]:
+            slot = None if layer.keeps_everything else LayerSlot(layer, policy.tile_tokens, tier, before)
+            slots.append(slot)
+            before = slot or before
+        self.slots = tuple(slots)
+
+    def held_bytes(self) -> tuple[int, int]:
+        """(device, host) bytes of layer inputs, attention outputs, LSEs and MLP tensors that wait for their backward."""
+        slots = [slot for slot in self.slots if slot is not None]
+        parts = [part for slot in slots for part in slot.parts]
+        on_device = sum(slot.whole_input_bytes + slot.mlp.kept_bytes for slot in slots) + sum(p.device_bytes for p in parts)
+        mlp_host = sum(saved.home.num_bytes for slot in slots for saved in slot.mlp.on_host)
+        return on_device, sum(part.host_bytes for part in parts) + mlp_host
+
+
+class ActivationEngine:
+    """Binds itself to the decoder layers of one model; `unbind` puts everything back.
+
+    A forward whose context has no activations, or that makes no graph, runs the layers as they were. `tier` takes what policies
+    send to the host; without one they are refused.
+    """
+
+    def __init__(self, layers: Sequence[LayerModules], tier: HostTier | None = None) -> None:
+        self.tier = tier
+        for modules in layers:
+            if not hasattr(type(modules.layer), "gradient_checkpointing"):
+                raise ValueError(
+                    f"{type(modules.layer).__name__} has no gradient_checkpointing door, which recomputation and offload need; "
+                    f"use a model class whose decoder layers derive from transformers' GradientCheckpointingLayer"
+                )
+        self._bindings = [_LayerBinding(modules, index) for index, modules in enumerate(layers)]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._bindings)
+
+    def begin(self, policy: ActivationPolicy) -> ChunkActivations:
+        """Fresh slots for one forward under `policy`, which `check` must allow."""
+        self.check(policy)
+        return ChunkActivations(policy, self.num_layers, self.tier)
+
+    def check(self, policy: ActivationPolicy) -> None:
+        """Raises ValueError by name for what this version does not execute."""
+        if len(policy.layers) > self.num_layers:
+            raise ValueError(f"the policy has {len(policy.layers)} layers, the model {self.num_layers}; plan for this model")
+        for index, layer in enumerate(policy.layers):
+            where = f"chunk {policy.chunk}, layer {index}"
+            refuse_unsupported_policy(layer, where)
+            if self.tier is None and any(share.host for share in layer.shares):
+                raise ValueError(f"{where}: the plan sends saved tensors to the host, but the engine was given no host memory")
+
+    def unbind(self) -> None:
+        for binding in self._bindings:
+            binding.unbind()
+
+
+def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:
+    """Raises ValueError naming the first part of a layer's policy that is not executed yet."""
+    for share in policy.shares:
+        if share.nvme:
+            raise ValueError(f"{where}: {share.nvme:g} of {share.tensor_class} on NVMe is not executed yet; send it to the host")
+        if share.host and share.tensor_class == "qkv":
+            raise ValueError(
+                f"{where}: {share.host:g} of {share.tensor_class} on the host is not executed yet; keep it, or recompute it"
+            )
+    if policy.keeps_everything:
+        return
+    if (recomputed := policy.share("layer_input").recompute) > 0:
+        raise ValueError(
+            f"{where}: {recomputed:g} of layer_input is recomputed, but a layer is replayed from its input; keep it, or move it "
+            f"to the host"
+        )
+    if (kept := 1 - policy.share("qkv").recompute) > 0:
+        raise ValueError(
+            f"{where}: {kept:g} of qkv is kept beside classes that are recomputed, which is not executed yet; recompute it too, "
+            f"or keep everything in this layer"
+        )
+
+
+class _LayerBinding:
+    """One layer's door and tiles. `current` is the slot of the forward or replay that is running, if any."""
+
+    def __init__(self, modules: LayerModules, index: int) -> None:
+        self.modules, self.index = modules, index
+        self.current: LayerSlot | None = None
+        # (module, attribute, what the instance had itself: nothing where the class's own came through)
+        self._before: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
+        self._set(modules.layer, "gradient_checkpointing", True)
+        self._set(modules.layer, "_gradient_checkpointing_func", self._run)
+        self._bind_forward(modules.mlp, is_mlp=True)
+        for norm in modules.norms:
+            self._bind_forward(norm, is_mlp=False)
+
+    def unbind(self) -> None:
+        while self._before:
+            module, name, own = self._before.pop()
+            vars(module).pop(name, None)
+            vars(module).update((name, value) for value in own)
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        own = vars(module)
+        self._before.append((module, name, (own[name],) if name in own else ()))
+        own[name] = value
+
+    def _bind_forward(self, module: nn.Module, is_mlp: bool) -> None:
+        run = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            slot = self.current
+            if slot is None or not (slot.splits_mlp if is_mlp else slot.tile_tokens):
+                return run(x)
+            return tokenwise(module, run, x, slot.tile_tokens, slot.mlp if is_mlp else None)
+
+        self._set(module, "forward", forward)
+
+    def _run(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """A layer's forward as its class calls it: `function` is a partial that holds every keyword argument."""
+        assert isinstance(function, partial)
+        context = function.keywords.get("longctx")
+        if context is None or context.activations is None or not torch.is_grad_enabled():
+            return function(*inputs)
+        slot = context.activations.slots[self.index]
+        if slot is None:
+            return function(*inputs)
+        keywords = {**function.keywords, "longctx": replace(context, kept=slot.attention)}
+        layer_forward = partial(function.func, *function.args, **keywords)
+        contexts = partial(_both_contexts, self, slot)
+        # nothing in a layer is random: dropout is refused
+        # only the inputs meet these hooks: inside, checkpointing puts its own on top
+        hooks = saved_tensors_hooks(slot.pack_input, slot.unpack_input) if slot.splits_input else nullcontext()
+        if not slot.splits_input:
+            slot.whole_input_bytes = sum(x.numel() * x.element_size() for x in inputs if isinstance(x, Tensor))
+        with hooks:
+            return checkpoint(layer_forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _both_contexts(binding: _LayerBinding, slot: LayerSlot) -> tuple[_Inside, _Inside]:
+    return _Inside(binding, slot, is_replay=False), _Inside(binding, slot, is_replay=True)
+
+
+class _Inside:
+    """Marks a layer as running for the first time or replayed.
+
+    A class, because torch enters the same replay context again with retain_graph, and leaves it by an exception when it stops
+    the replay early.
+    """
+
+    def __init__(self, binding: _LayerBinding, slot: LayerSlot, is_replay: bool) -> None:
+        self.binding, self.slot, self.is_replay = binding, slot, is_replay
+        self.before: LayerSlot | None = None
+
+    def __enter__(self) -> None:
+        self.before = self.binding.current
+        self.slot.set_replay(self.is_replay)
+        if self.is_replay:
+            self.slot.prefetch_before()
+        self.binding.current = self.slot
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.binding.current = self.before

@@ -1,0 +1,248 @@
+"""The host tier: saved tensors that wait for their backward in one slab of host memory.
+
+A slab is one allocation, cut into blocks of 64 bytes' multiples: no rounding to powers of two, which torch's own pinned
+allocator does up to 2.11. A freed block is found again by its size, since layers and steps ask for the same sizes; free
+neighbours are merged only when nothing fits.
+
+Copies go through a `CopyEngine`. On CUDA it has a stream for each direction and never blocks the host or the compute stream;
+on CPU it copies at once. All that matters is the same for both: which copy must follow which. A copy out follows what was
+computed before it. A copy back follows its copy out. A copy out into a block that was used before follows the copy back from
+it. A reader waits for its copy back. A block is free when nobody refers to its `HostTensor` any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_longctx.plan.types import TensorShare
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT_BYTES = 64
+# what a copy engine returns for a copy it has been given
+Ticket = Any
+
+
+class CopyEngine(Protocol):
+    """Copies between device and host; the tensor on the device may be dropped as soon as a call returns."""
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """What is computed from now on sees the copy done."""
+
+
+class PlainCopies:
+    """Copies at once: for tensors on the CPU."""
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        target.copy_(source)
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        target.copy_(source)
+
+    def wait(self, ticket: Ticket) -> None:
+        return
+
+
+class StreamCopies:
+    """Copies on one CUDA stream for each direction, behind what the current stream has been given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        return self._copy(self._out, source, target, after, source)
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+        return self._copy(self._back, source, target, after, target)
+
+    def wait(self, ticket: Ticket) -> None:
+        torch.cuda.current_stream().wait_event(ticket)
+
+    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: tuple[Ticket, ...], on_device: Tensor) -> Ticket:
+        stream.wait_stream(torch.cuda.current_stream(on_device.device))
+        for ticket in after:
+            stream.wait_event(ticket)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        # its memory is given to nobody else before the copy is done
+        on_device.record_stream(stream)
+        return stream.record_event()
+
+
+class HostSlab:
+    """One allocation of host memory and its free runs, each with the copies that a copy into it must follow."""
+
+    def __init__(self, capacity_bytes: int, is_pinned: bool) -> None:
+        self.capacity_bytes = block_bytes(capacity_bytes)
+        self.memory = torch.empty(self.capacity_bytes, dtype=torch.uint8)
+        self.is_pinned = is_pinned and _pin(self.memory)
+        if self.is_pinned:
+            # before the memory itself goes: pages that are given back must not stay locked
+            weakref.finalize(self, _unpin, self.memory.data_ptr())
+        self._free = [_Run(0, self.capacity_bytes, ())]
+
+    def take(self, num_bytes: int) -> _Run:
+        """A run of at least `num_bytes`: one of just this size if there is one. Raises ValueError if the slab is full."""
+        size = block_bytes(num_bytes)
+        if not any(run.num_bytes >= size for run in self._free):
+            self._merge()
+        fitting = min((run for run in self._free if run.num_bytes >= size), key=lambda run: run.num_bytes, default=None)
+        if fitting is None:
+            free_bytes = sum(run.num_bytes for run in self._free)
+            raise ValueError(
+                f"{size / 2**20:.3f} MiB of saved tensors do not fit into a host slab of {self.capacity_bytes / 2**20:.3f} MiB, "
+                f"of which {free_bytes / 2**20:.3f} MiB are free in pieces; give it more host memory, or plan lower host shares"
+            )
+        self._free.remove(fitting)
+        if rest := fitting.num_bytes - size:
+            self._free.append(_Run(fitting.offset + size, rest, fitting.tickets))
+        return _Run(fitting.offset, size, fitting.tickets)
+
+    def give(self, run: _Run, tickets: tuple[Ticket, ...]) -> None:
+        """Frees a run that was taken; `tickets` are of the copies that still read it."""
+        self._free.append(_Run(run.offset, run.num_bytes, tickets))
+
+    def _merge(self) -> None:
+        merged: list[_Run] = []
+        for run in sorted(self._free, key=lambda run: run.offset):
+            if merged and merged[-1].offset + merged[-1].num_bytes == run.offset:
+                before = merged.pop()
+                run = _Run(before.offset, before.num_bytes + run.num_bytes, before.tickets + run.tickets)
+            merged.append(run)
+        self._free = merged
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring bytes of a slab, and the copies that a copy into them must follow."""
+
+    offset: int
+    num_bytes: int
+    tickets: tuple[Ticket, ...]
+
+
+def block_bytes(num_bytes: int) -> int:
+    """What a tensor of `num_bytes` takes of a slab."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class HostTier:
+    """The host memory of one rank and the way there. `stored_bytes`: of the tensors that are there now."""
+
+    def __init__(self, capacity_bytes: int, copies: CopyEngine, is_pinned: bool = False) -> None:
+        self.slab, self.copies = HostSlab(capacity_bytes, is_pinned), copies
+        self.stored_bytes = self.peak_bytes = 0
+
+    @classmethod
+    def on(cls, device: torch.device, capacity_bytes: int) -> HostTier:
+        """The tier for tensors of `device`."""
+        if device.type == "cuda":
+            return cls(capacity_bytes, StreamCopies(device), is_pinned=True)
+        return cls(capacity_bytes, PlainCopies())
+
+    def store(self, tensor: Tensor) -> HostTensor:
+        """Starts a copy of `tensor` to the host; the caller may drop it at once."""
+        return HostTensor(self, tensor)
+
+
+class HostTensor:
+    """A tensor in the slab. Its bytes are free when nobody refers to it any more."""
+
+    def __init__(self, tier: HostTier, source: Tensor) -> None:
+        self._tier, self._device = tier, source.device
+        self._returning: tuple[Tensor, Ticket] | None = None
+        self._tickets: tuple[Ticket, ...] = ()
+        self.num_bytes = source.numel() * source.element_size()
+        self._run = tier.slab.take(self.num_bytes)
+        memory = tier.slab.memory[self._run.offset : self._run.offset + self.num_bytes]
+        self._home = memory.view(source.dtype).view(source.shape)
+        self._arrival = tier.copies.to_host(source.detach(), self._home, self._run.tickets)
+        tier.stored_bytes += self.num_bytes
+        tier.peak_bytes = max(tier.peak_bytes, tier.stored_bytes)
+
+    def prefetch(self) -> None:
+        """Starts the copy back, if it has not been started."""
+        if self._returning is None:
+            target = torch.empty_like(self._home, device=self._device)
+            ticket = self._tier.copies.to_device(self._home, target, (self._arrival,))
+            self._returning = (target, ticket)
+            self._tickets = (ticket,)
+
+    def fetch(self) -> Tensor:
+        """The tensor on its device again, given away: a second call copies again."""
+        self.prefetch()
+        assert self._returning is not None
+        (target, ticket), self._returning = self._returning, None
+        self._tier.copies.wait(ticket)
+        return target
+
+    def __del__(self) -> None:
+        # not there if the slab was full
+        if hasattr(self, "_arrival"):
+            self._tier.slab.give(self._run, (self._arrival, *self._tickets))
+            self._tier.stored_bytes -= self.num_bytes
+
+
+class SplitTensor:
+    """A saved tensor [T, ...] by tokens, front to back: recomputed (dropped), on the host, on the device."""
+
+    def __init__(self, tensor: Tensor, share: TensorShare, tier: HostTier | None) -> None:
+        num_tokens = tensor.shape[0]
+        self.start, host_start, host_stop = share.cuts(num_tokens)
+        self._host: HostTensor | None = None
+        self._device: Tensor | None = None
+        if host_stop > host_start:
+            assert tier is not None
+            self._host = tier.store(tensor[host_start:host_stop])
+        if host_stop == 0:
+            # detached: an output carries the very node that holds it
+            self._device = tensor.detach()
+        elif host_stop < num_tokens:
+            # a copy, since a view would hold the whole storage
+            self._device = tensor[host_stop:].detach().clone()
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._device is None else self._device.numel() * self._device.element_size()
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._host is None else self._host.num_bytes
+
+    def prefetch(self) -> None:
+        if self._host is not None:
+            self._host.prefetch()
+
+    def fetch(self) -> Tensor:
+        """The tokens from `start` on, on the device."""
+        parts = [] if self._host is None else [self._host.fetch()]
+        if self._device is not None:
+            parts.append(self._device)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _pin(memory: Tensor) -> bool:
+    """Page-locks the memory for CUDA; False, said once, where the system refuses."""
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if error:
+        logger.warning(
+            "%.1f GiB of host memory could not be pinned (CUDA error %d): copies from pageable memory are slower and block; "
+            "raise the limit of locked memory (ulimit -l), or lower host_bytes",
+            memory.numel() / 2**30,
+            error,
+        )
+    return not error
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,277 @@
+"""Attention of slices: a sequence runs in several chunks, and later ones read the keys and values of earlier ones.
+
+The K/V book holds, per layer and sequence, one buffer with the keys and values of all slices, and in backward one with
+the gradients that later slices leave for earlier ones. A slice's queries see the front (all tokens before the slice)
+wholly and the slice itself causally: two pieces, merged by their log-sum-exp (LSE); backward of both uses the merged
+output and LSE. No copy of the front is made, and KV heads of the front are not repeated: the query heads that read one
+KV head lie behind each other as queries of it.
+
+Slices run backward last first. Each adds to the gradients of its front, and hands back what later ones left for its own
+keys and values as their gradient; so no graph reaches from one chunk into another and autograd needs no further roots.
+Checkpointing, reentrant or not, runs a slice's forward again: it writes the same tokens to the same place.
+
+Shapes: H query heads, G KV heads, T tokens of the slice, U tokens of its front, S tokens of the sequence, D head size.
+
+Source: Seq1F1B (arXiv 2406.03488), whose prefix is a list of slices, concatenated for every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_longctx.kernels.merge_attention import accumulate_attention_
+from hf_longctx.plan.types import Chunk, SequenceGroup
+from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.tiles import tile_backward, tile_forward
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens [start, stop) of a sequence of which other chunks of the group hold the rest, up to token `end`.
+
+    document: its place among the documents of its chunk.
+    """
+
+    document: int
+    sequence: int
+    start: int
+    stop: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"tokens [{self.start}, {self.stop}) of sequence {self.sequence}"
+
+
+def slices_of(group: SequenceGroup, chunk: Chunk) -> tuple[Slice, ...]:
+    """The documents of `chunk` that begin or go on in another chunk of its group, in order."""
+    ends: dict[int, int] = {}
+    for span in (span for other in (*group.chunks, chunk) for span in other.spans):
+        ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
+    return tuple(
+        Slice(document, span.sequence, span.start, span.stop, ends[span.sequence])
+        for document, span in enumerate(chunk.spans)
+        if span.start > 0 or span.stop < ends[span.sequence]
+    )
+
+
+class _Entry:
+    """One sequence at one layer: its keys and values, the gradients of those, how far forward and backward have come.
+
+    Tokens lie outermost, so that every front is one piece of memory. num_written: tokens that ran forward.
+    num_waiting: tokens in front of the last slice that ran backward; all at first.
+    """
+
+    def __init__(self, part: Slice, k_GTD: Tensor) -> None:
+        num_heads, _, head_dim = k_GTD.shape
+        self.kv_2SGD = k_GTD.new_empty(2, part.end, num_heads, head_dim)
+        self.gradients_2UGD: Tensor | None = None
+        self.num_written, self.num_waiting = 0, part.end
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv_2SGD.nbytes + (0 if self.gradients_2UGD is None else self.gradients_2UGD.nbytes)
+
+
+class KVBook:
+    """Keys and values of sequences whose slices are on their way through one round, and the gradients left for them.
+
+    A sequence of S tokens takes 2 * KV heads * head size * S elements per layer from its first slice's forward on. From its
+    last slice's backward on, gradients of all tokens but that slice's are there too, in fp32 (fp64 for fp64). Both go
+    with the backward of its first slice. `has_backward`: false where only forwards run; then a layer's keys and values go
+    with the last slice's forward. Not safe for two rounds at a time: make one per round.
+    """
+
+    def __init__(self, has_backward: bool = True) -> None:
+        self.has_backward = has_backward
+        self.peak_bytes = 0
+        self._entries: dict[tuple[Hashable, int], _Entry] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now; `peak_bytes` is the most that were ever held."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def write(self, layer: Hashable, part: Slice, k_GTD: Tensor, v_GTD: Tensor) -> Tensor:
+        """Puts down a slice's keys and values, or the same ones again; those of its sequence up to its end, [2, G, U + T, D].
+
+        The result is a view. Raises RuntimeError unless the slice is the next one, or an earlier one that still waits for
+        its backward.
+        """
+        key = (layer, part.sequence)
+        entry = self._entries.get(key)
+        num_written, num_waiting = (entry.num_written, entry.num_waiting) if entry else (0, part.end)
+        is_next = part.start == num_written
+        if not is_next and part.stop > num_written:
+            raise RuntimeError(
+                f"{part} ran forward when {num_written} of its sequence were there; slices run forward in order, first first"
+            )
+        if part.stop > num_waiting:
+            raise RuntimeError(f"{part} ran forward after its own backward; what it would write is not for this step any more")
+        if entry is None:
+            entry = self._entries[key] = _Entry(part, k_GTD)
+            self._note_peak()
+        for buffer_SGD, new_GTD in zip(entry.kv_2SGD, (k_GTD, v_GTD), strict=True):
+            buffer_SGD[part.start : part.stop].copy_(new_GTD.transpose(0, 1))
+        entry.num_written = max(entry.num_written, part.stop)
+        view = _heads_first(entry.kv_2SGD[:, : part.stop])
+        if not self.has_backward and part.stop == part.end:
+            del self._entries[key]
+        return view
+
+    def read(self, layer: Hashable, part: Slice) -> Tensor:
+        """Keys and values up to the end of a slice that runs backward, [2, G, U + T, D], a view.
+
+        Raises RuntimeError if it is not its turn.
+        """
+        entry = self._entries.get((layer, part.sequence))
+        if entry is None:
+            raise RuntimeError(f"{part} ran backward, but the book of its sequence was closed; a backward cannot be repeated")
+        if entry.num_waiting != part.stop:
+            raise RuntimeError(
+                f"{part} ran backward when tokens up to {entry.num_waiting} had not; slices run backward in reverse order, last "
+                f"first, and once"
+            )
+        return _heads_first(entry.kv_2SGD[:, : part.stop])
+
+    def gradients(self, layer: Hashable, part: Slice) -> tuple[Tensor, Tensor]:
+        """Where to add gradients of the front's keys and values [2, G, U, D] and of the slice's own [2, G, T, D].
+
+        The slice's own hold what later slices left. Both are views, in at least fp32.
+        """
+        entry = self._entries[layer, part.sequence]
+        if entry.gradients_2UGD is not None:
+            return _heads_first(entry.gradients_2UGD[:, : part.start]), _heads_first(
+                entry.gradients_2UGD[:, part.start : part.stop]
+            )
+        wide = torch.promote_types(entry.kv_2SGD.dtype, torch.float32)
+        entry.gradients_2UGD = torch.zeros_like(entry.kv_2SGD[:, : part.start], dtype=wide)
+        self._note_peak()
+        own_2TGD = torch.zeros_like(entry.kv_2SGD[:, part.start : part.stop], dtype=wide)
+        return _heads_first(entry.gradients_2UGD), _heads_first(own_2TGD)
+
+    def backward_done(self, layer: Hashable, part: Slice) -> None:
+        """After a slice's backward at one layer; that of the first slice frees the layer's buffers."""
+        self._entries[layer, part.sequence].num_waiting = part.start
+        if not part.start:
+            del self._entries[layer, part.sequence]
+
+    def close(self, sequence: int) -> None:
+        """Frees what is left of a sequence: layers below the first trainable weight have no backward."""
+        for key in [key for key in self._entries if key[1] == sequence]:
+            del self._entries[key]
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+def slice_attention(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, readers: KVReaders, scale: float, book: KVBook, layer: Hashable, part: Slice
+) -> Tensor:
+    """Causal attention of a slice's queries over its sequence up to its end, shape [T, H, D]; differentiable.
+
+    layer: which attention layer calls, the same object in every chunk.
+    """
+    output: Tensor = _SliceAttention.apply(q_HTD, k_GTD, v_GTD, readers, scale, book, layer, part)
+    return output.transpose(0, 1)
+
+
+class _SliceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_HTD: Tensor,
+        k_GTD: Tensor,
+        v_GTD: Tensor,
+        readers: KVReaders,
+        scale: float,
+        book: KVBook,
+        layer: Hashable,
+        part: Slice,
+    ) -> Tensor:
+        front_2GUD, own_2GTD = _split(book.write(layer, part, k_GTD, v_GTD), part)
+        k_HTD, v_HTD = readers.expand(own_2GTD, 1)
+        out_HTD, lse_HT = tile_forward(q_HTD, k_HTD, v_HTD, scale, causal=True)
+        if part.start:
+            out_HTD = out_HTD.to(lse_HT.dtype)
+            accumulate_attention_(out_HTD, lse_HT, *_front_forward(q_HTD, front_2GUD, readers, scale))
+        output = out_HTD.to(q_HTD.dtype)
+        # keys and values are read from the book, so that they are kept once
+        ctx.save_for_backward(q_HTD, output, lse_HT)
+        ctx.settings = readers, scale, book, layer, part
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_HTD, out_HTD, lse_HT = ctx.saved_tensors
+        readers, scale, book, layer, part = ctx.settings
+        front_2GUD, own_2GTD = _split(book.read(layer, part), part)
+        front_sum_2GUD, own_sum_2GTD = book.gradients(layer, part)
+        k_HTD, v_HTD = readers.expand(own_2GTD, 1)
+        dq_HTD, *own = tile_backward(gradient_HTD, q_HTD, k_HTD, v_HTD, out_HTD, lse_HT, scale, causal=True)
+        for sum_GTD, found_HTD in zip(own_sum_2GTD, own, strict=True):
+            readers.fold_into(sum_GTD, found_HTD)
+        if part.start:
+            dq_HTD = dq_HTD.to(lse_HT.dtype)
+            dq_HTD += _front_backward(gradient_HTD, q_HTD, front_2GUD, out_HTD, lse_HT, front_sum_2GUD, readers, scale)
+        book.backward_done(layer, part)
+        dk_GTD, dv_GTD = own_sum_2GTD.to(q_HTD.dtype)
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None, None, None
+
+
+def _front_forward(q_HTD: Tensor, front_2GUD: Tensor, readers: KVReaders, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [H, T, D] and LSE [H, T] of the queries over the front."""
+    if not readers.per_kv:
+        k_HUD, v_HUD = readers.expand(front_2GUD, 1)
+        return tile_forward(q_HTD, k_HUD, v_HUD, scale, causal=False)
+    k_GUD, v_GUD = front_2GUD
+    out, lse = tile_forward(_per_kv_head(q_HTD, readers), k_GUD, v_GUD, scale, causal=False)
+    return _per_query_head(out, readers), _per_query_head(lse, readers)
+
+
+def _front_backward(
+    gradient_HTD: Tensor,
+    q_HTD: Tensor,
+    front_2GUD: Tensor,
+    out_HTD: Tensor,
+    lse_HT: Tensor,
+    sum_2GUD: Tensor,
+    readers: KVReaders,
+    scale: float,
+) -> Tensor:
+    """The front's gradient of the queries [H, T, D]; adds those of its keys and values to `sum_2GUD`."""
+    if not readers.per_kv:
+        k_HUD, v_HUD = readers.expand(front_2GUD, 1)
+        dq_HTD, *parts = tile_backward(gradient_HTD, q_HTD, k_HUD, v_HUD, out_HTD, lse_HT, scale, causal=False)
+        for sum_GUD, found_HUD in zip(sum_2GUD, parts, strict=True):
+            readers.fold_into(sum_GUD, found_HUD)
+        return dq_HTD
+    gradient, q, out, lse = (_per_kv_head(x, readers) for x in (gradient_HTD, q_HTD, out_HTD, lse_HT))
+    k_GUD, v_GUD = front_2GUD
+    dq, *found = tile_backward(gradient, q, k_GUD, v_GUD, out, lse, scale, causal=False)
+    for sum_GUD, found_GUD in zip(sum_2GUD, found, strict=True):
+        sum_GUD += found_GUD
+    return _per_query_head(dq, readers)
+
+
+def _per_kv_head(x_HTX: Tensor, readers: KVReaders) -> Tensor:
+    """Query heads of one KV head behind each other as its queries: [H, T, ...] to [G, H/G * T, ...]. Only without a mask."""
+    return x_HTX.unflatten(0, (readers.num_kv, readers.per_kv)).flatten(1, 2)
+
+
+def _per_query_head(x_GRX: Tensor, readers: KVReaders) -> Tensor:
+    """The inverse of `_per_kv_head`."""
+    return x_GRX.unflatten(1, (readers.per_kv, -1)).flatten(0, 1)
+
+
+def _split(kv_2GND: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
+    """Keys and values of the front and of the slice itself."""
+    return kv_2GND[:, :, : part.start], kv_2GND[:, :, part.start :]
+
+
+def _heads_first(x_2NGD: Tensor) -> Tensor:
+    return x_2NGD.transpose(1, 2)

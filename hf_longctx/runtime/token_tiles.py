@@ -1,0 +1,210 @@
+"""A module that treats every token alone (an MLP, a norm), in token tiles, as one autograd node that saves its input.
+
+Backward runs each tile forward and backward, so that the module's inner tensors live for one tile. Tiles that a record says
+to keep are run forward once, with their graph, whose saved tensors stay on the device or go to the host.
+
+Replaying under checkpointing, such a node computes nothing and returns an *unfilled* tensor where a record allows it. When it
+is the last of its layer that saves a tensor (only a residual add follows), checkpointing stops the replay inside `apply`, so
+nobody can read it. If control comes back, something later saves tensors that may depend on the output, and it is filled.
+
+Shapes: T tokens of this rank, C features.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from hf_longctx.plan.types import TensorShare
+from hf_longctx.runtime.offload import HostTensor, HostTier
+
+Run = Callable[[Tensor], Tensor]
+# first token, one past the last, input and output of a tile that was run with its graph
+KeptTile = tuple[int, int, GradientEdge, GradientEdge]
+
+
+class TileRecord:
+    """What a tiled MLP leaves in one forward of one layer: the graphs of the tiles it keeps, and how its output looks."""
+
+    def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
+        self.share, self.tier = share, tier
+        self.is_replay = False
+        self.output_like: Tensor | None = None
+        self.graphs: list[KeptTile] = []
+        # of the graphs' saved tensors, without the module's parameters
+        self.kept_bytes = 0
+        self.on_host: list[_OnHost] = []
+        self.parameter_storages: frozenset[int] = frozenset()
+
+    def cuts(self, num_tokens: int) -> tuple[int, int]:
+        """The first of `num_tokens` tokens whose inner tensors are kept, and the first of which they are on the device."""
+        kept_from, _, host_stop = self.share.cuts(num_tokens)
+        return kept_from, host_stop
+
+    def take_graphs(self) -> list[KeptTile]:
+        graphs, self.graphs, self.kept_bytes, self.on_host = self.graphs, [], 0, []
+        return graphs
+
+    def new_output(self, num_tokens: int) -> Tensor:
+        """An unfilled output like that of the first run."""
+        assert self.output_like is not None
+        return self.output_like.new_empty((1, num_tokens, self.output_like.shape[-1]))
+
+
+def tokenwise(module: nn.Module, run: Run, x_1TC: Tensor, tile_tokens: int, record: TileRecord | None = None) -> Tensor:
+    """run(x), the forward of `module`, in tiles of `tile_tokens` tokens (0: one tile); [1, T, C] in, [1, T, C'] out."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    is_unfilled = record is not None and record.is_replay and record.output_like is not None
+    tile_tokens = tile_tokens or x_1TC.shape[1]
+    if record is not None:
+        record.parameter_storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in module.parameters())
+    output: Tensor = _Tokenwise.apply(x_1TC, run, tile_tokens, record, is_unfilled, *parameters)
+    if is_unfilled:
+        # reached only where the layer saves more tensors behind this node
+        with torch.no_grad():
+            output.detach().copy_(_run_tiles(x_1TC.detach(), run, _tiles(0, x_1TC.shape[1], tile_tokens)))
+    return output
+
+
+class _Tokenwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_1TC: Tensor,
+        run: Run,
+        tile_tokens: int,
+        record: TileRecord | None,
+        is_unfilled: bool,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
+        ctx.save_for_backward(x_1TC)
+        device = x_1TC.device.type
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        ctx.settings = run, tile_tokens, record, parameters
+        num_tokens = x_1TC.shape[1]
+        if record is None:
+            return _run_tiles(x_1TC, run, _tiles(0, num_tokens, tile_tokens))
+        if is_unfilled:
+            return record.new_output(num_tokens)
+        kept_from, host_stop = (num_tokens, num_tokens) if record.is_replay else record.cuts(num_tokens)
+        bounds = (0, kept_from, host_stop, num_tokens)
+        tiles = itertools.chain.from_iterable(_tiles(start, stop, tile_tokens) for start, stop in itertools.pairwise(bounds))
+        output = _run_tiles(x_1TC, run, tiles, record, kept_from)
+        record.output_like = output.new_empty((0, output.shape[-1]))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient_1TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x_1TC,) = ctx.saved_tensors
+        run, tile_tokens, record, parameters = ctx.settings
+        # given away: with retain_graph a second backward recomputes
+        graphs = record.take_graphs() if record is not None else []
+        kept_from = graphs[0][0] if graphs else x_1TC.shape[1]
+        dx_1TC = torch.empty_like(x_1TC)
+        sums: list[Tensor | None] = [None] * len(parameters)
+        device, dtype, is_enabled = ctx.autocast
+        for tile in _tiles(0, kept_from, tile_tokens):
+            x = x_1TC[:, tile].detach().requires_grad_(True)
+            # backward does not restore autocast by itself
+            with torch.enable_grad(), torch.autocast(device, dtype, is_enabled):
+                y = run(x)
+            dx_1TC[:, tile] = _add_gradients(sums, x, y, parameters, gradient_1TC[:, tile])
+        for start, stop, x, y in graphs:
+            dx_1TC[:, start:stop] = _add_gradients(sums, x, y, parameters, gradient_1TC[:, start:stop])
+        gradients = (total.to(p.dtype) if total is not None else None for total, p in zip(sums, parameters, strict=True))
+        return dx_1TC, None, None, None, None, *gradients
+
+
+def _tiles(start: int, stop: int, tile_tokens: int) -> Iterator[slice]:
+    return (slice(first, min(first + tile_tokens, stop)) for first in range(start, stop, tile_tokens))
+
+
+def _run_tiles(x_1TC: Tensor, run: Run, tiles: Iterable[slice], record: TileRecord | None = None, kept_from: int = 0) -> Tensor:
+    """run(x) tile by tile; tiles from `kept_from` on leave their graphs in the record, if there is one."""
+    output: Tensor | None = None
+    for tile in tiles:
+        keeps = record if tile.start >= kept_from else None
+        y = run(x_1TC[:, tile]) if keeps is None else _kept_tile(x_1TC, run, tile, keeps)
+        if output is None:
+            output = y.new_empty((1, x_1TC.shape[1], y.shape[-1]))
+        output[:, tile] = y
+    assert output is not None
+    return output
+
+
+def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tensor:
+    """run(x) of one tile with its graph, which goes to the record; checkpointing sees nothing of its saved tensors."""
+    seen = set(record.parameter_storages)
+    num_tokens = tile.stop - tile.start
+    tier = record.tier if tile.start < record.cuts(x_1TC.shape[1])[1] else None
+    # with the tensors, so that no address is used twice within the tile
+    sent: dict[tuple[Any, ...], tuple[_OnHost, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor | _OnHost:
+        storage = tensor.untyped_storage()
+        if tier is not None and storage.data_ptr() not in seen and tensor.dim() > 1 and tensor.shape[-2] == num_tokens:
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if key not in sent:
+                sent[key] = (_OnHost(tier.store(tensor)), tensor)
+                record.on_host.append(sent[key][0])
+            sent[key][0].num_readers += 1
+            return sent[key][0]
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            record.kept_bytes += storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
+        x: Tensor = _Entry.apply(x_1TC.new_empty((), requires_grad=True), x_1TC[:, tile])
+        y = run(x)
+    # edges hold no tensor, so that the graph keeps what it saved and nothing else
+    record.graphs.append((tile.start, tile.stop, get_gradient_edge(x), get_gradient_edge(y)))
+    return y.detach()
+
+
+class _OnHost:
+    """A saved tensor on the host, which several nodes may read; it is on the device from the first reader to the last."""
+
+    def __init__(self, home: HostTensor) -> None:
+        self.home, self.num_readers = home, 0
+        self._fetched: Tensor | None = None
+
+    def read(self) -> Tensor:
+        tensor = self.home.fetch() if self._fetched is None else self._fetched
+        self.num_readers -= 1
+        self._fetched = tensor if self.num_readers else None
+        return tensor
+
+
+def _unpack(packed: Tensor | _OnHost) -> Tensor:
+    return packed.read() if isinstance(packed, _OnHost) else packed
+
+
+class _Entry(torch.autograd.Function):
+    """A copy (a view would hold all tokens) that is no leaf, since the edge of a leaf holds the leaf. Never run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x_1TC: Tensor) -> Tensor:
+        return x_1TC.clone()
+
+
+def _add_gradients(
+    sums: list[Tensor | None],
+    x: Tensor | GradientEdge,
+    y: Tensor | GradientEdge,
+    parameters: tuple[nn.Parameter, ...],
+    gradient: Tensor,
+) -> Tensor:
+    """The gradient of x from that of y; those of the parameters are added to `sums`, in at least fp32."""
+    ends: Any = (x, *parameters)
+    dx, *gradients = torch.autograd.grad(y, ends, gradient)
+    for place, found in enumerate(gradients):
+        total = sums[place]
+        wide = torch.promote_types(found.dtype, torch.float32)
+        sums[place] = found.to(wide) if total is None else total.add_(found)
+    return dx

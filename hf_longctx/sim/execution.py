@@ -1,0 +1,55 @@
+"""Runs a plan under a cost model, for people to read: shares of computing, communicating and waiting, and a timeline of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import RankUse, evaluate_plan
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.timeline import TimelineEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """A plan's predicted run. `once_s`: of the step, for the optimizer and all that is not part of a chunk.
+
+    `events`: F and B without what is communicated in them, which stands behind as "exchange".
+    """
+
+    step_s: float
+    once_s: float
+    ranks: tuple[RankUse, ...]
+    events: tuple[TimelineEvent, ...]
+
+    def share(self, seconds: str) -> float:
+        """The share of all rank-seconds of the step that go into "compute_s", "exchange_s" or "idle_s"."""
+        total = self.step_s * len(self.ranks)
+        return float(sum(getattr(rank, seconds) for rank in self.ranks)) / total if total else 0.0
+
+
+def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:
+    """The predicted run of `plan`; raises ValueError for what the evaluation does not know, or another number of ranks."""
+    if plan.num_ranks != costs.cluster.num_ranks:
+        raise ValueError(
+            f"the plan is for {plan.num_ranks} ranks, the cost model for {costs.cluster.num_ranks}; make them equal (--gpus)"
+        )
+    num_layers = sum(stage.num_layers for stage in plan.micro_batches[0].groups[0].stages)
+    if num_layers != costs.model.num_layers:
+        raise ValueError(
+            f"the plan is for a model of {num_layers} layers, the cost model for {costs.model.num_layers}; name another"
+        )
+    run = evaluate_plan(plan, costs)
+    events = [part for event, seconds in zip(run.events, run.exchange_s, strict=True) for part in _split(event, seconds)]
+    if run.once_s:
+        events += [TimelineEvent(r, "step", "optimizer", run.step_s - run.once_s, run.step_s) for r in range(plan.num_ranks)]
+    return Execution(run.step_s, run.once_s, run.ranks, tuple(events))
+
+
+def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:
+    """The event's computation and, behind it, what it communicates; in truth both alternate layer by layer."""
+    if exchange_s <= 0:
+        return [event]
+    middle_s = max(event.start_s, event.stop_s - exchange_s)
+    exchange = replace(event, kind="exchange", name=f"{event.name} exchange", start_s=middle_s)
+    return [replace(event, stop_s=middle_s), exchange]

@@ -1,0 +1,281 @@
+"""A workload on a scenario: the plans of some steps, what others would do with them, and what was rejected."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from hf_longctx.plan.baselines import all_baselines, static_layout
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.greedy import plan_static
+from hf_longctx.plan.grouping import GroupingProblem, Layout
+from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.plan.specs import GroupMethod, PlannerConfig
+from hf_longctx.plan.types import GroupShape, SequenceGroup, StepPlan
+from hf_longctx.sim.execution import Execution, execute_plan
+from hf_longctx.sim.memory import Remedy, remedies, wider_job
+from hf_longctx.sim.scenario import Scenario
+from hf_longctx.sim.workloads import Workload
+
+_METHODS: tuple[GroupMethod, ...] = ("ulysses", "ring", "hybrid")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Another way to run the same sequences: its mean seconds per step, or why it cannot run (then step_s is 0).
+
+    degree: the one of all groups, where the choice is about that.
+    """
+
+    name: str
+    step_s: float = 0.0
+    layout: str = ""
+    detail: str = ""
+    degree: int = 0
+
+    @property
+    def is_possible(self) -> bool:
+        return self.step_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    """One step: the plan, its run, and the seconds of every baseline with the same lengths, cost model and memory."""
+
+    plan: StepPlan
+    execution: Execution
+    baselines: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DegreeUse:
+    """The sequences that run in groups of one degree and method, over all steps."""
+
+    degree: int
+    method: str
+    num_sequences: int
+    num_tokens: int
+    shortest: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Everything the report says. Without lengths there are no steps, but memory and the longest sequence are known.
+
+    longest_s: of a step with nothing but one longest sequence. alternatives: other degrees and methods for the first step.
+    context_limit: the tokens that a run with one degree for all its steps must be able to hold.
+    """
+
+    scenario: Scenario
+    workload: Workload | None
+    seed: int
+    steps: tuple[StepForecast, ...]
+    alternatives: tuple[Choice, ...]
+    remedies: tuple[Remedy, ...]
+    longest_s: float
+    context_limit: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return _mean([step.execution.step_s for step in self.steps])
+
+    @property
+    def lower_bound_s(self) -> float:
+        return _mean([step.plan.estimate.lower_bound_s for step in self.steps])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(sum(step.plan.lengths) for step in self.steps) / sum(step.execution.step_s for step in self.steps)
+
+    @property
+    def peak_tokens(self) -> int:
+        """The most tokens that a rank holds in any step; without steps, as many as fit."""
+        held = [rank.peak_tokens for step in self.steps for rank in step.execution.ranks]
+        return max(held, default=self.scenario.tokens_per_rank)
+
+    def share(self, seconds: str) -> float:
+        """As `Execution.share`, over all steps."""
+        total_s = sum(step.execution.step_s for step in self.steps)
+        return sum(step.execution.share(seconds) * step.execution.step_s for step in self.steps) / total_s
+
+    @property
+    def baselines(self) -> tuple[Choice, ...]:
+        """Mean seconds of every baseline that can run all steps, fastest first, then those that cannot."""
+        means = [_mean_choice(same) for same in zip(*(step.baselines for step in self.steps), strict=True)]
+        return tuple(sorted(means, key=lambda choice: (not choice.is_possible, choice.step_s)))
+
+    @property
+    def degrees_used(self) -> tuple[DegreeUse, ...]:
+        """Which sequences run on which degree, largest first."""
+        found: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for length, group in self.placed_lengths():
+            found[group.degree, group.method].append(length)
+        return tuple(
+            DegreeUse(degree, method, len(lengths), sum(lengths), min(lengths), max(lengths))
+            for (degree, method), lengths in sorted(found.items(), reverse=True)
+        )
+
+    def placed_lengths(self) -> Iterator[tuple[int, SequenceGroup]]:
+        """Every sequence's length with the group that it runs in; of slices, each in its own."""
+        for plan in (step.plan for step in self.steps):
+            for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
+                for span in (span for chunk in group.chunks for span in chunk.spans):
+                    yield plan.lengths[span.sequence], group
+
+
+def make_forecast(scenario: Scenario, workload: Workload | None, num_steps: int, global_batch: int, seed: int) -> Forecast:
+    """Plans `num_steps` steps of the workload and compares them; raises ValueError when a sequence fits nowhere."""
+    longer = remedies(scenario.memory, scenario.placement)
+    costs = scenario.costs
+    longest_s = _alone_s(scenario.longest_tokens, scenario.placement.degrees[-1], costs)
+    if workload is None:
+        return Forecast(scenario, None, seed, (), (), longer, longest_s)
+    _check_longest(scenario, workload, longer)
+    batches = workload.draw_steps(num_steps, global_batch, seed)
+    steps = tuple(_forecast_step(number, lengths, scenario, workload.limit) for number, lengths in enumerate(batches))
+    alternatives = (*_static_degrees(batches[0], scenario), *_other_methods(steps[0].plan, scenario))
+    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest_s, workload.limit)
+
+
+def folded_layout(plan: StepPlan) -> str:
+    """The groups of all micro-batches with repeats counted: "<32,8x4> <1x64> x3" for four micro-batches."""
+    return " ".join(folded_micro_batches(plan))
+
+
+def folded_micro_batches(plan: StepPlan) -> list[str]:
+    """The words of `folded_layout`, one for neighbouring micro-batches of equal groups."""
+    layouts = [
+        ",".join(
+            _times(str(degree), len(list(same)))
+            for degree, same in groupby(sorted((group.degree for group in micro_batch.groups), reverse=True))
+        )
+        for micro_batch in plan.micro_batches
+    ]
+    return [_times(f"<{layout}>", len(list(same)), " x") for layout, same in groupby(layouts)]
+
+
+def _times(text: str, count: int, sign: str = "x") -> str:
+    return f"{text}{sign}{count}" if count > 1 else text
+
+
+def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, limit: int) -> StepForecast:
+    plan = plan_step(number, lengths, scenario.costs, scenario.planner_config)
+    execution = execute_plan(plan, scenario.costs)
+    peak_bytes = scenario.memory.rank_bytes(
+        max(rank.peak_tokens for rank in execution.ranks), scenario.placement.parameters, scenario.placement.shard_ranks
+    )
+    plan = replace(plan, estimate=replace(plan.estimate, peak_bytes=peak_bytes))
+    return StepForecast(plan, execution, _baselines(lengths, scenario, limit))
+
+
+def _baselines(lengths: Sequence[int], scenario: Scenario, limit: int) -> tuple[Choice, ...]:
+    """What others would do; their layouts run under the same judge as the plan."""
+    problem = GroupingProblem.build(lengths, scenario.costs, scenario.planner_config)
+    choices = []
+    for baseline in all_baselines(problem, limit):
+        if baseline.can_run:
+            layout = [list(groups) for groups in baseline.layout]
+            choices.append(_judged(baseline.name, lengths, layout, problem, scenario.costs))
+        else:
+            choices.append(Choice(baseline.name, detail=baseline.detail))
+    return tuple(choices)
+
+
+def _static_degrees(lengths: Sequence[int], scenario: Scenario) -> tuple[Choice, ...]:
+    """The step with one degree for all groups, for every degree: the better of our layout and of best-fit packing."""
+    config = scenario.planner_config
+    problem = GroupingProblem.build(lengths, scenario.costs, config)
+    ordered, order = problem.longest_first()
+    choices = []
+    for degree in config.degrees:
+        name, room, longest = f"all groups of {degree}", degree * config.tokens_per_rank, max(lengths)
+        if longest > room:
+            reason = f"does not fit: the longest sequence has {longest:,} tokens, {degree} rank(s) hold {room:,}"
+            choices.append(Choice(name, detail=reason, degree=degree))
+            continue
+        packed = [
+            [(d, tuple(order[i] for i in part)) for d, part in groups] for groups in static_layout(ordered, degree, fill=1.0)
+        ]
+        layouts = (plan_static(problem, config.micro_batch_trials, degree), packed)
+        judged = [_judged(name, lengths, layout, problem, scenario.costs) for layout in layouts]
+        choices.append(replace(min(judged, key=lambda choice: choice.step_s), degree=degree))
+    return tuple(choices)
+
+
+def _judged(name: str, lengths: Sequence[int], layout: Layout, problem: GroupingProblem, costs: CostModel) -> Choice:
+    """A layout under the same judge as the plan."""
+    placed = place_layout(layout, problem.num_ranks, costs.cluster.ranks_per_node, node_aligned=True)
+    plan = build_plan(0, lengths, placed, problem.shapes, costs)
+    return Choice(name, execute_plan(plan, costs).step_s, folded_layout(plan))
+
+
+def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
+    """The plan's own groups, but all sharing attention by one method."""
+    config, costs = scenario.planner_config, scenario.costs
+    used = {group.method for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1}
+    choices = []
+    for method in _METHODS:
+        if not used or used == {method}:
+            continue
+        name, forced = f"these groups by {method} alone", replace(costs, method=method)
+        try:
+            shapes = _shapes(plan, forced, config)
+        except ValueError as error:
+            choices.append(Choice(name, detail=str(error)))
+            continue
+        choices.append(Choice(name, execute_plan(_reshaped(plan, shapes), forced).step_s))
+    return tuple(choices)
+
+
+def _shapes(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> dict[int, GroupShape]:
+    """The cheapest shape that the method allows for every degree of the plan, at an even share of the step's tokens."""
+    share = min(sum(plan.lengths) / plan.num_ranks, config.tokens_per_rank)
+    documents = len(plan.lengths) * share / sum(plan.lengths)
+    degrees = {group.degree for micro_batch in plan.micro_batches for group in micro_batch.groups}
+    return {degree: costs.best_shape(degree, degree * share, degree * documents) for degree in sorted(degrees)}
+
+
+def _reshaped(plan: StepPlan, shapes: dict[int, GroupShape]) -> StepPlan:
+    def reshape(group: SequenceGroup) -> SequenceGroup:
+        shape = shapes[group.degree]
+        return replace(group, method=shape.method, ulysses_degree=shape.ulysses if shape.method == "hybrid" else 0)
+
+    micro_batches = tuple(replace(mb, groups=tuple(reshape(group) for group in mb.groups)) for mb in plan.micro_batches)
+    return replace(plan, micro_batches=micro_batches)
+
+
+def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Remedy]) -> None:
+    room = scenario.longest_tokens
+    if workload.longest <= room:
+        return
+    too_long = int(workload.counts[workload.lengths > room].sum())
+    enough = [f"{one.change} (holds {one.longest_tokens:,})" for one in longer if one.longest_tokens >= workload.longest]
+    more = wider_job(scenario.memory, scenario.placement, 2 * scenario.placement.num_ranks, workload.longest)
+    if not enough and (holds := more.longest_tokens(scenario.memory)) >= workload.longest:
+        enough = [f"--gpus {more.num_ranks} (holds {holds:,})"]
+    advice = "".join(f"; or {text}" for text in enough)
+    raise ValueError(
+        f"the longest of {workload.num_sequences:,} sequences has {workload.longest:,} tokens, but the largest group "
+        f"({scenario.placement.degrees[-1]} ranks of {scenario.tokens_per_rank:,} tokens) holds {room:,}, which {too_long:,} "
+        f"sequence(s) exceed; leave these out with --limit {room}{advice}"
+    )
+
+
+def _alone_s(num_tokens: int, degree: int, costs: CostModel) -> float:
+    shape = costs.best_shape(degree, num_tokens)
+    return float(costs.sequences_s([num_tokens], shape)[0]) + costs.group_s(shape) + costs.coefficients.step_s
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _mean_choice(same: Sequence[Choice]) -> Choice:
+    if all(choice.is_possible for choice in same):
+        return replace(same[0], step_s=_mean([choice.step_s for choice in same]))
+    return next(replace(choice, step_s=0.0) for choice in same if not choice.is_possible)

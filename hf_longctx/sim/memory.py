@@ -1,0 +1,175 @@
+"""Where a rank's memory goes, the longest sequence that fits, and what would lengthen it, each by the same formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.specs import USABLE_SHARE, GroupMethod, ModelSpec, default_degrees
+from hf_longctx.plan.types import Parameters
+
+_LEAST_GAIN = 1.05
+_MAX_DOUBLINGS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Bytes of one model on one kind of device.
+
+    usable_bytes: for states and saved tensors. state_bytes_per_parameter: as measured, of weights, gradients and optimizer
+    (0: by the formula of `ModelSpec`).
+    """
+
+    model: ModelSpec
+    device_bytes: int
+    usable_bytes: int
+    saved_bytes_per_token: int
+    state_bytes_per_parameter: int = 0
+
+    @classmethod
+    def by_formula(cls, model: ModelSpec, device_bytes: int) -> MemoryModel:
+        """Without measurements: the model's own formula for saved tensors, and four fifths of the device."""
+        return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), model.saved_bytes_per_token)
+
+    @property
+    def is_measured(self) -> bool:
+        return self.state_bytes_per_parameter > 0
+
+    def state_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes on a rank of weights, gradients and optimizer states, and of weights that are gathered beside their shards."""
+        if not self.is_measured:
+            return self.model.state_bytes(parameters, shard_ranks)
+        whole = self.model.num_parameters * self.state_bytes_per_parameter
+        if parameters == "replicated":
+            return whole
+        # what "sharded" gathers layer by layer is part of what was measured
+        gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
+        return -(-whole // shard_ranks) + gathered
+
+    def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Most tokens that a rank holds beside the states; 0 when these alone do not fit."""
+        return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks)) // self.saved_bytes_per_token
+
+    def rank_bytes(self, num_tokens: int, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes on a rank that holds `num_tokens` tokens."""
+        return self.state_bytes(parameters, shard_ranks) + num_tokens * self.saved_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What decides how long a sequence may be, besides the model and its device.
+
+    max_tokens_per_rank: a bound set by the user below what memory holds (0: none).
+    """
+
+    num_ranks: int
+    parameters: Parameters
+    shard_ranks: int
+    degrees: tuple[int, ...]
+    method: GroupMethod
+    max_tokens_per_rank: int = 0
+
+    def tokens_per_rank(self, memory: MemoryModel) -> int:
+        fitting = memory.tokens_per_rank(self.parameters, self.shard_ranks)
+        return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting
+
+    def longest_tokens(self, memory: MemoryModel) -> int:
+        """The longest sequence that fits: a group of the largest degree holds nothing else."""
+        return self.degrees[-1] * self.tokens_per_rank(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that would lengthen the longest sequence, and what would fit then."""
+
+    change: str
+    tokens_per_rank: int
+    longest_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one way of keeping weights, gradients and optimizer states leaves of a rank; no tokens: it does not fit."""
+
+    parameters: Parameters
+    state_bytes: int
+    tokens_per_rank: int
+    longest_tokens: int
+
+
+def rooms(memory: MemoryModel, placement: Placement) -> tuple[Room, ...]:
+    """All ways of keeping the states with the same groups, sharded ones over all ranks unless the placement says otherwise."""
+    names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_round")
+    ways = []
+    for parameters in names if placement.num_ranks > 1 else names[:1]:
+        shard_ranks = placement.shard_ranks if placement.parameters != "replicated" else placement.num_ranks
+        shard_ranks = 1 if parameters == "replicated" else shard_ranks
+        other = replace(placement, parameters=parameters, shard_ranks=shard_ranks)
+        ways.append(
+            Room(
+                parameters,
+                memory.state_bytes(parameters, shard_ranks),
+                other.tokens_per_rank(memory),
+                other.longest_tokens(memory),
+            )
+        )
+    return tuple(ways)
+
+
+def remedies(memory: MemoryModel, placement: Placement) -> tuple[Remedy, ...]:
+    """Single changes that let a longer sequence fit, the most effective first."""
+    now = placement.longest_tokens(memory)
+    options = [
+        Remedy(change, other.tokens_per_rank(changed), other.longest_tokens(changed))
+        for change, changed, other in _changes(memory, placement)
+    ]
+    longer = [option for option in options if option.longest_tokens > now * _LEAST_GAIN]
+    return tuple(sorted(longer, key=lambda option: -option.longest_tokens))
+
+
+def _changes(memory: MemoryModel, placement: Placement) -> Sequence[tuple[str, MemoryModel, Placement]]:
+    num_ranks, heads, now = placement.num_ranks, memory.model.num_heads, placement.longest_tokens(memory)
+    changes: list[tuple[str, MemoryModel, Placement]] = []
+    if placement.max_tokens_per_rank:
+        changes.append(("leave --tokens-per-rank out", memory, replace(placement, max_tokens_per_rank=0)))
+    allowed = default_degrees(num_ranks, heads, placement.method)
+    if allowed[-1] > placement.degrees[-1]:
+        changes.append((f"groups of up to {allowed[-1]} ranks: --degrees", memory, replace(placement, degrees=allowed)))
+    elif placement.degrees[-1] < num_ranks:
+        wider = replace(placement, degrees=default_degrees(num_ranks, heads), method="auto")
+        changes.append((f"groups of up to {num_ranks} ranks: --method auto", memory, wider))
+    if placement.parameters != "sharded" and num_ranks > 1:
+        sharded = replace(placement, parameters="sharded", shard_ranks=num_ranks)
+        changes.append((f"states sharded over {num_ranks} ranks: --parameters sharded", memory, sharded))
+    elif 1 < placement.shard_ranks < num_ranks:
+        whole = replace(placement, shard_ranks=num_ranks)
+        changes.append((f"states sharded over all ranks: --shard-ranks {num_ranks}", memory, whole))
+    if memory.model.bytes_per_element > 2 and not memory.is_measured:
+        halved = MemoryModel.by_formula(replace(memory.model, bytes_per_element=2), memory.device_bytes)
+        changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
+    more = wider_job(memory, placement, 2 * num_ranks, now + 1)
+    changes.append((f"{more.num_ranks // num_ranks} times the ranks: --gpus {more.num_ranks}", memory, more))
+    device_bytes, usable_bytes = 2 * memory.device_bytes, 2 * memory.usable_bytes
+    larger = replace(memory, device_bytes=device_bytes, usable_bytes=usable_bytes)
+    changes.append((f"devices of {device_bytes / 2**30:.0f} GiB", larger, placement))
+    return changes
+
+
+def wider_job(memory: MemoryModel, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:
+    """The placement on `num_ranks` ranks, doubled until a sequence of `num_tokens` fits; at most doubled ten times.
+
+    States that all ranks share are shared by all of the new ones, and so are those of a single rank.
+    """
+    heads = memory.model.num_heads
+    is_widest = placement.degrees[-1] == default_degrees(placement.num_ranks, heads, placement.method)[-1]
+    is_shared = placement.shard_ranks == placement.num_ranks
+    wider = replace(
+        placement,
+        num_ranks=num_ranks,
+        degrees=default_degrees(num_ranks, heads, placement.method) if is_widest else placement.degrees,
+        shard_ranks=num_ranks if is_shared else placement.shard_ranks,
+        parameters="sharded" if placement.num_ranks == 1 else placement.parameters,
+    )
+    if wider.longest_tokens(memory) >= num_tokens or num_ranks >= placement.num_ranks << _MAX_DOUBLINGS:
+        return wider
+    return wider_job(memory, placement, 2 * num_ranks, num_tokens)

@@ -1,0 +1,206 @@
+"""Forecasts and cost models as JSON, and back as far as a simulation needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hf_longctx._version import __version__
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.specs import GROUP_METHODS, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.types import PARAMETERS, StepPlan
+from hf_longctx.sim.execution import Execution
+from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
+from hf_longctx.sim.histogram import length_bins
+from hf_longctx.sim.memory import MemoryModel, rooms
+
+# annotation -> types of a value read from JSON
+_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def forecast_record(forecast: Forecast) -> dict[str, Any]:
+    """The forecast as plain data. "plan", "estimate" and "baselines" are those of the first step, "mean" is over all."""
+    scenario, first = forecast.scenario, forecast.steps[0] if forecast.steps else None
+    return {
+        "hf_longctx": __version__,
+        "model": scenario.model_name,
+        "hardware": scenario.hardware_name,
+        "device": scenario.costs.cluster.hardware.name,
+        "num_ranks": scenario.costs.cluster.num_ranks,
+        "ranks_per_node": scenario.costs.cluster.ranks_per_node,
+        "parameters": scenario.placement.parameters,
+        "shard_ranks": scenario.placement.shard_ranks,
+        "method": scenario.costs.method,
+        "degrees": list(scenario.placement.degrees),
+        "tokens_per_rank": scenario.tokens_per_rank,
+        "longest_context_tokens": scenario.longest_tokens,
+        "longest_context_s": forecast.longest_s,
+        "max_positions": scenario.costs.model.max_positions,
+        "longer_context": [dataclasses.asdict(remedy) for remedy in forecast.remedies],
+        "memory": _memory_record(forecast),
+        "placements": [dataclasses.asdict(room) for room in rooms(scenario.memory, scenario.placement)],
+        "notes": list(scenario.notes),
+        "workload": _workload_record(forecast),
+        "estimate": dataclasses.asdict(first.plan.estimate) if first else None,
+        "baselines": [_choice_record(choice) for choice in first.baselines] if first else [],
+        "alternatives": [_choice_record(choice) for choice in forecast.alternatives],
+        "mean": _mean_record(forecast) if first else None,
+        "steps": [_step_record(step) for step in forecast.steps],
+        "histogram": [
+            {"low": one.low, "high": one.high, "num_sequences": one.num_sequences, "num_tokens": one.num_tokens}
+            | {"sequences_by_degree": {str(degree): count for degree, count, _ in one.by_degree}}
+            for one in length_bins(forecast)
+        ],
+        "cost_model": cost_model_record(scenario.costs, scenario.memory),
+        "plan": json.loads(plan_to_json(first.plan)) if first else None,
+    }
+
+
+def execution_record(plan: StepPlan, execution: Execution, memory: MemoryModel, shard_ranks: int) -> dict[str, Any]:
+    """Seconds and shares of a simulated step, and seconds and peak bytes of every rank."""
+    shares = {name.replace("_s", "_share"): execution.share(name) for name in ("compute_s", "exchange_s", "idle_s")}
+    ranks = [
+        dataclasses.asdict(rank)
+        | {"busy_s": rank.busy_s, "peak_bytes": memory.rank_bytes(rank.peak_tokens, plan.parameters, shard_ranks)}
+        for rank in execution.ranks
+    ]
+    return {"step_s": execution.step_s, "once_s": execution.once_s, **shares, "ranks": ranks}
+
+
+def _memory_record(forecast: Forecast) -> dict[str, Any]:
+    memory, placement = forecast.scenario.memory, forecast.scenario.placement
+    states = memory.state_bytes(placement.parameters, placement.shard_ranks)
+    peak_tokens = forecast.peak_tokens
+    activations = peak_tokens * memory.saved_bytes_per_token
+    return {
+        "device_bytes": memory.device_bytes,
+        "usable_bytes": memory.usable_bytes,
+        "state_bytes": states,
+        "saved_bytes_per_token": memory.saved_bytes_per_token,
+        "peak_tokens": peak_tokens,
+        "activation_peak_bytes": activations,
+        "free_bytes": memory.usable_bytes - states - activations,
+    }
+
+
+def _workload_record(forecast: Forecast) -> dict[str, Any] | None:
+    workload = forecast.workload
+    if workload is None:
+        return None
+    return {
+        "source": workload.source,
+        "num_sequences": workload.num_sequences,
+        "num_tokens": workload.num_tokens,
+        "longest": workload.longest,
+        "median": workload.quantile(0.5),
+        "limit": workload.limit,
+        "num_dropped": workload.num_dropped,
+        "global_batch": len(forecast.steps[0].plan.lengths),
+        "seed": forecast.seed,
+    }
+
+
+def _mean_record(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "step_s": forecast.step_s,
+        "lower_bound_s": forecast.lower_bound_s,
+        "tokens_per_s": forecast.tokens_per_s,
+        "compute_share": forecast.share("compute_s"),
+        "exchange_share": forecast.share("exchange_s"),
+        "idle_share": forecast.share("idle_s"),
+        "baselines": [_choice_record(choice) for choice in forecast.baselines],
+        "degrees": [dataclasses.asdict(use) for use in forecast.degrees_used],
+    }
+
+
+def _step_record(step: StepForecast) -> dict[str, Any]:
+    estimate = step.plan.estimate
+    return {
+        "num_sequences": len(step.plan.lengths),
+        "num_tokens": sum(step.plan.lengths),
+        "step_s": step.execution.step_s,
+        "lower_bound_s": estimate.lower_bound_s,
+        "solve_s": estimate.solve_s,
+        "layout": folded_layout(step.plan),
+        "baselines": {choice.name: choice.step_s if choice.is_possible else None for choice in step.baselines},
+    }
+
+
+def _choice_record(choice: Choice) -> dict[str, Any]:
+    return dataclasses.asdict(choice) | {"step_s": choice.step_s if choice.is_possible else None}
+
+
+def cost_model_record(costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
+    """What prices a plan, so that `simulate` needs nothing but the file."""
+    return {
+        **dataclasses.asdict(costs),
+        "memory": {name: value for name, value in dataclasses.asdict(memory).items() if name != "model"},
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A saved plan; one that `hf-longctx plan` wrote comes with names and prices, another without (None, empty names)."""
+
+    plan: StepPlan
+    model_name: str = ""
+    hardware_name: str = ""
+    costs: CostModel | None = None
+    memory: MemoryModel | None = None
+
+
+def read_plan_file(text: str) -> PlanFile:
+    """A plan as `plan_to_json` writes it, or a forecast with the cost model that it was made with.
+
+    Raises ValueError naming what is wrong.
+    """
+    data = json.loads(text)
+    if not isinstance(data, Mapping) or "cost_model" not in data:
+        return PlanFile(plan_from_json(text))
+    if data.get("plan") is None:
+        raise ValueError("the file is a forecast without a plan, because no --lengths were given; make one with lengths")
+    plan = plan_from_json(json.dumps(data["plan"]))
+    record = dict(_object(data["cost_model"], "cost_model"))
+    model = ModelSpec(**_fields(ModelSpec, record.get("model"), "cost_model.model"))
+    memory = MemoryModel(model, **_fields(MemoryModel, record.pop("memory", None), "cost_model.memory", leave=("model",)))
+    names = (str(data.get("model", "")), str(data.get("hardware", "")))
+    return PlanFile(plan, *names, _cost_model(record, model), memory)
+
+
+def _cost_model(record: Mapping[str, Any], model: ModelSpec) -> CostModel:
+    values = _fields(CostModel, record, "cost_model")
+    cluster = _fields(ClusterSpec, record["cluster"], "cost_model.cluster")
+    hardware = _fields(HardwareSpec, cluster["hardware"], "cost_model.cluster.hardware")
+    hardware["exchange_bytes_per_s"] = tuple((int(ranks), float(rate)) for ranks, rate in hardware["exchange_bytes_per_s"])
+    coefficients = _fields(CostCoefficients, record["coefficients"], "cost_model.coefficients")
+    for name in ("forward", "backward"):
+        coefficients[name] = PassCoefficients(**_fields(PassCoefficients, coefficients[name], f"cost_model.coefficients.{name}"))
+    for name, allowed in (("method", GROUP_METHODS), ("parameters", PARAMETERS)):
+        if values[name] not in allowed:
+            raise ValueError(f"cost_model.{name} is {values[name]!r}; it must be one of {', '.join(allowed)}")
+    cluster["hardware"] = HardwareSpec(**hardware)
+    return CostModel(
+        **values | {"model": model, "cluster": ClusterSpec(**cluster), "coefficients": CostCoefficients(**coefficients)}
+    )
+
+
+def _fields(kind: type, data: Any, path: str, leave: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of `kind` but those to leave, all there and none unknown, numbers where numbers belong."""
+    record = dict(_object(data, path))
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name not in leave}
+    for name in (*fields, *record):
+        if name not in record or name not in fields:
+            what = "missing" if name not in record else "unknown"
+            raise ValueError(f"{path}.{name} is {what}; make the file anew with hf-longctx plan --json")
+        if (kinds := _PLAIN.get(fields[name])) is not None and type(record[name]) not in kinds:
+            raise ValueError(f"{path}.{name} is {record[name]!r}; a value of type {fields[name]} is needed")
+    return record
+
+
+def _object(data: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{path} is {data!r}; an object is needed")
+    return data

@@ -1,0 +1,283 @@
+"""Forecasts and simulations as text for a reader who has to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.sim.execution import Execution
+from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast, folded_layout, folded_micro_batches
+from hf_longctx.sim.histogram import LengthBin, length_bins
+from hf_longctx.sim.memory import MemoryModel, rooms
+
+_GIB = 2**30
+_BAR = 30
+_MAX_ROWS = 16
+_FEW = 1e-3
+_EQUAL = 5e-3
+
+
+def forecast_text(forecast: Forecast) -> str:
+    """The whole report: step, layout and why, baselines, what was rejected, memory, the longest sequence."""
+    sections = [_head(forecast)]
+    if forecast.steps:
+        sections += [_step(forecast), _why(forecast), _lengths(forecast), _baselines(forecast), _rejected(forecast)]
+    sections += [_memory(forecast), _longest(forecast)]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _head(forecast: Forecast) -> list[str]:
+    scenario, workload = forecast.scenario, forecast.workload
+    cluster, placement = scenario.costs.cluster, scenario.placement
+    states = placement.parameters.replace("_", " ")
+    if placement.parameters != "replicated":
+        states += f" over {placement.shard_ranks} ranks"
+    lines = [
+        f"{scenario.model_name} on {cluster.num_ranks} x {cluster.hardware.name}, {cluster.ranks_per_node} per node; "
+        f"weights, gradients and optimizer states {states}"
+    ]
+    if workload is not None:
+        dropped = f"; {workload.num_dropped:,} longer than {workload.limit:,} left out" if workload.num_dropped else ""
+        lines.append(
+            f"{workload.source}: {workload.num_sequences:,} sequences, {workload.num_tokens:,} tokens, median "
+            f"{workload.quantile(0.5):,}, 99% up to {workload.quantile(0.99):,}, longest {workload.longest:,}{dropped}"
+        )
+    return [*lines, *(f"note: {note}" for note in scenario.notes)]
+
+
+def _step(forecast: Forecast) -> list[str]:
+    first = forecast.steps[0].plan
+    bound_s = forecast.lower_bound_s
+    gap = forecast.step_s / bound_s - 1
+    over = f"mean of {len(forecast.steps)} steps" if len(forecast.steps) > 1 else "one step"
+    return [
+        f"STEP  {_seconds(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
+        f"  no plan with these degrees and this memory is faster than {_seconds(bound_s)}; at most {gap:.1%} is left",
+        f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
+        f"  planned in {_seconds(first.estimate.solve_s)} on this CPU ({first.estimate.solver}), which a run does one step ahead",
+        f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
+        *_wrapped(folded_micro_batches(first)),
+    ]
+
+
+def _why(forecast: Forecast) -> list[str]:
+    uses = forecast.degrees_used
+    num_sequences, num_tokens = sum(use.num_sequences for use in uses), sum(use.num_tokens for use in uses)
+    rows = [
+        (
+            str(use.degree),
+            use.method,
+            f"{use.num_sequences:,} ({use.num_sequences / num_sequences:.0%})",
+            f"{use.num_tokens / num_tokens:.0%}",
+            f"{use.shortest:,} to {use.longest:,}",
+        )
+        for use in uses
+    ]
+    return [
+        "WHY  which sequences run in groups of how many ranks",
+        *_table(("ranks", "method", "sequences", "tokens", "lengths"), rows),
+        *(f"  {sentence}" for sentence in _reasons(forecast, uses)),
+    ]
+
+
+def _reasons(forecast: Forecast, uses: Sequence[DegreeUse]) -> list[str]:
+    room = forecast.scenario.tokens_per_rank
+    longest = max(use.longest for use in uses)
+    needed = next(degree for degree in forecast.scenario.placement.degrees if degree * room >= longest)
+    if needed > 1:
+        sentences = [
+            f"a rank holds {room:,} tokens, so the longest planned sequence ({longest:,}) needs {needed} ranks or more; shorter "
+            f"ones run in smaller groups where that saves communication"
+        ]
+    else:
+        why = "; larger groups are there to end together" if uses[0].degree > 1 else ""
+        sentences = [f"every planned sequence fits on one rank ({room:,} tokens){why}"]
+    shares = {"computing": "compute_s", "communication": "exchange_s", "waiting for other groups": "idle_s"}
+    ranked = sorted(((forecast.share(name), word) for word, name in shares.items()), reverse=True)
+    then = f", then {ranked[1][1]} ({ranked[1][0]:.0%})" if ranked[1][0] > 0 else ""
+    sentences.append(f"most rank-seconds go into {ranked[0][1]} ({ranked[0][0]:.0%}){then}")
+    return sentences
+
+
+def _lengths(forecast: Forecast) -> list[str]:
+    bins = _fold_start(length_bins(forecast))
+    total, tokens = sum(one.num_sequences for one in bins), sum(one.num_tokens for one in bins)
+    most = max(one.num_tokens for one in bins)
+    rows = [
+        (
+            f"{one.low:,} to {one.high - 1:,}",
+            f"{one.num_sequences / total:.1%}",
+            f"{one.num_tokens / tokens:.1%}",
+            "#" * round(_BAR * one.num_tokens / most),
+        )
+        for one in bins
+    ]
+    return [
+        "LENGTHS  of the planned steps; a bar is the bin's share of tokens",
+        *_table(("tokens", "sequences", "tokens", ""), rows),
+    ]
+
+
+def _fold_start(bins: Sequence[LengthBin]) -> list[LengthBin]:
+    """The bins with all short ones in one, as long as these hold next to none of the tokens."""
+    folded, total = list(bins), sum(one.num_tokens for one in bins)
+    while len(folded) > 1 and folded[0].num_tokens + folded[1].num_tokens < _FEW * total:
+        folded[:2] = [LengthBin(folded[0].low, folded[1].high, folded[0].by_degree + folded[1].by_degree)]
+    return folded
+
+
+def _baselines(forecast: Forecast) -> list[str]:
+    if not forecast.baselines:
+        return []
+    ours = forecast.step_s
+    rows = [_choice_row(choice, ours) for choice in forecast.baselines]
+    return [
+        f"BASELINES  same sequences, same cost model, same memory; static has to hold {forecast.context_limit:,} tokens",
+        *_table(("", "seconds", "this plan", ""), [("this plan", _seconds(ours), "", ""), *rows]),
+    ]
+
+
+def _rejected(forecast: Forecast) -> list[str]:
+    if not forecast.alternatives:
+        return []
+    ours = forecast.steps[0].execution.step_s
+    impossible = [choice for choice in forecast.alternatives if choice.degree and not choice.is_possible]
+    # what does not fit the largest of too small degrees fits none of the smaller ones
+    rows = [_choice_row(replace(choice, name=f"all groups of {choice.degree} or fewer"), ours) for choice in impossible[-1:]]
+    rows += [_choice_row(choice, ours) for choice in forecast.alternatives if choice not in impossible]
+    return [f"REJECTED  for the first step, against {_seconds(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
+
+
+def _choice_row(choice: Choice, ours_s: float) -> tuple[str, ...]:
+    if not choice.is_possible:
+        return choice.name, "-", "", choice.detail
+    factor = choice.step_s / ours_s
+    verdict = f"{factor:.2f}x faster" if factor > 1 else f"{1 / factor:.2f}x slower"
+    if abs(factor - 1) < _EQUAL:
+        verdict = "equal"
+    return choice.name, _seconds(choice.step_s), verdict, _shortened(choice.layout or choice.detail)
+
+
+def _memory(forecast: Forecast) -> list[str]:
+    memory, placement = forecast.scenario.memory, forecast.scenario.placement
+    states, tokens = memory.state_bytes(placement.parameters, placement.shard_ranks), forecast.peak_tokens
+    saved = tokens * memory.saved_bytes_per_token
+    source = "measured" if memory.is_measured else "by formula"
+    rows = [
+        ("weights, gradients, optimizer states", _gib(states), ""),
+        ("saved for backward at the peak", _gib(saved), f"{tokens:,} tokens of {memory.saved_bytes_per_token / 2**20:.2f} MiB"),
+        ("free", _gib(memory.usable_bytes - states - saved), ""),
+        ("kept for workspace and the process", _gib(memory.device_bytes - memory.usable_bytes), ""),
+        ("device", _gib(memory.device_bytes), ""),
+    ]
+    ways = [
+        (
+            room.parameters.replace("_", " ") + (" (chosen)" if room.parameters == placement.parameters else ""),
+            _gib(room.state_bytes),
+            f"{room.tokens_per_rank:,}" if room.tokens_per_rank else "does not fit",
+            f"{room.longest_tokens:,}" if room.tokens_per_rank else "-",
+            "",
+        )
+        for room in rooms(memory, placement)
+    ]
+    return [
+        f"MEMORY  of the fullest rank, {source}",
+        *_table(("", "GiB", ""), rows),
+        "",
+        *_table(("how they live", "GiB", "tokens per rank", "longest sequence", ""), ways),
+    ]
+
+
+def _longest(forecast: Forecast) -> list[str]:
+    scenario = forecast.scenario
+    longest, positions = scenario.longest_tokens, scenario.costs.model.max_positions
+    ranks = _ranks(scenario.placement.degrees[-1])
+    lines = [
+        f"LONGEST SEQUENCE  {longest:,} tokens ({ranks} of {scenario.tokens_per_rank:,} tokens); "
+        f"a step with one alone takes {_seconds(forecast.longest_s)}"
+    ]
+    if longest > positions:
+        lines.append(
+            f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"
+        )
+    rows = [
+        (remedy.change, f"{remedy.longest_tokens:,}", f"{remedy.longest_tokens / longest:.1f}x") for remedy in forecast.remedies
+    ]
+    return [*lines, *_table(("what would lengthen it", "tokens", ""), rows)] if rows else lines
+
+
+def execution_text(plan: StepPlan, execution: Execution, memory: MemoryModel, shard_ranks: int) -> str:
+    """A simulated step: its seconds and shares, and a row per rank, ranks alike folded into one."""
+    folded: list[tuple[int, int, tuple[str, ...]]] = []
+    for rank in execution.ranks:
+        cells = (
+            _seconds(rank.busy_s),
+            _seconds(rank.compute_s),
+            _seconds(rank.exchange_s),
+            _seconds(rank.idle_s),
+            f"{rank.peak_tokens:,}",
+            _gib(memory.rank_bytes(rank.peak_tokens, plan.parameters, shard_ranks)),
+        )
+        if folded and folded[-1][2] == cells:
+            folded[-1] = (folded[-1][0], rank.rank, cells)
+        else:
+            folded.append((rank.rank, rank.rank, cells))
+    rows = [(str(first) if first == last else f"{first} to {last}", *cells) for first, last, cells in folded]
+    peak_bytes = max(memory.rank_bytes(rank.peak_tokens, plan.parameters, shard_ranks) for rank in execution.ranks)
+    return "\n".join(
+        [
+            f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
+            f"{_micro_batches(plan)} {_shortened(folded_layout(plan))}",
+            f"  {_seconds(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
+            f"  peak {_gib(peak_bytes)} GiB of {_gib(memory.usable_bytes)} GiB that can be used",
+            *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB"), rows),
+        ]
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} ranks" if count > 1 else "one rank"
+
+
+def _micro_batches(plan: StepPlan) -> str:
+    return f"{len(plan.micro_batches)} micro-batches" if len(plan.micro_batches) > 1 else "one micro-batch"
+
+
+def _shares(compute: float, exchange: float, idle: float) -> str:
+    return f"rank-seconds: {compute:.0%} computing, {exchange:.0%} communication, {idle:.0%} waiting"
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """Micro-batches, a line each, not too many."""
+    lines = [f"    {word}" for word in words[:_MAX_ROWS]]
+    return [*lines, f"    ... {len(words) - _MAX_ROWS} more"] if len(words) > _MAX_ROWS else lines
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 4].rstrip(" ,") + " ..."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows under their head, indented by two, the first and the last column to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if column in (0, len(head) - 1) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return [line for line in lines if line]
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1e-7:
+        return "0 s"
+    if seconds >= 0.9995:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.3g} ms"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.1f}"

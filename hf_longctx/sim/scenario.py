@@ -1,0 +1,231 @@
+"""What a forecast starts from: a model by name or config.json, a hardware profile, and how the ranks may be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficients
+from hf_longctx.plan.hardware import ModelCalibration, read_profile
+from hf_longctx.plan.specs import (
+    SOLVERS,
+    ClusterSpec,
+    GroupMethod,
+    ModelSpec,
+    PlannerConfig,
+    Solver,
+    check_degrees,
+    default_degrees,
+)
+from hf_longctx.plan.types import Parameters
+from hf_longctx.sim.memory import MemoryModel, Placement, remedies
+
+BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
+_GIB = 2**30
+# fewer tokens on a rank than this are no room to train in
+_LEAST_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for; empty strings, zeros and () mean: choose. longest_tokens: of the sequences to be planned."""
+
+    model: str
+    hardware: str
+    num_ranks: int
+    ranks_per_node: int = 0
+    dtype: str = ""
+    parameters: str = ""
+    shard_ranks: int = 0
+    degrees: tuple[int, ...] = ()
+    method: GroupMethod = "auto"
+    solver: Solver = "auto"
+    tokens_per_rank: int = 0
+    longest_tokens: int = 0
+    solver_time_limit_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A model on a cluster with all choices made; `notes` say which ones, in sentences. hardware_name: as it was asked for."""
+
+    model_name: str
+    hardware_name: str
+    costs: CostModel
+    memory: MemoryModel
+    placement: Placement
+    solver: Solver
+    notes: tuple[str, ...] = ()
+    solver_time_limit_s: float = 10.0
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.placement.tokens_per_rank(self.memory)
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.placement.longest_tokens(self.memory)
+
+    @property
+    def planner_config(self) -> PlannerConfig:
+        degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
+        return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s)
+
+
+def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
+    """The scenario of a request; raises ValueError for what does not exist, contradicts itself or (`must_fit`) is too large."""
+    profile = read_profile(request.hardware)
+    # a path is a model of its own, whatever its last part is called
+    calibration = None if Path(request.model).exists() else profile.calibration(_short_name(request.model))
+    model, notes = _model(request, calibration)
+    cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
+    coefficients, memory = _measured_or_assumed(model, cluster, calibration)
+    if not calibration:
+        notes.append(
+            f"{request.model} was not measured on {profile.spec.name}: seconds come from operation counts and the rates of "
+            f"the hardware, memory from a formula; the optimizer and gathering sharded parameters are not in the seconds"
+        )
+    elif request.method == "auto" and coefficients.forward.tile_s == coefficients.backward.tile_s == 0.0:
+        notes.append(
+            "rings were not measured there, so the price of their extra tiles is unknown and taken as nothing; --method ulysses "
+            "keeps to what was measured"
+        )
+    if request.solver not in SOLVERS:
+        raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}")
+    if min(request.degrees, default=1) < 1:
+        raise ValueError(f"degrees {request.degrees} must be positive numbers of ranks, for example 1,2,4,8")
+    degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
+    check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
+    placement = _placement(request, memory, degrees, notes)
+    costs = CostModel(
+        model,
+        cluster,
+        coefficients,
+        method=request.method,
+        parameters=placement.parameters,
+        shard_ranks=placement.shard_ranks,
+    )
+    limit_s = request.solver_time_limit_s
+    scenario = Scenario(request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s)
+    if must_fit:
+        _check_fits(scenario)
+    return scenario
+
+
+def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
+    """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"the folder {name_or_path!r} has no config.json; give the folder of a checkpoint, or a model's name"
+            )
+    if not path.is_file():
+        if path.suffix == ".json":
+            raise ValueError(f"the model config {name_or_path!r} is not there; give a config.json that exists, or a model's name")
+        return named_model(_short_name(name_or_path), bytes_per_element)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
+        # models with several towers keep the decoder's shape in a field of its own
+        return ModelSpec.from_config(config.get("text_config") or config, bytes_per_element)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as a model config: {error}") from None
+
+
+def _short_name(name: str) -> str:
+    """A hub name without its owner: "Qwen/Qwen3-8B" is Qwen3-8B."""
+    return name.rpartition("/")[2]
+
+
+def _model(request: Request, calibration: ModelCalibration | None) -> tuple[ModelSpec, list[str]]:
+    if request.dtype and request.dtype not in BYTES_PER_ELEMENT:
+        raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(BYTES_PER_ELEMENT)}")
+    if calibration and request.dtype:
+        raise ValueError(
+            f"{request.model} was measured on {request.hardware} as it was trained there; --dtype has no effect, leave it out"
+        )
+    model = read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"])
+    return model, []
+
+
+def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSpec:
+    if request.num_ranks < 1:
+        raise ValueError(f"--gpus is {request.num_ranks}; at least one is needed")
+    if request.tokens_per_rank < 0:
+        raise ValueError(f"--tokens-per-rank is {request.tokens_per_rank}; give at least 1, or leave it out")
+    ranks_per_node = request.ranks_per_node or min(8, request.num_ranks)
+    if not 1 <= ranks_per_node <= request.num_ranks or request.num_ranks % ranks_per_node:
+        raise ValueError(
+            f"{request.num_ranks} ranks of {hardware} cannot stand on nodes of {ranks_per_node}; set --ranks-per-node to a "
+            f"divisor of --gpus"
+        )
+    return replace(cluster, ranks_per_node=ranks_per_node)
+
+
+def _measured_or_assumed(
+    model: ModelSpec, cluster: ClusterSpec, calibration: ModelCalibration | None
+) -> tuple[CostCoefficients, MemoryModel]:
+    device_bytes = cluster.hardware.device_bytes
+    if calibration is None:
+        return default_coefficients(model, cluster), MemoryModel.by_formula(model, device_bytes)
+    memory = MemoryModel(
+        model,
+        device_bytes,
+        calibration.usable_bytes,
+        calibration.saved_bytes_per_token,
+        calibration.state_bytes_per_parameter,
+    )
+    return calibration.coefficients, memory
+
+
+def _placement(request: Request, memory: MemoryModel, degrees: tuple[int, ...], notes: list[str]) -> Placement:
+    if request.shard_ranks and request.parameters == "replicated":
+        raise ValueError(f"--shard-ranks {request.shard_ranks} has no effect with --parameters replicated; leave one of them out")
+    shard_ranks = request.shard_ranks or request.num_ranks
+    if not 1 <= shard_ranks <= request.num_ranks or request.num_ranks % shard_ranks:
+        raise ValueError(f"--shard-ranks {shard_ranks} does not divide the {request.num_ranks} ranks; choose a divisor")
+    wanted = request.parameters or ("sharded" if request.shard_ranks else "replicated")
+    parameters = _as_parameters(wanted)
+    whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank)
+    if parameters != "replicated":
+        return replace(whole, shard_ranks=shard_ranks)
+    has_room = memory.tokens_per_rank("replicated", 1) >= _LEAST_TOKENS and whole.longest_tokens(memory) >= request.longest_tokens
+    if request.parameters or request.num_ranks == 1 or has_room:
+        return whole
+    states = memory.state_bytes("replicated", 1)
+    notes.append(
+        f"states are sharded over {shard_ranks} ranks: whole on every rank they take {states / _GIB:.1f} GiB of the "
+        f"{memory.usable_bytes / _GIB:.1f} GiB that can be used"
+    )
+    return replace(whole, parameters="sharded", shard_ranks=shard_ranks)
+
+
+def _as_parameters(text: str) -> Parameters:
+    names: Sequence[Parameters] = ("replicated", "gathered_per_round", "sharded")
+    for name in names:
+        if name == text:
+            return name
+    raise ValueError(f"parameters {text!r} is not one of {', '.join(names)}")
+
+
+def _check_fits(scenario: Scenario) -> None:
+    """Raises ValueError with numbers and remedies when the states leave no room for a single token."""
+    if scenario.tokens_per_rank >= 1:
+        return
+    memory, placement = scenario.memory, scenario.placement
+    states = memory.state_bytes(placement.parameters, placement.shard_ranks)
+    over = f" over {placement.shard_ranks} ranks" if placement.shard_ranks > 1 else ""
+    advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in remedies(memory, placement))
+    device = scenario.costs.cluster.hardware.name
+    raise ValueError(
+        f"{scenario.model_name} fits at no degree: weights, gradients and optimizer states ({placement.parameters}{over}) take "
+        f"{states / _GIB:.1f} GiB on each rank and a token takes {memory.saved_bytes_per_token / 2**20:.2f} MiB more, but "
+        f"{memory.usable_bytes / _GIB:.1f} of {memory.device_bytes / _GIB:.1f} GiB of {device} can be used. What would help: "
+        f"{advice or 'more than twice the ranks, larger devices, or a smaller model'}"
+    )

@@ -1,0 +1,247 @@
+"""`hf-longctx plan` and `simulate`: the JSON they print, the files they write, how they fail, and what they never load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_longctx.cli.main import main
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.validate import validate_plan
+
+FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
+MACHINE = ["--model", "llama-3.2-1b", "--gpus", "8", "--hardware", "h100"]
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> str:
+    """A file of a dozen lengths."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, (9000, 4000, 3000, 2500, 1200, 900, 800, 700, 350, 120, 100, 90))))
+    return str(path)
+
+
+def printed(arguments: list[str], capsys) -> str:
+    """What a command that succeeds prints."""
+    assert main(arguments) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def test_json_is_all_that_is_printed_and_holds_what_a_script_needs(lengths: str, capsys) -> None:
+    data = json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json"], capsys))
+    plan = validate_plan(plan_from_json(json.dumps(data["plan"])))
+    assert sorted(plan.lengths)[-1] == 9000 and plan.num_ranks == 8
+    assert 0 < data["estimate"]["lower_bound_s"] <= data["estimate"]["step_s"]
+    assert {choice["name"] for choice in data["baselines"]} >= {"static", "BatchAda", "Megatron hybrid-CP", "FCP"}
+    for choice in data["baselines"]:
+        assert choice["step_s"] is None or choice["step_s"] >= data["estimate"]["lower_bound_s"] * (1 - 1e-9)
+    assert data["longest_context_tokens"] == 8 * data["tokens_per_rank"]
+    assert all(remedy["longest_tokens"] > data["longest_context_tokens"] for remedy in data["longer_context"])
+
+
+def test_without_lengths_the_longest_sequence_is_answered(capsys) -> None:
+    data = json.loads(printed(["plan", *MACHINE, "--json"], capsys))
+    assert data["longest_context_tokens"] > 0 and data["longest_context_s"] > 0
+    assert data["plan"] is None
+    assert f"LONGEST SEQUENCE  {data['longest_context_tokens']:,} tokens" in printed(["plan", *MACHINE], capsys)
+
+
+def test_the_same_request_gives_the_same_plan_and_another_seed_another(capsys) -> None:
+    arguments = ["plan", *MACHINE, "--lengths", "lognormal:6,1", "--global-batch", "40", "--steps", "1", "--json"]
+    first, again, other = (json.loads(printed([*arguments, *seed], capsys)) for seed in ([], [], ["--seed", "1"]))
+    assert first["plan"]["lengths"] == again["plan"]["lengths"] != other["plan"]["lengths"]
+    assert first["plan"]["micro_batches"] == again["plan"]["micro_batches"]
+
+
+def test_options_reach_the_plan(lengths: str, capsys) -> None:
+    options = ["--lengths", lengths, "--global-batch", "4", "--steps", "2", "--limit", "3000", "--degrees", "4,1,2"]
+    options += ["--method", "ring", "--parameters", "sharded", "--shard-ranks", "4", "--tokens-per-rank", "2000", "--json"]
+    data = json.loads(printed(["plan", *MACHINE, *options, "--ranks-per-node", "4", "--dtype", "float32"], capsys))
+    assert data["workload"]["num_dropped"] == 2 and data["workload"]["longest"] == 3000
+    assert len(data["steps"]) == 2 and data["workload"]["global_batch"] == 4
+    assert (data["degrees"], data["method"], data["tokens_per_rank"]) == ([1, 2, 4], "ring", 2000)
+    assert (data["parameters"], data["shard_ranks"], data["ranks_per_node"]) == ("sharded", 4, 4)
+    assert data["cost_model"]["model"]["bytes_per_element"] == 4
+    methods = {group["method"] for mb in data["plan"]["micro_batches"] for group in mb["groups"]}
+    assert methods <= {"local", "ring"} and "ring" in methods
+
+
+def test_a_static_solver_is_not_faster(lengths: str, capsys) -> None:
+    ours, static = (
+        json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json", *more], capsys))["estimate"]["step_s"]
+        for more in ([], ["--solver", "static"])
+    )
+    assert ours <= static * (1 + 1e-9)
+
+
+def test_programs_get_their_time_and_are_not_slower(lengths: str, capsys) -> None:
+    greedy, milp = (
+        json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json", "--solver", *solver], capsys))["estimate"]
+        for solver in (["greedy"], ["milp", "--solver-time-limit", "0.5"])
+    )
+    assert milp["solver"].startswith("milp") and greedy["solver"] == "greedy"
+    assert milp["step_s"] <= greedy["step_s"] * (1 + 1e-9)
+
+
+def test_files_are_written_and_simulated_again(lengths: str, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "forecast"
+    text = printed(["plan", *MACHINE, "--lengths", lengths, "--output", str(folder)], capsys)
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "report.txt", "timeline.png", "trace.json", "lengths.png"}
+    assert (folder / "report.txt").read_text() == text
+    data = json.loads((folder / "plan.json").read_text())
+    simulated = json.loads(printed(["simulate", str(folder / "plan.json"), "--json"], capsys))
+    assert simulated["step_s"] == pytest.approx(data["estimate"]["step_s"], rel=1e-12)
+    assert max(rank["peak_bytes"] for rank in simulated["ranks"]) == data["estimate"]["peak_bytes"]
+    assert "micro-batch 0" in printed(["show", str(folder / "plan.json")], capsys)
+    again = tmp_path / "again"
+    assert "waiting" in printed(["simulate", str(folder / "plan.json"), "--output", str(again)], capsys)
+    assert {path.name for path in again.iterdir()} == {"report.txt", "timeline.png", "trace.json"}
+
+
+def saved_plan(lengths: str, tmp_path: Path, capsys) -> tuple[Path, dict[str, Any]]:
+    """A plan alone, without prices, and the forecast it comes from."""
+    data = json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json"], capsys))
+    path = tmp_path / "plan.json"
+    path.write_text(plan_to_json(plan_from_json(json.dumps(data["plan"]))))
+    return path, data
+
+
+def test_a_plan_alone_is_priced_by_options(lengths: str, tmp_path: Path, capsys) -> None:
+    path, data = saved_plan(lengths, tmp_path, capsys)
+    arguments = ["simulate", str(path), "--model", "llama-3.2-1b", "--json"]
+    same = json.loads(printed([*arguments, "--hardware", "h100"], capsys))
+    assert same["step_s"] == pytest.approx(data["estimate"]["step_s"])
+    # an A100 computes at about a third of the rate
+    slower = json.loads(printed([*arguments, "--hardware", "a100-80g"], capsys))
+    assert slower["step_s"] > 1.5 * same["step_s"]
+
+
+def test_a_forecast_may_be_simulated_on_other_hardware(lengths: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "forecast.json"
+    path.write_text(printed(["plan", *MACHINE, "--lengths", lengths, "--json"], capsys))
+    same = json.loads(printed(["simulate", str(path), "--json"], capsys))
+    slower = json.loads(printed(["simulate", str(path), "--hardware", "a100-80g", "--json"], capsys))
+    assert slower["step_s"] > 1.5 * same["step_s"]
+
+
+def refused(arguments: list[str], capsys) -> str:
+    """What a command that fails prints; never a traceback, and nothing where a script would read."""
+    assert main(arguments) == 1
+    output = capsys.readouterr()
+    assert output.out == "" and "Traceback" not in output.err
+    return output.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--model", "gpt-8b"], "gpt-7b"),
+        (["--hardware", "abacus"], "'abacus' is neither a shipped profile"),
+        (["--gpus", "0"], "--gpus is 0"),
+        (["--gpus", "12"], "set --ranks-per-node to a divisor of --gpus"),
+        (["--model", "qwen3-32b", "--gpus", "1"], "fits at no degree"),
+        (["--lengths", "nowhere.txt"], "'nowhere.txt', which is not there"),
+        (["--lengths", "lognormal:14,0.1", "--steps", "1"], "leave these out with --limit"),
+        (["--lengths", "LENGTHS", "--limit", "10"], "longer than the limit of 10 tokens"),
+        (["--lengths", "LENGTHS", "--global-batch", "13"], "a step of 13 sequences was asked for, but"),
+        (["--lengths", "LENGTHS", "--global-batch", "0"], "--global-batch is 0"),
+        (["--lengths", "LENGTHS", "--steps", "0"], "--steps is 0"),
+        (["--lengths", "LENGTHS", "--degrees", "0,1"], "must be positive"),
+        (["--lengths", "LENGTHS", "--solver", "magic"], "solver 'magic' is not one of"),
+        (["--lengths", "LENGTHS", "--solver-time-limit", "0"], "solver_time_limit_s is 0.0"),
+        (["--degrees", "1,16"], "degree 16 needs 16 ranks"),
+        (["--tokens-per-rank", "-3"], "--tokens-per-rank is -3"),
+        (["--lengths", "LENGTHS", "--tokens-per-rank", "100"], "leave --tokens-per-rank out"),
+        (["--shard-ranks", "3"], "--shard-ranks 3 does not divide the 8 ranks"),
+        (["--dtype", "int8"], "dtype 'int8' is not one of bfloat16, float32"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(changes: list[str], message: str, lengths: str, capsys) -> None:
+    changes = [lengths if word == "LENGTHS" else word for word in changes]
+    error = refused(["plan", *MACHINE, *changes], capsys)
+    assert error.startswith("hf-longctx plan: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_a_plan_that_lacks_its_prices_says_which_option_to_add(lengths: str, tmp_path: Path, capsys) -> None:
+    path, _ = saved_plan(lengths, tmp_path, capsys)
+    assert "add --model NAME" in refused(["simulate", str(path)], capsys)
+    assert "add --hardware NAME" in refused(["simulate", str(path), "--model", "llama-3.2-1b"], capsys)
+    other = refused(["simulate", str(path), "--model", "qwen3-8b", "--hardware", "h100"], capsys)
+    assert "a model of 16 layers, the cost model for 36" in other
+
+
+def test_a_plan_that_breaks_a_rule_is_not_simulated(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text((FIXTURES / "nested.json").read_text().replace("[1, 0, 8000]", "[1, 0, 7000]"))
+    assert "tokens 7000 to 8000 are never planned" in refused(["simulate", str(path)], capsys)
+    assert "No such file" in refused(["simulate", str(tmp_path / "nowhere.json")], capsys)
+
+
+def test_numbers_that_are_none_end_with_status_two(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *MACHINE, "--degrees", "one"])
+    assert ended.value.code == 2
+    assert "'one' is no list of numbers" in capsys.readouterr().err
+
+
+def modules_after(arguments: list[str]) -> set[str]:
+    """The top-level modules that a process has loaded after a command."""
+    code = (
+        "import sys; from hf_longctx.cli.main import main\n"
+        "try: status = main(sys.argv[1:])\n"
+        "except SystemExit as end: status = end.code\n"
+        "assert not status, status\n"
+        "print('MODULES', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return set(ended.stdout.splitlines()[-1].split()[1:])
+
+
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft", "triton", "pandas", "scipy"}
+
+
+def test_help_loads_no_numerical_package() -> None:
+    assert not modules_after(["plan", "--help"]) & (HEAVY | {"numpy", "matplotlib", "pulp", "pyarrow"})
+
+
+def test_a_plan_loads_no_framework_and_draws_only_when_asked(lengths: str, tmp_path: Path) -> None:
+    loaded = modules_after(["plan", *MACHINE, "--lengths", lengths])
+    assert "numpy" in loaded and not loaded & (HEAVY | {"matplotlib", "pyarrow"})
+    pytest.importorskip("matplotlib")
+    drawn = modules_after(["plan", *MACHINE, "--lengths", lengths, "--output", str(tmp_path / "out")])
+    assert "matplotlib" in drawn and not drawn & HEAVY
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "hf_longctx.cli.main", "show", str(FIXTURES / "flexsp.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    error = process.stderr.read()
+    process.wait(timeout=60)
+    process.stderr.close()
+    assert error == b""
+
+
+def test_the_readme_shows_what_its_command_prints(capsys) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text().split("## Plan before you pay")[1]
+    command = next(line for line in readme.splitlines() if line.startswith("hf-longctx plan"))
+    shown = readme.split("```text\n")[1].split("```")[0]
+    data = json.loads(printed([*command.split()[1:], "--json"], capsys))
+    # a better plan may come any day, but then the numbers here are to be printed anew
+    assert float(shown.split("STEP  ")[1].split()[0]) == pytest.approx(data["mean"]["step_s"], rel=0.03)
+    assert float(shown.split("is faster than ")[1].split()[0]) == pytest.approx(data["mean"]["lower_bound_s"], rel=0.03)
+    assert f"LONGEST SEQUENCE  {data['longest_context_tokens']:,} tokens" in shown
+    for choice in data["mean"]["baselines"]:
+        row = next(line for line in shown.splitlines() if line.strip().startswith(choice["name"]))
+        assert float(row.split(" s ")[0].split()[-1]) == pytest.approx(choice["step_s"], rel=0.05)

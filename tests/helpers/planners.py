@@ -1,0 +1,50 @@
+"""A planner whose slow solver does what a test says: plans, fails, or waits until it is let go."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.specs import PlannerConfig
+from hf_longctx.plan.types import StepPlan
+
+
+def slow_config(tokens_per_rank: int, degrees: tuple[int, ...]) -> PlannerConfig:
+    """Limits with a solver that is none of the fast ones, whatever the planner offers."""
+    config = PlannerConfig(tokens_per_rank, degrees)
+    object.__setattr__(config, "solver", "slow")
+    return config
+
+
+class ScriptedPlanner:
+    """`plan_step` with a solver "slow", which plans one degree for all groups and says so in the estimate.
+
+    In the steps of `late` it waits for `go`; in those of `failing` it raises what is given there, and in those of
+    `fast_failing` the fast planner does.
+    """
+
+    def __init__(
+        self,
+        late: tuple[int, ...] = (),
+        failing: dict[int, Exception] | None = None,
+        fast_failing: dict[int, Exception] | None = None,
+    ) -> None:
+        self.late, self.failing, self.fast_failing = late, failing or {}, fast_failing or {}
+        self.go = threading.Event()
+        self.calls: list[tuple[int, str]] = []
+
+    def __call__(self, step: int, lengths: list[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
+        self.calls.append((step, config.solver))
+        if config.solver != "slow":
+            if step in self.fast_failing:
+                raise self.fast_failing[step]
+            return plan_step(step, lengths, costs, config)
+        if step in self.late:
+            self.go.wait(30.0)
+        if step in self.failing:
+            raise self.failing[step]
+        degree = config.degrees[-1]
+        plan = plan_step(step, lengths, costs, replace(config, solver="static", static_degree=degree))
+        return replace(plan, estimate=replace(plan.estimate, solver="slow"))

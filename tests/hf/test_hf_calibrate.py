@@ -1,0 +1,157 @@
+"""Calibration of a model on real ranks: which models can be built, what the profile says, and that reading it loses nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model
+from transformers import LlamaConfig, Qwen3Config
+
+from hf_longctx.hf import calibrate as module
+from hf_longctx.hf.calibrate import Calibration, CalibrationRequest, calibrate, calibration_text, chunk_samples, model_config
+from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.plan.calibration import relative_errors
+from hf_longctx.plan.catalog import spec_name
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.hardware import profile_from_json, profile_to_json
+from hf_longctx.plan.specs import ClusterSpec, ModelSpec
+from hf_longctx.plan.types import GroupShape
+
+
+def small_config(num_layers: int) -> dict[str, object]:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    return dict(config.to_dict())
+
+
+def calibrated_on_rank(config_file: str, seconds: float) -> tuple[Calibration, str]:
+    calibration = calibrate(CalibrationRequest(config_file, "float32", time.time() + seconds))
+    return calibration, calibration_text(calibration)
+
+
+@pytest.fixture(scope="module")
+def calibrated(ranks, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Calibration, str]]:
+    """Both ranks' calibration of a model of eight layers, of which six and none are built."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(small_config(8)))
+    found: list[tuple[Calibration, str]] = ranks(2).run(calibrated_on_rank, str(path), 4.0)
+    return found
+
+
+def test_all_ranks_return_the_same(calibrated) -> None:
+    assert calibrated[0] == calibrated[1]
+
+
+def test_predictions_from_the_file_are_those_of_the_fit(calibrated) -> None:
+    calibration = calibrated[0][0]
+    profile = profile_from_json(profile_to_json(calibration.profile))
+    assert profile == calibration.profile
+    measured = calibration.profile.models[0]
+    whole = ModelSpec.from_config(small_config(8))
+    assert measured.model == spec_name(whole) and profile.calibration(measured.model) == measured
+    read = CostModel(whole, ClusterSpec(2, 2, profile.spec), measured.coefficients)
+    # what is sent, how often and in which tiles grows with the layers; so does the cost beyond the head's
+    fitted = calibration.costs
+    shapes = {timing.probe.shape for timing in calibration.timings}
+    assert shapes == {GroupShape(1), GroupShape(2, 2), GroupShape(2)}
+    for timing in calibration.timings:
+        chunk, shape = timing.probe.chunk, timing.probe.shape
+        for name in ("forward_s", "backward_s"):
+            six, eight = (getattr(costs, name)(chunk, shape, costs.model.num_layers) for costs in (fitted, read))
+            assert six <= eight <= six * 8 / 6 * (1 + 1e-9)
+
+
+def test_a_model_of_few_layers_is_described_as_it_was_fitted(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small_config(2)))
+    # a folder will do
+    calibration, _ = ranks(2).run(calibrated_on_rank, str(tmp_path), 3.0)[0]
+    profile = profile_from_json(profile_to_json(calibration.profile))
+    read = CostModel(calibration.costs.model, ClusterSpec(2, 2, profile.spec), profile.models[0].coefficients)
+    for is_held_out in (False, True):
+        samples = chunk_samples(calibration.timings, calibration.costs, is_held_out)
+        again = chunk_samples(calibration.timings, read, is_held_out)
+        assert relative_errors(again, read.coefficients) == pytest.approx(
+            relative_errors(samples, calibration.costs.coefficients), abs=1e-9
+        )
+    # the held-out error is that of the chunks that were not fitted, and no other
+    errors = [abs(e) for e in relative_errors(chunk_samples(calibration.timings, read, True), read.coefficients)]
+    assert calibration.held_out.mean == pytest.approx(sum(errors) / len(errors))
+    assert dict(profile.residuals)["held out"] == pytest.approx(calibration.held_out.mean)
+
+
+def test_the_profile_says_what_was_measured(calibrated) -> None:
+    profile = calibrated[0][0].profile
+    assert "2 ranks" in profile.spec.source and torch.__version__ in profile.spec.source
+    assert profile.models[0].coefficients.is_measured
+    assert [ranks for ranks, _ in profile.spec.exchange_bytes_per_s] == [2]
+    names = {name for name, _ in profile.residuals}
+    assert {"fitted", "held out", "held out, ring of 2, backward", "fitted, 1 rank, forward"} <= names
+    assert "device_bytes and saved_bytes_per_token are not measured" in profile.source
+
+
+def test_the_text_has_a_line_per_chunk_and_the_errors(calibrated) -> None:
+    calibration, text = calibrated[0]
+    lines = text.splitlines()
+    rows = [line for line in lines if " rank " in line or " of 2 " in line][: len(calibration.timings)]
+    assert len(rows) == len(calibration.timings)
+    assert sum(row.startswith("held out") for row in rows) == sum(t.probe.is_held_out for t in calibration.timings) > 0
+    assert lines[-1].startswith(f"held-out chunks: mean absolute error {calibration.held_out.mean:.1%}")
+
+
+def test_the_catalogues_names_become_llamas_of_their_shapes() -> None:
+    config = model_config("Qwen3 0.6B")
+    assert isinstance(config, LlamaConfig)
+    assert spec_name(ModelSpec.from_config(config.to_dict(), bytes_per_element=2)) == "qwen3-0.6b"
+
+
+def test_a_config_file_keeps_its_own_class(tmp_path: Path) -> None:
+    path = tmp_path / "my.json"
+    path.write_text(Qwen3Config(num_hidden_layers=3).to_json_string())
+    assert isinstance(model_config(str(path)), Qwen3Config)
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_layers_are_cut_off_with_their_types(num_layers: int) -> None:
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8,
+    )  # fmt: skip
+    module._set_layers(config, num_layers)
+    model = module.build_model(config, torch.device("cpu"), "bfloat16")
+    assert len(model.model.layers) == num_layers and model_spec(model).bytes_per_element == 2
+
+
+REFUSED = {
+    "unknown": ("gpt-9", "model 'gpt-9' is neither a config.json, nor a folder with one, nor one of gpt-7b, "),
+    "another kind of layers": ("gpt-7b", "model 'gpt-7b' has no Llama's layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_built_is_refused_by_name(name: str) -> None:
+    model, message = REFUSED[name]
+    with pytest.raises(ValueError) as refused:
+        model_config(model)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "no such"}', "[]"])
+def test_a_broken_config_file_is_refused_by_its_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"this is no config\.json of a causal language model"):
+        model_config(str(path))
+
+
+def test_a_model_whose_attention_is_not_tested_is_refused() -> None:
+    config = build_model(ModelCase(family="mistral")).config
+    config.sliding_window = 16
+    with pytest.raises(ValueError, match="sliding attention window of 16 tokens"):
+        module.build_model(config, torch.device("cpu"), "float32")

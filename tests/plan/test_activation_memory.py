@@ -1,0 +1,87 @@
+"""Bytes per token by hand, and policies of a whole model under limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.steps import tiny_costs
+
+from hf_longctx.plan.activation import MemoryLimits
+from hf_longctx.plan.activation_memory import (
+    checkpointed_layer_bytes,
+    class_bytes,
+    held_bytes,
+    layer_slots,
+    plain_layer_bytes,
+    plan_activations,
+)
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
+
+# Llama-3.1-8B
+LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)
+LOCAL = GroupShape(1)
+
+
+def test_plain_bytes_are_those_of_the_formula() -> None:
+    d, a, k, f, h = 4096, 4096, 1024, 14336, 32
+    assert plain_layer_bytes(LLAMA) == 16 * d + 4 * a + 4 * k + 8 * f + 4 * h + 8
+    assert plain_layer_bytes(LLAMA, has_qk_norms=True) - plain_layer_bytes(LLAMA) == 6 * a + 6 * k + 4 * (h + 8)
+    # 256 KiB per token checkpointed, 516 with attention output and LSE
+    assert 32 * checkpointed_layer_bytes(LLAMA) == 256 * 1024
+    assert 32 * (checkpointed_layer_bytes(LLAMA) + class_bytes(LLAMA, "attention_output")) == 516 * 1024
+
+
+def test_held_bytes_by_hand() -> None:
+    model = ModelSpec(3, 8, 16, 2, 1, 4, 32, 64, bytes_per_element=2)
+    split = LayerPolicy(
+        (
+            TensorShare("layer_input", host=0.5, device=0.5),
+            TensorShare("attention_output", recompute=0.25, host=0.25, device=0.5),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=1.0),
+        )
+    )
+    # 100 tokens: inputs of 16 bytes, outputs of 16 and LSEs of 8; the third layer is plain
+    device, host = held_bytes(model, ActivationPolicy(0, 0, (split, split), 8), 3, 100)
+    assert host == 2 * (50 * 16 + 25 * 24)
+    assert device == 2 * (50 * 16 + 50 * 24) + 100 * plain_layer_bytes(model)
+
+
+def chunk(num_tokens: int) -> Chunk:
+    return Chunk(0, (Span(0, 0, num_tokens),))
+
+
+def test_ample_memory_needs_no_policy() -> None:
+    costs = tiny_costs(1)
+    policy, choice = plan_activations(costs, chunk(100), LOCAL, MemoryLimits(1e9, 0, 1e9))
+    assert policy == ActivationPolicy(0) and choice is None
+
+
+@pytest.mark.parametrize("part,host_part", [(0.9, 0.0), (0.6, 0.0), (0.6, 1.0), (0.35, 1.0), (0.9, 1.0)])
+def test_policies_hold_their_limits(part: float, host_part: float) -> None:
+    costs = tiny_costs(1, replace(LLAMA, num_layers=8))
+    whole = 8 * 8192 * sum(class_bytes(LLAMA, name) for name in ("layer_input", "attention_output"))
+    limits = MemoryLimits(whole * part, whole * host_part, 1e11)
+    policy, choice = plan_activations(costs, chunk(8192), LOCAL, limits, 2048)
+    assert choice is not None and len(policy.layers) == 8 and policy.tile_tokens == 2048
+    device, host = held_bytes(costs.model, policy, 8, 8192)
+    # shares are rounded to tokens, at most half of one for each cut
+    slack = 8 * 4 * class_bytes(LLAMA, "mlp")
+    assert device <= limits.device_bytes + slack and host <= limits.host_bytes + slack
+    assert all(layer.share("qkv").recompute == 1 and layer.share("layer_input").recompute == 0 for layer in policy.layers)
+    if host_part:
+        assert host > 0
+
+
+def test_attention_is_kept_before_the_mlp_at_long_lengths() -> None:
+    # seconds per byte at 128K tokens are dozens of times higher for attention
+    slots = layer_slots(tiny_costs(1, LLAMA), chunk(131072), LOCAL)
+    density = {item.tensor_class: item.recompute_s / item.num_bytes for item in slots[0].saved}
+    assert density["attention_output"] > 10 * max(density["mlp"], density["qkv"])
+
+
+def test_too_little_memory_names_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="cannot be recomputed"):
+        plan_activations(tiny_costs(1, LLAMA), chunk(8192), LOCAL, MemoryLimits(2**20, 0, 1e9))

@@ -1,0 +1,230 @@
+"""Promises of hardware profiles: JSON both ways, errors that name file, field and value, and FlexSP's terms to the digit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, default_coefficients
+from hf_longctx.plan.hardware import (
+    HardwareProfile,
+    ModelCalibration,
+    profile_from_json,
+    profile_to_json,
+    read_profile,
+    shipped_profiles,
+)
+from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.types import GroupShape
+
+# FlexSP's artefact: a1 (ms per token^2), a2 (ms per token), b1 (ms), MB per token, layers, hidden size
+FLEXSP = {
+    "gpt-7b": (5.128e-6, 0.1839576, 629.3563, 4.480441895, 32, 4096),
+    "gpt-13b": (9.2852e-6, 0.3060189, 1132.5632, 4.220439453, 40, 5120),
+    "gpt-30b": (15.4262e-6, 0.8035742, 2789.3644, 3.417381836, 60, 6656),
+}
+# MB per ms and GPU of an all-to-all of so many
+BANDWIDTH = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}
+# the smallest profile that is complete
+LEAST: dict[str, Any] = {
+    "schema": 1,
+    "source": "made up",
+    "hardware": {
+        "name": "x",
+        "matmul_flops_per_s": 1e12,
+        "attention_flops_per_s": 1e12,
+        "device_bytes": 1000,
+        "link_bytes_per_s": 1e9,
+        "network_bytes_per_s": 1e9,
+        "message_s": 0,
+    },
+}
+
+
+def profile() -> HardwareProfile:
+    """One with a value of its own in every field."""
+    spec = HardwareSpec("box", 3e12, 2e12, 7, 5e9, 4e9, 1e-4, 2e-5, 2.1, 2.6, 9e9, 11, ((2, 1e9), (6, 2e8)), "bench")
+    coefficients = CostCoefficients(
+        PassCoefficients(1e-9, 2e-6, 3e-2, 4e-5, 5e-10, 6e-10, 7e-5), PassCoefficients(2e-9, 3e-6, 4e-2), 0.5, "run 3"
+    )
+    models = (ModelCalibration("llama-3.1-8b", coefficients, 123, 456, 18),)
+    return HardwareProfile(spec, models, (("forward", 0.03), ("backward", 0.04)), "two runs of the bench")
+
+
+def edited(path: str, value: Any = None) -> str:
+    """The JSON of `profile` with the value at `path` ("hardware.name", "models.0.model") replaced, or removed (None)."""
+    data = json.loads(profile_to_json(profile()))
+    *parents, last = path.split(".")
+    node = data
+    for name in parents:
+        node = node[int(name)] if isinstance(node, list) else node[name]
+    if value is None:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(data)
+
+
+def test_a_profile_survives_json() -> None:
+    assert profile_from_json(profile_to_json(profile())) == profile()
+    bare = HardwareProfile(GENERIC_CPU)
+    assert profile_from_json(profile_to_json(bare)) == bare
+
+
+def test_every_field_is_checked() -> None:
+    from hf_longctx.plan import hardware
+
+    nested = {
+        HardwareSpec: {"exchange_bytes_per_s"},
+        ModelCalibration: {"coefficients"},
+        CostCoefficients: {"forward", "backward"},
+    }
+    for kind, rules in hardware._RULES.items():
+        assert {field.name for field in dataclasses.fields(kind)} == set(rules) | nested.get(kind, set())
+
+
+def test_fields_with_a_default_may_be_left_out() -> None:
+    found = profile_from_json(json.dumps(LEAST))
+    assert found == HardwareProfile(HardwareSpec("x", 1e12, 1e12, 1000, 1e9, 1e9, 0.0), source="made up")
+
+
+@pytest.mark.parametrize(
+    "path,value,words",
+    [
+        ("schema", 2, ("schema is 2", "schema 1")),
+        ("schema", True, ("schema is True",)),
+        ("source", 3, ("source is 3", "text")),
+        ("hardware", [], ("hardware is []", "object")),
+        ("hardware.speed", 3, ("'speed'", "value 3", "matmul_flops_per_s")),
+        ("hardware.matmul_flops_per_s", 0, ("hardware.matmul_flops_per_s is 0", "above 0")),
+        ("hardware.matmul_flops_per_s", None, ("'matmul_flops_per_s' is missing",)),
+        ("hardware.attention_flops_per_s", -1e9, ("attention_flops_per_s is -1000000000.0",)),
+        ("hardware.link_bytes_per_s", float("nan"), ("link_bytes_per_s is nan",)),
+        ("hardware.network_bytes_per_s", float("inf"), ("network_bytes_per_s is inf",)),
+        ("hardware.copy_bytes_per_s", 10**400, ("copy_bytes_per_s is 1000",)),
+        ("hardware.copy_bytes_per_s", True, ("copy_bytes_per_s is True",)),
+        ("hardware.message_s", -1e-9, ("message_s is -1e-09", "0 or more")),
+        ("hardware.kernel_s", "1e-5", ("kernel_s is '1e-5'", "number")),
+        ("hardware.device_bytes", 1.5, ("device_bytes is 1.5", "integer above 0")),
+        ("hardware.host_bytes", -1, ("host_bytes is -1", "integer of 0 or more")),
+        ("hardware.name", 5, ("hardware.name is 5", "text")),
+        ("hardware.exchange_bytes_per_s", [[2, 1e9]], ("exchange_bytes_per_s is [[2",)),
+        ("hardware.exchange_bytes_per_s.1", 1e9, ("exchange_bytes_per_s", "'1'", "2 or more")),
+        ("hardware.exchange_bytes_per_s.two", 1e9, ("exchange_bytes_per_s", "'two'")),
+        ("hardware.exchange_bytes_per_s.2", 0.0, ("exchange_bytes_per_s.2 is 0.0",)),
+        ("models", {}, ("models is {}", "list")),
+        ("models.0.model", None, ("models[0]", "'model' is missing")),
+        ("models.0.saved_bytes_per_token", 0, ("models[0].saved_bytes_per_token is 0",)),
+        ("models.0.coefficients", None, ("models[0]", "'coefficients' is missing")),
+        ("models.0.coefficients.forward", None, ("models[0].coefficients", "'forward' is missing")),
+        ("models.0.coefficients.forward.pair_s", -1, ("models[0].coefficients.forward.pair_s is -1",)),
+        ("models.0.coefficients.backward.seconds", 1, ("models[0].coefficients.backward", "'seconds'", "pair_s")),
+        ("residuals.forward", -0.1, ("residuals.forward is -0.1",)),
+        ("residuals", 3, ("residuals is 3",)),
+    ],
+)
+def test_errors_name_the_file_the_field_and_the_value(path: str, value: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        profile_from_json(edited(path, value), "box.json")
+    for word in ("box.json", *words):
+        assert word in str(error.value)
+
+
+def test_a_field_that_is_there_twice_is_refused() -> None:
+    twice = json.dumps(LEAST).replace('"message_s": 0', '"message_s": 0, "message_s": 1')
+    with pytest.raises(ValueError, match=r"box\.json: .*'message_s' is there twice"):
+        profile_from_json(twice, "box.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"box\.json"):
+        profile_from_json(text, "box.json")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dataclasses.replace(GENERIC_CPU, message_s=-1.0),
+        dataclasses.replace(GENERIC_CPU, matmul_flops_per_s=math.nan),
+        dataclasses.replace(GENERIC_CPU, exchange_bytes_per_s=((2, 1.0), (2, 2.0))),
+    ],
+)
+def test_nothing_is_written_that_could_not_be_read(spec: HardwareSpec) -> None:
+    with pytest.raises(ValueError):
+        profile_to_json(HardwareProfile(spec))
+
+
+def test_shipped_profiles_are_found_by_any_spelling_of_their_name() -> None:
+    assert set(shipped_profiles()) == {"a100-40g", "a100-80g", "h100", "h200", "cpu"}
+    for name in shipped_profiles():
+        assert read_profile(name.upper().replace("-", "_")) == read_profile(name)
+        assert read_profile(name).source
+
+
+def test_a_profile_is_read_from_a_path(tmp_path: Path) -> None:
+    file = tmp_path / "box.json"
+    file.write_text(profile_to_json(profile()))
+    assert read_profile(file) == read_profile(str(file)) == profile()
+    file.write_text(edited("hardware.kernel_s", -1))
+    with pytest.raises(ValueError, match=r"box\.json: hardware\.kernel_s is -1"):
+        read_profile(file)
+
+
+def test_an_unknown_name_lists_the_shipped_ones() -> None:
+    with pytest.raises(ValueError, match=r"'b300'.*a100-40g.*path"):
+        read_profile("b300")
+
+
+def test_shipped_rates_are_guesses_until_a_run_measured_its_own() -> None:
+    model = named_model("llama-3.1-8b")
+    for name in shipped_profiles():
+        spec = read_profile(name).spec
+        assert not default_coefficients(model, ClusterSpec(8, 8, spec)).is_measured
+        assert spec.attention_flops_per_s <= spec.matmul_flops_per_s
+
+
+@pytest.mark.parametrize("name", FLEXSP)
+@pytest.mark.parametrize("degree", [1, *BANDWIDTH])
+def test_the_a100_profile_gives_flexsps_terms_at_every_degree(name: str, degree: int) -> None:
+    a1, a2, b1, _, num_layers, hidden_size = FLEXSP[name]
+    found = read_profile("a100-40g")
+    calibration = found.calibration(name)
+    assert calibration is not None
+    costs = CostModel(named_model(name), ClusterSpec(64, 8, found.spec), calibration.coefficients, method="ulysses")
+    lengths = [1.0, 128.0, 4096.0, 100_000.0, 384_000.0]
+    # eight exchanges a layer of two bytes an element; one rank exchanges nothing
+    volume = 8 * num_layers * hidden_size * 2 / 2**20
+    exchange = volume / BANDWIDTH[degree] if degree > 1 else 0.0
+    expected = [(a1 * s * s + a2 * s + exchange * s) / degree / 1e3 for s in lengths]
+    shape = GroupShape(degree, degree)
+    assert costs.sequences_s(lengths, shape).tolist() == pytest.approx(expected, rel=1e-12)
+    assert costs.group_s(shape) == pytest.approx(b1 / 1e3, rel=1e-12)
+
+
+@pytest.mark.parametrize("name,limit,params_gi", [("gpt-7b", 192_000, 7.1174468994), ("gpt-30b", 384_000, 32.7153244019)])
+def test_tokens_per_rank_are_flexsps(name: str, limit: int, params_gi: float) -> None:
+    # E = 30 GB less 16 bytes a parameter over 64 GPUs, over the MB of a token
+    expected = (30 * 1024 - params_gi * 16 * 1024 / 64) / FLEXSP[name][3]
+    calibration = read_profile("a100-40g").calibration(name)
+    assert calibration is not None
+    model = dataclasses.replace(named_model(name), max_positions=limit)
+    assert abs(calibration.tokens_per_rank(model, 64) - expected) <= 2
+
+
+def test_a_model_that_fits_no_rank_says_so() -> None:
+    calibration = read_profile("A100 40G").calibration("GPT_30B")
+    assert calibration is not None and calibration.model == "gpt-30b"
+    with pytest.raises(ValueError, match=r"gpt-30b.*8 ranks.*more ranks"):
+        calibration.tokens_per_rank(named_model("gpt-30b"), 8)
+
+
+def test_a_model_nobody_measured_has_no_calibration() -> None:
+    assert read_profile("a100-40g").calibration("llama-3.1-8b") is None
+    assert isinstance(named_model("llama-3.1-8b"), ModelSpec)

@@ -1,0 +1,235 @@
+"""Promises of the solver: both backends agree with brute force and each other, bounds are bounds, trouble has a name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan import solver
+from hf_longctx.plan.solver import (
+    Backend,
+    LinearProgram,
+    Solution,
+    SolverError,
+    available_backends,
+    solve_integer_program,
+    solve_linear_program,
+)
+
+BACKENDS: tuple[Backend, ...] = ("highs", "cbc")
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+small = st.integers(-5, 9)
+
+
+def program(
+    costs: list[float], matrix: list[list[float]], low: list[float], high: list[float], upper: float = 4
+) -> LinearProgram:
+    return LinearProgram.dense(
+        np.array(costs, dtype=float),
+        np.array(matrix, dtype=float).reshape(len(low), len(costs)),
+        np.array(low, dtype=float),
+        np.array(high, dtype=float),
+        np.full(len(costs), float(upper)),
+    )
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> LinearProgram:
+    """Two or three whole variables of 0 to 4, up to three rows of random kinds."""
+    count, num_rows = draw(st.integers(2, 3)), draw(st.integers(1, 3))
+    matrix = [[float(draw(small)) for _ in range(count)] for _ in range(num_rows)]
+    low = [draw(st.one_of(st.just(-math.inf), st.integers(-9, 12).map(float))) for _ in range(num_rows)]
+    high = [draw(st.one_of(st.just(math.inf), st.integers(0, 9).map(lambda more, lo=lo: max(lo, -9.0) + more))) for lo in low]
+    return program([float(draw(small)) for _ in range(count)], matrix, low, high)
+
+
+def best_of_all(given_program: LinearProgram) -> float:
+    """Least objective over all whole points of the box; infinite if none is feasible."""
+    points = itertools.product(range(5), repeat=len(given_program.costs))
+    matrix = np.zeros((len(given_program.row_lower), len(given_program.costs)))
+    matrix[given_program.rows, given_program.columns] = given_program.values
+    found = math.inf
+    for point in points:
+        activity = matrix @ np.array(point)
+        if (activity >= given_program.row_lower).all() and (activity <= given_program.row_upper).all():
+            found = min(found, float(given_program.costs @ np.array(point)))
+    return found
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(programs())
+def test_whole_solutions_equal_brute_force(given_program: LinearProgram) -> None:
+    check_against_brute_force(given_program, "highs")
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(programs())
+def test_whole_solutions_of_cbc_equal_brute_force(given_program: LinearProgram) -> None:
+    check_against_brute_force(given_program, "cbc")
+
+
+def check_against_brute_force(given_program: LinearProgram, backend: Backend) -> None:
+    solved = solve_integer_program(given_program, np.ones(len(given_program.costs), dtype=bool), backend=backend)
+    best = best_of_all(given_program)
+    assert solved.backend == backend
+    if math.isinf(best):
+        assert solved.status == "infeasible"
+        assert not solved.has_values and solved.objective == math.inf
+        return
+    assert solved.status == "optimal"
+    assert solved.objective == pytest.approx(best, abs=1e-6)
+    assert solved.bound == pytest.approx(best, abs=1e-4)
+    assert (solved.values == np.round(solved.values)).all()
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(programs())
+def test_backends_agree_on_linear_programs_and_their_duals_prove_the_objective(given_program: LinearProgram) -> None:
+    first, second = (solve_linear_program(given_program, backend=backend) for backend in BACKENDS)
+    assert first.status == second.status
+    if first.has_values:
+        assert first.objective == pytest.approx(second.objective, abs=1e-6)
+        for solved in (first, second):
+            # the sign of a dual is wrong if it proves less than the objective
+            assert solved.bound == pytest.approx(solved.objective, abs=1e-5)
+            assert solved.bound <= best_of_all(given_program) + 1e-6
+
+
+@every_backend
+def test_duals_are_what_one_more_unit_costs(backend: Backend) -> None:
+    # min 2a + 3b, a + b >= 4, a <= 3: a = 3, b = 1; one more of the first row costs 3, of the second saves 1
+    case = program([2, 3], [[1, 1], [1, 0]], [4, -math.inf], [math.inf, 3], upper=math.inf)
+    solved = solve_linear_program(case, backend=backend)
+    assert solved.values == pytest.approx([3, 1])
+    assert solved.duals == pytest.approx([3, -1])
+    assert (solved.objective, solved.bound) == (pytest.approx(9), pytest.approx(9))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(programs(), st.lists(st.floats(-4, 4), min_size=3, max_size=3))
+def test_any_duals_prove_a_bound(given_program: LinearProgram, duals: list[float]) -> None:
+    bound = given_program.dual_bound(np.array(duals[: len(given_program.row_lower)]))
+    assert bound <= best_of_all(given_program) + 1e-6
+
+
+@every_backend
+def test_infeasible_and_unbounded_programs_are_named(backend: Backend) -> None:
+    # x + y >= 9 with x, y <= 4, and max x + y without a limit
+    no_way = program([1, 1], [[1, 1]], [9], [math.inf])
+    no_end = program([-1, -1], [[1, -1]], [-1], [1], upper=math.inf)
+    for case, status in [(no_way, "infeasible"), (no_end, "unbounded")]:
+        assert solve_linear_program(case, backend=backend).status == status
+        whole = solve_integer_program(case, np.array([True, True]), backend=backend)
+        assert (whole.status, whole.has_values, whole.bound) == (status, False, -math.inf)
+
+
+@every_backend
+def test_programs_without_variables_rows_or_terms_have_answers(backend: Backend) -> None:
+    nothing = program([], [], [0.0], [1.0])
+    assert solve_linear_program(nothing, backend=backend).objective == 0
+    assert solve_linear_program(program([], [], [1.0], [1.0]), backend=backend).status == "infeasible"
+    free = program([1, -1], [], [], [])
+    assert solve_linear_program(free, backend=backend).values == pytest.approx([0, 4])
+    assert solve_linear_program(program([1], [[0]], [1], [2]), backend=backend).status == "infeasible"
+
+
+def hard_program(seed: int = 0) -> tuple[LinearProgram, np.ndarray]:
+    """A market split problem: no solver proves it within a second, and x = 0 with the slacks full is a solution."""
+    draw = np.random.default_rng(seed)
+    matrix = draw.integers(0, 100, (5, 40)).astype(float)
+    slack = np.concatenate([np.eye(5), -np.eye(5)], axis=1)
+    share = np.floor(matrix.sum(axis=1) / 2)
+    case = program([0.0] * 40 + [1.0] * 10, np.hstack([matrix, slack]).tolist(), share.tolist(), share.tolist(), math.inf)
+    case.upper[:40] = 1
+    return case, np.concatenate([np.zeros(40), share, np.zeros(5)])
+
+
+@every_backend
+def test_a_start_is_kept_when_time_is_short(backend: Backend) -> None:
+    case, start = hard_program()
+    whole = np.arange(50) < 40
+    assert solve_integer_program(case, whole, 0.0, backend=backend).status == "timed out"
+    kept = solve_integer_program(case, whole, 0.0, start=start, backend=backend)
+    assert kept.status == "feasible"
+    assert kept.values == pytest.approx(start)
+    improved = solve_integer_program(case, whole, 0.5, start=start, backend=backend)
+    assert improved.status == "feasible"
+    assert improved.bound <= improved.objective <= kept.objective
+    assert case.violation(improved.values) <= 1e-5
+
+
+def test_a_start_that_solves_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"start violates the program by .*give a feasible one"):
+        solve_integer_program(program([1], [[1]], [2], [3]), np.array([True]), start=np.array([1.0]))
+
+
+def test_a_target_ends_the_search() -> None:
+    case, start = hard_program()
+    reached = solve_integer_program(case, np.arange(50) < 40, 20.0, start=start, target=1e4)
+    assert reached.status == "feasible" and reached.objective <= 1e4
+
+
+@every_backend
+def test_a_gap_still_gives_a_bound_below_the_optimum(backend: Backend) -> None:
+    draw = np.random.default_rng(3)
+    case = program(
+        draw.integers(100, 999, 12).tolist(), draw.integers(1, 50, (4, 12)).tolist(), [500] * 4, [math.inf] * 4, math.inf
+    )
+    whole = np.ones(12, dtype=bool)
+    exact = solve_integer_program(case, whole, backend=backend)
+    rough = solve_integer_program(case, whole, relative_gap=0.2, backend=backend)
+    assert exact.status == "optimal"
+    assert rough.bound <= exact.objective * (1 + 1e-9) <= rough.objective * (1 + 1e-6) + 1e-6
+    assert rough.objective <= exact.objective * 1.26
+
+
+def test_without_a_gap_whole_solutions_are_proven_best_by_both_backends() -> None:
+    for seed in range(4):
+        draw = np.random.default_rng(seed)
+        costs, matrix = draw.integers(100, 999, 25).tolist(), draw.integers(1, 90, (6, 25)).tolist()
+        case = program(costs, matrix, [2000] * 6, [math.inf] * 6, math.inf)
+        first, second = (solve_integer_program(case, np.ones(25, dtype=bool), backend=backend) for backend in BACKENDS)
+        assert first.status == second.status == "optimal"
+        assert first.objective == second.objective
+        assert first.bound == pytest.approx(first.objective, rel=1e-6)
+
+
+def test_a_wrong_answer_of_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that break a row, and fractions for whole numbers, must not leave the file."""
+    case = program([1, 1], [[1, 1]], [3], [math.inf])
+
+    def answer(values: list[float]) -> None:
+        found = Solution("optimal", "highs", np.array(values), sum(values), 0.0, np.zeros(1))
+        monkeypatch.setattr(solver, "_solve_with_highs", lambda *_: found)
+
+    answer([1.0, 1.0])
+    with pytest.raises(SolverError, match="violate the program by"):
+        solve_linear_program(case)
+    with pytest.raises(SolverError, match="violate the program by"):
+        solve_integer_program(case, np.array([True, True]))
+    answer([1.5, 1.5])
+    assert solve_linear_program(case).objective == 3
+    with pytest.raises(SolverError, match="fractions for whole numbers"):
+        solve_integer_program(case, np.array([True, True]))
+
+
+def test_a_machine_without_highs_uses_cbc(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_backends() == ("highs", "cbc")
+    case = program([1, 1], [[1, 1]], [3], [math.inf])
+    assert solve_linear_program(case).backend == "highs"
+    monkeypatch.setattr(solver, "available_backends", lambda: ("cbc",))
+    assert solve_linear_program(case).backend == "cbc"
+    with pytest.raises(ValueError, match=r"'highs' is not among the installed \('cbc',\); install highspy"):
+        solve_linear_program(case, backend="highs")
+
+
+def test_importing_the_solver_loads_no_solver() -> None:
+    code = "import sys, hf_longctx.plan.solver; assert not {'pulp', 'highspy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

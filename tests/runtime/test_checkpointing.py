@@ -1,0 +1,408 @@
+"""The activation engine: whatever a policy recomputes, loss and gradients are those of plain HF, and no work is done twice.
+
+Counted is what really runs: query-key pairs of attention tiles, and tokens that pass a layer's gate projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.ranks import RankFailure
+from helpers.steps import plan_of, rank_inputs, run_step
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.layers import layer_modules
+from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.runtime import checkpointing, kept_attention, token_tiles
+from hf_longctx.runtime.checkpointing import ActivationEngine, LayerModules
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+
+TOLERANCE = 1e-12
+CPU = torch.device("cpu")
+# packed documents of odd lengths, one of a single token
+LENGTHS = [13, 1, 31, 7]
+PAIRS = sum(n * n for n in LENGTHS)
+
+
+def recomputing(attention: float = 0.0, mlp: float = 1.0) -> LayerPolicy:
+    """A replayed layer: shares of attention output and of the MLP's inner tensors that are recomputed, the rest kept."""
+    return LayerPolicy(
+        (
+            TensorShare("attention_output", recompute=attention, device=1 - attention),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=mlp, device=1 - mlp),
+        )
+    )
+
+
+def on_host(recompute: float) -> LayerPolicy:
+    """A replayed layer with half of its input, and half of what is kept of its attention output, on the host."""
+    half = (1 - recompute) / 2
+    return LayerPolicy(
+        (
+            TensorShare("layer_input", host=0.5, device=0.5),
+            TensorShare("attention_output", recompute=recompute, host=half, device=half),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=1.0),
+        )
+    )
+
+
+def with_policies(plan: StepPlan, layers: tuple[LayerPolicy, ...], tile_tokens: int) -> StepPlan:
+    """The plan with the same policy for every chunk."""
+
+    def of_group(group: Any) -> Any:
+        policies = tuple(ActivationPolicy(chunk.index, 0, layers, tile_tokens) for chunk in group.chunks)
+        return replace(group, stages=tuple(replace(stage, activations=policies) for stage in group.stages))
+
+    return replace(
+        plan, micro_batches=tuple(MicroBatch(tuple(of_group(group) for group in batch.groups)) for batch in plan.micro_batches)
+    )
+
+
+@dataclass
+class Work:
+    """Squared rows of attention tiles, per layer the tokens that passed the MLP, and the documents in their packed order."""
+
+    pairs: int = 0
+    documents: list[int] = field(default_factory=list)
+    mlp_tokens: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[Work]:
+    """Counts the work of everything that runs inside."""
+    layers = layer_modules(model)
+    work = Work(mlp_tokens=[0] * len(layers))
+    original = kept_attention.tile_forward
+
+    def tile_forward(q: Tensor, *rest: Any, **settings: Any) -> Any:
+        # once per head
+        work.pairs += q.shape[1] ** 2
+        return original(q, *rest, **settings)
+
+    def count(index: int) -> Any:
+        def hook(module: Any, inputs: Any, output: Tensor) -> None:
+            work.mlp_tokens[index] += output.shape[1]
+
+        return hook
+
+    gates = [next(m for name, m in modules.mlp.named_modules() if name.endswith("gate_proj")) for modules in layers]
+    handles = [gate.register_forward_hook(count(index)) for index, gate in enumerate(gates)]
+    with patch.object(kept_attention, "tile_forward", tile_forward):
+        yield work
+    for handle in handles:
+        handle.remove()
+
+
+def step(
+    model: Any,
+    layers: tuple[LayerModules, ...] | None,
+    rows: list[dict[str, list[int]]],
+    policies: tuple[LayerPolicy, ...],
+    tile_tokens: int,
+    plan: StepPlan | None = None,
+) -> tuple[float, Work]:
+    """One step of one rank under the policies, which leaves its gradients on the model; the loss and the work."""
+    patch_model(model)
+    engine = ActivationEngine(layers or layer_modules(model))
+    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), num_attention_layers(model), CPU, engine=engine)
+    lengths = [len(row["input_ids"]) for row in rows]
+    plan = with_policies(plan or plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1), policies, tile_tokens)
+    with counted(model) as work:
+        work.documents = [span.num_tokens for chunk in plan.micro_batches[0].groups[0].chunks for span in chunk.spans]
+        num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+        result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+    engine.unbind()
+    return float(result.loss), work
+
+
+def worst_error(model: Any, expected: dict[str, Tensor]) -> float:
+    return max(relative_error(parameter.grad, expected[name]) for name, parameter in model.named_parameters())
+
+
+def run(case: ModelCase, policies: tuple[LayerPolicy, ...], tile_tokens: int, lengths: list[int]) -> Work:
+    """Asserts that the policies give the loss and gradients of plain HF; the work that was done."""
+    rows = random_rows(lengths)
+    expected_loss, expected = reference_step(build_model(case), rows)
+    model = build_model(case)
+    loss, work = step(model, None, rows, policies, tile_tokens)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert worst_error(model, expected) <= TOLERANCE
+    return work
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
+@pytest.mark.parametrize("tile_tokens", [0, 1, 16, 64])
+def test_attention_runs_once_and_the_mlp_twice(family: str, tile_tokens: int) -> None:
+    work = run(ModelCase(family, promoted=True), (recomputing(),) * 2, tile_tokens, LENGTHS)
+    assert work.pairs == 2 * PAIRS
+    assert work.mlp_tokens == [2 * sum(LENGTHS)] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_recomputed_share_of_attention_is_its_front(family: str) -> None:
+    work = run(ModelCase(family, promoted=True), (recomputing(0.5), recomputing(1.0)), 8, LENGTHS)
+    # packed long ones first: half of 52 tokens are 26 of the document of 31
+    assert work.documents == [31, 13, 7, 1]
+    assert work.pairs == 2 * PAIRS + 26**2 + PAIRS
+    assert work.mlp_tokens == [2 * 52] * 2
+
+
+@pytest.mark.parametrize("tile_tokens", [0, 8])
+def test_the_kept_share_of_the_mlp_runs_once(tile_tokens: int) -> None:
+    work = run(ModelCase(promoted=True), (recomputing(mlp=0.25), recomputing(mlp=0.0)), tile_tokens, LENGTHS)
+    assert work.mlp_tokens == [52 + 13, 52]
+
+
+def test_layers_that_keep_everything_are_not_replayed() -> None:
+    work = run(ModelCase(promoted=True), (LayerPolicy(), recomputing()), 8, LENGTHS)
+    # the first layer's attention is not of the kind that is counted
+    assert work.pairs == PAIRS
+    assert work.mlp_tokens == [52, 2 * 52]
+
+
+def test_layers_beyond_the_list_keep_everything() -> None:
+    work = run(ModelCase(promoted=True), (recomputing(),), 8, LENGTHS)
+    assert work.mlp_tokens == [2 * 52, 52]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(st.data())
+def test_random_policies_match(data: st.DataObject) -> None:
+    shares = st.floats(0, 1).map(lambda share: round(share, 3))
+    layers = tuple(recomputing(data.draw(shares), data.draw(shares)) for _ in range(2))
+    family = data.draw(st.sampled_from(["llama", "qwen3"]))
+    # never only a token or two, whose queries have gradients that are rounding noise
+    lengths = [17, *data.draw(st.lists(st.sampled_from([1, 2, 3, 7, 12, 31]), max_size=3))]
+    tile_tokens = data.draw(st.sampled_from([0, 1, 5, 16, 100]))
+    num_tokens = sum(lengths)
+    work = run(ModelCase(family, promoted=True), layers, tile_tokens, lengths)
+    for index, layer in enumerate(layers):
+        assert work.mlp_tokens[index] == num_tokens + round(layer.share("mlp").recompute * num_tokens)
+    fronts = [round(layer.share("attention_output").recompute * num_tokens) for layer in layers]
+    assert work.pairs == sum(n * n for n in lengths) * 2 + sum(front_pairs(work.documents, front) for front in fronts)
+
+
+def front_pairs(lengths: list[int], front: int) -> int:
+    """Squares of what the first `front` tokens hold of each document."""
+    total = start = 0
+    for length in lengths:
+        total += max(0, min(length, front - start)) ** 2
+        start += length
+    return total
+
+
+class NormedBehind(torch.nn.Module):
+    """An MLP with a norm behind it: the layer saves more tensors after the MLP, as in families with post-norms."""
+
+    def __init__(self, mlp: torch.nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner, self.weight = mlp, torch.nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def post_norm_model() -> Any:
+    model = build_model(ModelCase(promoted=True))
+    for layer in model.model.layers:
+        layer.mlp = NormedBehind(layer.mlp, 32)
+    return model
+
+
+def test_a_norm_behind_the_mlp_costs_a_third_forward() -> None:
+    rows, plain, model = random_rows(LENGTHS), post_norm_model(), post_norm_model()
+    expected_loss, expected = reference_step(plain, rows)
+    layers = tuple(replace(modules, mlp=modules.mlp.inner) for modules in layer_modules(model))
+    loss, work = step(model, layers, rows, (recomputing(),) * 2, 8)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert worst_error(model, expected) <= TOLERANCE
+    assert (work.pairs, work.mlp_tokens) == (2 * PAIRS, [3 * 52] * 2)
+
+
+def test_several_chunks_may_be_in_flight_in_any_order() -> None:
+    # forward, forward, backward, backward over two chunks of one group, both orders
+    rows = random_rows(LENGTHS)
+    expected_loss, expected = reference_step(build_model(ModelCase(promoted=True)), rows)
+    base = plan_of([[(1, (0, 1, 2, 3))]], LENGTHS, 1)
+    (group,) = base.micro_batches[0].groups
+    spans = group.chunks[0].spans
+    chunks = (replace(group.chunks[0], spans=spans[:1]), replace(group.chunks[0], index=1, spans=spans[1:]))
+    for words in ("0F0 0F1 0B1 0B0", "0F0 0F1 0B0 0B1"):
+        actions = tuple(Action.parse(word) for word in words.split())
+        stage = replace(group.stages[0], actions=actions)
+        plan = replace(base, micro_batches=(MicroBatch((replace(group, chunks=chunks, stages=(stage,)),)),))
+        model = build_model(ModelCase(promoted=True))
+        loss, _ = step(model, None, rows, (recomputing(0.5, 0.5), recomputing()), 8, plan)
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert worst_error(model, expected) <= TOLERANCE
+
+
+def test_a_second_backward_recomputes_and_stays_right() -> None:
+    model = build_model(ModelCase(promoted=True))
+    patch_model(model)
+    engine = ActivationEngine(layer_modules(model))
+    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU, engine=engine)
+    rows = random_rows([23])
+    plan = plan_of([[(1, (0,))]], [23], 1)
+    (chunk,) = rank_inputs(plan, rows, 0)["chunks"][0]
+    (group,) = plan.micro_batches[0].groups
+    policy = ActivationPolicy(0, 0, (recomputing(0.5, 0.5),) * 2, 8)
+    context = replace(executor.pool.context(group, group.chunks[0]), activations=engine.begin(policy))
+    loss = executor.forward_chunk(chunk, context).square().sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss.backward()
+    assert all(relative_error(p.grad, once) <= TOLERANCE for p, once in zip(model.parameters(), first, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks,method", [(2, "ulysses"), (2, "ring")])
+def test_sequence_groups_match(ranks, num_ranks: int, method: str) -> None:
+    share = 0.5 if method == "ulysses" else 1.0
+    layers = (on_host(0.25 if method == "ulysses" else 0.0), recomputing(share, 0.5))
+    lengths = [41, 3, 19, 7]
+    plan = plan_of([[(num_ranks, (0, 1, 2, 3))]], lengths, num_ranks, ulysses=1 if method == "ring" else 0)
+    rows = random_rows(lengths)
+    expected_loss, expected = reference_step(build_model(ModelCase()), rows)
+    for loss, gradients in run_step(ranks(num_ranks), ModelCase(), with_policies(plan, layers, 8), rows):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_sharded_parameters_match(ranks, parameters: Any) -> None:
+    lengths = [41, 3, 19, 7]
+    plan = plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], lengths, 2, parameters=parameters)
+    rows = random_rows(lengths)
+    expected_loss, expected = reference_step(build_model(ModelCase()), rows)
+    layers = (recomputing(0.5, 0.5), on_host(0.25))
+    for loss, gradients in run_step(ranks(2), ModelCase(), with_policies(plan, layers, 8), rows):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
+
+
+def test_half_precision_under_autocast_is_as_close_as_plain() -> None:
+    case = ModelCase(dtype=torch.float32, autocast=True)
+    rows = random_rows(LENGTHS)
+    _, exact = reference_step(build_model(ModelCase()), rows)
+    plain = build_model(case)
+    _, rounded = reference_step(plain, rows)
+    model = build_model(case)
+    dtypes = set()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+    step(model, None, rows, (recomputing(0.5, 0.5),) * 2, 8)
+    # tiles run again in backward, which restores no autocast by itself
+    assert dtypes == {torch.bfloat16}
+    for name, parameter in model.named_parameters():
+        assert (
+            relative_error(parameter.grad.double(), exact[name]) <= 2 * relative_error(rounded[name].double(), exact[name]) + 0.01
+        )
+
+
+def test_adapters_match() -> None:
+    peft = pytest.importorskip("peft")
+    rows = random_rows(LENGTHS)
+
+    def adapted() -> Any:
+        model = peft.get_peft_model(
+            build_model(ModelCase(promoted=True)),
+            peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+            autocast_adapter_dtype=False,
+        ).double()
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+        return model.train()
+
+    expected_loss, expected = reference_step(adapted(), rows)
+    model = adapted()
+    patch_model(model.base_model.model)
+    engine = ActivationEngine(layer_modules(model))
+    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU, engine=engine)
+    plan = with_policies(plan_of([[(1, (0, 1, 2, 3))]], LENGTHS, 1), (recomputing(0.5, 0.5), recomputing()), 8)
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+    assert float(result.loss) == pytest.approx(expected_loss, rel=TOLERANCE)
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == expected.keys()
+    assert max(relative_error(gradient, expected[name]) for name, gradient in trained.items()) <= TOLERANCE
+
+
+REFUSED = {
+    "nvme": (TensorShare("attention_output", nvme=0.5, device=0.5), "0.5 of attention_output on NVMe"),
+    "input": (TensorShare("layer_input", recompute=0.25, device=0.75), "0.25 of layer_input is recomputed"),
+    "qkv on the host": (TensorShare("qkv", host=0.5, recompute=0.5), "0.5 of qkv on the host"),
+    "host": (TensorShare("attention_output", host=0.5, device=0.5), "the engine was given no host memory"),
+    "qkv": (TensorShare("attention_output", recompute=0.5, device=0.5), "1 of qkv is kept beside classes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_executed_is_refused_by_name(name: str) -> None:
+    share, message = REFUSED[name]
+    engine = ActivationEngine(layer_modules(build_model(ModelCase())))
+    shares = (share,) if name.startswith("qkv") else (share, TensorShare("qkv", recompute=1.0))
+    with pytest.raises(ValueError, match=message):
+        engine.check(ActivationPolicy(0, 0, (LayerPolicy(shares),)))
+
+
+def test_a_policy_of_another_model_is_refused() -> None:
+    engine = ActivationEngine(layer_modules(build_model(ModelCase())))
+    with pytest.raises(ValueError, match="3 layers, the model 2"):
+        engine.check(ActivationPolicy(0, 0, (LayerPolicy(),) * 3))
+
+
+def test_a_ring_recomputes_attention_wholly_or_not_at_all(ranks) -> None:
+    plan = plan_of([[(2, (0,))]], [23], 2, ulysses=1)
+    with pytest.raises(RankFailure, match="a ring of 2 blocks cannot"):
+        run_step(ranks(2), ModelCase(), with_policies(plan, (recomputing(0.5),), 0), random_rows([23]))
+
+
+def test_unbinding_leaves_nothing_behind() -> None:
+    model = build_model(ModelCase(promoted=True))
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    engine = ActivationEngine(layer_modules(model))
+    engine.unbind()
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_kept_output_that_is_slightly_off_is_noticed() -> None:
+    original = kept_attention.AttentionRecord.take
+
+    def take(record: Any) -> Any:
+        kept = original(record)
+        return kept and replace(kept, out_ShD=kept.out_ShD * (1 + 1e-6))
+
+    with patch.object(kept_attention.AttentionRecord, "take", take), pytest.raises(AssertionError):
+        run(ModelCase(promoted=True), (recomputing(),) * 2, 8, LENGTHS)
+
+
+def test_an_unfilled_output_that_is_read_is_noticed() -> None:
+    model = post_norm_model()
+    layers = tuple(replace(modules, mlp=modules.mlp.inner) for modules in layer_modules(model))
+    _, expected = reference_step(post_norm_model(), rows := random_rows(LENGTHS))
+
+    def leave_unfilled(module: Any, run: Any, x: Tensor, tile_tokens: int, record: Any = None) -> Tensor:
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        unfilled = record is not None and record.is_replay
+        return token_tiles._Tokenwise.apply(x, run, tile_tokens, record, unfilled, *parameters)
+
+    with patch.object(checkpointing, "tokenwise", leave_unfilled):
+        step(model, layers, rows, (recomputing(),) * 2, 8)
+    assert not worst_error(model, expected) <= TOLERANCE

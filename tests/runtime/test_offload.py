@@ -1,0 +1,281 @@
+"""The host tier: exact bytes, no block reused too early under any delay of copies, and the gradients of plain HF."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.steps import plan_of, rank_inputs
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.layers import layer_modules
+from hf_longctx.plan.types import ActivationPolicy, LayerPolicy, TensorShare
+from hf_longctx.runtime import offload
+from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations, LayerSlot
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostSlab, HostTier, PlainCopies, SplitTensor, block_bytes
+
+TOLERANCE = 1e-12
+CPU = torch.device("cpu")
+LENGTHS = [13, 1, 31, 7]
+
+
+class LateCopies:
+    """The latest copies that the contract allows: out at once or when waited for, back only when somebody waits.
+
+    A copy runs after those it must follow. Its source on the device may be overwritten by anyone later, as on CUDA, where
+    record_stream keeps it: so it is cloned. Until a copy back is done its target holds NaN.
+    """
+
+    def __init__(self, out_is_late: bool) -> None:
+        self.out_is_late = out_is_late
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+        kept = source.clone()
+        ticket = Late(lambda: target.copy_(kept), after)
+        if not self.out_is_late:
+            ticket.run()
+        return ticket
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+        target.fill_(float("nan"))
+        return Late(lambda: target.copy_(source), after)
+
+    def wait(self, ticket: Any) -> None:
+        ticket.run()
+
+
+class Late:
+    """One copy that has not been made yet."""
+
+    def __init__(self, copy: Callable[[], Any], after: tuple[Any, ...]) -> None:
+        self.copy, self.after, self.is_done = copy, after, False
+
+    def run(self) -> None:
+        if not self.is_done:
+            self.is_done = True
+            for ticket in self.after:
+                ticket.run()
+            self.copy()
+
+
+def split_layer(
+    input_host: float = 0.5, recompute: float = 0.25, host: float = 0.5, mlp_recompute: float = 1.0, mlp_host: float = 0.0
+) -> LayerPolicy:
+    return LayerPolicy(
+        (
+            TensorShare("layer_input", host=input_host, device=1 - input_host),
+            TensorShare("attention_output", recompute=recompute, host=host, device=1 - recompute - host),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=mlp_recompute, host=mlp_host, device=1 - mlp_recompute - mlp_host),
+        )
+    )
+
+
+class Step:
+    """One rank's model under an engine with a host tier, against plain HF."""
+
+    def __init__(self, tier: HostTier, lengths: list[int] = LENGTHS, family: str = "llama") -> None:
+        self.case = ModelCase(family, promoted=True)
+        self.rows = random_rows(lengths)
+        _, self.expected = reference_step(build_model(self.case), self.rows)
+        self.model = build_model(self.case)
+        patch_model(self.model)
+        self.engine = ActivationEngine(layer_modules(self.model), tier)
+        layers = num_attention_layers(self.model)
+        self.executor = StepExecutor(self.model, GroupPool((1,), timeout_s=1.0), layers, CPU, engine=self.engine)
+        self.plan = plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1)
+        self.num_labels = sum(label != -100 for row in self.rows for label in row["labels"][1:])
+
+    def forward(self, layers: tuple[LayerPolicy, ...], tile_tokens: int = 8) -> tuple[Tensor, ChunkActivations]:
+        """A loss whose backward gives the gradients of the step, and what waits for it."""
+        (chunk,) = rank_inputs(self.plan, self.rows, 0)["chunks"][0]
+        (group,) = self.plan.micro_batches[0].groups
+        activations = self.engine.begin(ActivationPolicy(0, 0, layers, tile_tokens))
+        context = replace(self.executor.pool.context(group, group.chunks[0]), activations=activations)
+        logits = self.executor.forward_chunk(chunk, context)
+        loss = torch.nn.functional.cross_entropy(logits[0], chunk.shift_labels[0], ignore_index=-100, reduction="sum")
+        return loss / self.num_labels, activations
+
+    def error(self) -> float:
+        """The worst error of the gradients, which are taken away."""
+        errors = [relative_error(p.grad, self.expected[name]) for name, p in self.model.named_parameters()]
+        self.model.zero_grad()
+        return float("nan") if any(error != error for error in errors) else max(errors)
+
+
+def tiers() -> list[HostTier]:
+    return [HostTier(2**20, copies) for copies in (PlainCopies(), LateCopies(False), LateCopies(True))]
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gradients_are_those_of_plain_hf_however_late_copies_are(kind: int, family: str) -> None:
+    step = Step(tiers()[kind], family=family)
+    for _ in range(2):
+        loss, _ = step.forward((split_layer(mlp_recompute=0.25, mlp_host=0.5), split_layer(1.0, 0.0, 1.0, 0.0, 1.0)))
+        loss.backward()
+        assert step.error() <= TOLERANCE
+        del loss
+        assert step.engine.tier.stored_bytes == 0
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(st.data())
+def test_random_shares_match_and_hold_exactly_the_planned_bytes(data: st.DataObject) -> None:
+    share = st.floats(0, 1).map(lambda value: round(value, 2))
+    policies = []
+    for _ in range(2):
+        recompute = data.draw(share)
+        mlp_recompute = data.draw(share)
+        hosts = [round(data.draw(share) * (1 - part), 2) for part in (recompute, mlp_recompute)]
+        policies.append(split_layer(data.draw(share), recompute, hosts[0], mlp_recompute, hosts[1]))
+    # never only a token or two, whose queries have gradients that are rounding noise
+    lengths = [17, *data.draw(st.lists(st.sampled_from([1, 2, 7, 31]), max_size=2))]
+    step = Step(HostTier(2**20, LateCopies(data.draw(st.booleans()))), lengths)
+    loss, activations = step.forward(tuple(policies))
+    tokens = sum(lengths)
+    on_device, on_host = 0, 0
+    for policy in policies:
+        # fp64: 32 features of the input; 32 of the output and an LSE for each of 4 heads; of the MLP its input and 4 * 48
+        sizes = {"layer_input": 32 * 8, "attention_output": 32 * 8 + 4 * 8, "mlp": (32 + 4 * 48) * 8}
+        for name, token_bytes in sizes.items():
+            start, _, host_stop = policy.share(name).cuts(tokens)
+            on_host += (host_stop - start) * token_bytes
+            on_device += (tokens - host_stop) * token_bytes
+    assert activations.held_bytes() == (on_device, on_host)
+    assert step.engine.tier.stored_bytes == on_host
+    loss.backward()
+    assert step.error() <= TOLERANCE
+    del loss
+    assert activations.held_bytes()[1] == step.engine.tier.stored_bytes == 0
+
+
+def test_two_forwards_in_flight_do_not_disturb_each_other() -> None:
+    for tier in tiers():
+        step = Step(tier)
+        for order in ((0, 1), (1, 0)):
+            losses = [step.forward((split_layer(),) * 2)[0] for _ in range(2)]
+            for place in order:
+                losses[place].backward()
+            for parameter in step.model.parameters():
+                parameter.grad /= 2
+            assert step.error() <= TOLERANCE
+
+
+def test_a_second_backward_finds_layer_inputs_again() -> None:
+    step = Step(HostTier(2**20, LateCopies(True)))
+    loss, _ = step.forward((split_layer(mlp_recompute=0.25, mlp_host=0.5),) * 2)
+    loss.backward(retain_graph=True)
+    step.model.zero_grad()
+    loss.backward()
+    assert step.error() <= TOLERANCE
+
+
+def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # input, output and LSE of the first layer are on their way before the second layer's backward is over
+    log: list[str] = []
+    to_device, unpack = LateCopies.to_device, LayerSlot.unpack_input
+    monkeypatch.setattr(LateCopies, "to_device", lambda *arguments: (log.append("back"), to_device(*arguments))[1])
+    monkeypatch.setattr(LayerSlot, "unpack_input", lambda *arguments: (log.append("replay"), unpack(*arguments))[1])
+    step = Step(HostTier(2**20, LateCopies(False)))
+    loss, _ = step.forward((split_layer(), split_layer()))
+    loss.backward()
+    assert step.error() <= TOLERANCE
+    # the second layer's own input, and with it the three of the first; nothing of the first is left to send for
+    assert log.count("back") == 6
+    assert log.index("replay") == 0 and "back" not in log[len(log) - log[::-1].index("replay") :]
+
+
+def interleaved_reuse(tier: HostTier) -> tuple[Tensor, Tensor]:
+    """(what was stored, what came back) where a block is given to another tensor while its copy back is under way."""
+    stored = torch.arange(100.0)
+    first = tier.store(stored)
+    first.prefetch()
+    target, ticket = first._returning
+    del first
+    second = tier.store(torch.full((100,), -1.0))
+    tier.copies.wait(ticket)
+    assert torch.equal(second.fetch(), torch.full((100,), -1.0))
+    return stored, target
+
+
+def test_a_block_is_not_reused_before_its_copy_back() -> None:
+    for late in (False, True):
+        expected, found = interleaved_reuse(HostTier(block_bytes(400), LateCopies(late)))
+        assert torch.equal(expected, found)
+
+
+def test_planted_early_reuse_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    give = HostSlab.give
+    monkeypatch.setattr(HostSlab, "give", lambda slab, run, tickets: give(slab, run, ()))
+    expected, found = interleaved_reuse(HostTier(block_bytes(400), LateCopies(False)))
+    assert not torch.equal(expected, found)
+
+
+def test_planted_read_before_the_copy_is_done_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateCopies, "wait", lambda copies, ticket: None)
+    step = Step(HostTier(2**20, LateCopies(False)))
+    step.forward((split_layer(),) * 2)[0].backward()
+    assert not step.error() <= TOLERANCE
+
+
+def test_blocks_are_not_rounded_to_powers_of_two() -> None:
+    # 3 blocks of 65 * 64 bytes fit into 195 * 64 bytes
+    tier = HostTier(195 * 64, PlainCopies())
+    held = [tier.store(torch.zeros(65 * 64, dtype=torch.uint8)) for _ in range(3)]
+    assert tier.stored_bytes == tier.peak_bytes == sum(tensor.num_bytes for tensor in held) == 195 * 64
+
+
+def test_freed_neighbours_are_merged_when_nothing_fits() -> None:
+    tier = HostTier(192, PlainCopies())
+    held = [tier.store(torch.zeros(64, dtype=torch.uint8)) for _ in range(3)]
+    del held[:2]
+    whole = tier.store(torch.ones(128, dtype=torch.uint8))
+    assert whole.fetch().sum() == 128
+
+
+def test_a_full_slab_says_what_is_missing() -> None:
+    tier = HostTier(1024, PlainCopies())
+    held = tier.store(torch.zeros(1000, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"do not fit into a host slab of 0.001 MiB.*give it more host memory"):
+        tier.store(torch.zeros(100, dtype=torch.uint8))
+    assert tier.stored_bytes == held.num_bytes
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 300)), max_size=60), st.booleans())
+def test_any_order_of_storing_and_fetching_returns_what_was_stored(steps: list[tuple[int, int]], late: bool) -> None:
+    tier = HostTier(2048, LateCopies(late))
+    held: dict[int, tuple[Any, Tensor]] = {}
+    for number, (place, size) in enumerate(steps):
+        if place in held:
+            tensor, expected = held.pop(place)
+            if number % 2:
+                tensor.prefetch()
+            assert torch.equal(tensor.fetch(), expected)
+            del tensor
+        elif sum(block_bytes(tensor.num_bytes) for tensor, _ in held.values()) + block_bytes(4 * size) <= 1024:
+            data = torch.full((size,), float(number))
+            held[place] = (tier.store(data), data.clone())
+    assert tier.stored_bytes == sum(tensor.num_bytes for tensor, _ in held.values())
+
+
+def test_a_split_tensor_drops_its_front() -> None:
+    tensor = torch.arange(20.0).view(10, 2)
+    split = SplitTensor(tensor, TensorShare("layer_input", recompute=0.3, host=0.5, device=0.2), HostTier(1024, PlainCopies()))
+    assert (split.start, split.host_bytes, split.device_bytes) == (3, 5 * 8, 2 * 8)
+    assert torch.equal(split.fetch(), tensor[3:])
+
+
+def test_the_tier_of_the_cpu_needs_no_stream() -> None:
+    assert isinstance(HostTier.on(CPU, 1024).copies, PlainCopies)
+    assert offload.block_bytes(65) == 128

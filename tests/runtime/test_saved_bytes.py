@@ -1,0 +1,178 @@
+"""What autograd really saves, by torch's own hooks, is what the memory model says, within one percent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.layers import layer_modules
+from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, held_bytes, plain_layer_bytes
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
+from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.executor import no_mask
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostTier, PlainCopies
+
+NUM_TOKENS = 512
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 8, 2, 16, 96, 176
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+
+
+def build(family: str, dtype: torch.dtype, num_layers: int) -> Any:
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=num_layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        attn_implementation="sdpa",
+        max_position_embeddings=1024,
+    )
+    return model_class(config).to(dtype).train()
+
+
+def spec(dtype: torch.dtype) -> ModelSpec:
+    return ModelSpec(1, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, 64, 1024, bytes_per_element=dtype.itemsize)
+
+
+def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes of all storages that a forward saves and that are no parameters or buffers, and what it returned."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    seen: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+            # so that no address is used twice
+            held.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(seen.values()), result
+
+
+def layer_bytes(family: str, dtype: torch.dtype, prepare: Callable[[Any], None]) -> float:
+    """Bytes per token that one more layer saves, measured on models of two and of five layers."""
+    totals = []
+    for num_layers in (2, 5):
+        model = build(family, dtype, num_layers)
+        prepare(model)
+        ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
+        totals.append(saved_bytes(model, lambda model=model, ids=ids: model.model(input_ids=ids, use_cache=False))[0])
+    return (totals[1] - totals[0]) / 3 / NUM_TOKENS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_layers_save_what_is_predicted(family: str, dtype: torch.dtype) -> None:
+    measured = layer_bytes(family, dtype, lambda model: None)
+    assert measured == pytest.approx(plain_layer_bytes(spec(dtype), family == "qwen3"), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_checkpointed_layers_save_what_is_predicted(dtype: torch.dtype) -> None:
+    def prepare(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    assert layer_bytes("llama", dtype, prepare) == pytest.approx(checkpointed_layer_bytes(spec(dtype)), rel=0.01)
+
+
+def policy(host: float, recompute: float, mlp: float) -> LayerPolicy:
+    return LayerPolicy(
+        (
+            TensorShare("layer_input", host=host, device=1 - host),
+            TensorShare(
+                "attention_output", recompute=recompute, host=host * (1 - recompute), device=(1 - host) * (1 - recompute)
+            ),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=mlp, device=1 - mlp),
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "host,recompute,mlp", [(0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 0.25, 1.0), (1.0, 0.0, 0.5), (0.0, 0.3, 0.0)]
+)
+def test_policies_hold_exactly_what_is_predicted(dtype: torch.dtype, host: float, recompute: float, mlp: float) -> None:
+    model = build("qwen3", dtype, 3)
+    patch_model(model)
+    engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
+    chosen = ActivationPolicy(0, 0, (policy(host, recompute, mlp),) * 3, 64)
+    activations = engine.begin(chosen)
+    group = SequenceGroup((0,), "local", (), ())
+    context = GroupPool((1,), timeout_s=1.0).context(group, Chunk(0, (Span(0, 0, 300), Span(1, 0, NUM_TOKENS - 300))))
+    context = replace(context, activations=activations)
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
+    mask = no_mask(torch.device("cpu"))
+    outside, output = saved_bytes(
+        model, lambda: model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=context).last_hidden_state
+    )
+    on_device, on_host = held_bytes(spec(dtype), chosen, 3, NUM_TOKENS)
+    assert activations.held_bytes() == (on_device, on_host)
+    # what hooks see beside the engine: layer inputs that stay whole, and the final norm
+    final = layer_bytes_of_norm(dtype)
+    inputs = 0 if host else 3 * HIDDEN * dtype.itemsize * NUM_TOKENS
+    assert outside == pytest.approx(inputs + final, rel=0.01)
+    assert output.requires_grad
+
+
+def layer_bytes_of_norm(dtype: torch.dtype) -> int:
+    """The final norm: fp32 input, product before the weight, root mean square; and the token ids."""
+    return NUM_TOKENS * (HIDDEN * (4 + dtype.itemsize) + 4 + 8)
+
+
+def test_the_engine_lets_go_of_everything_when_backward_is_done() -> None:
+    model = build("llama", torch.float32, 3)
+    patch_model(model)
+    tier = HostTier(2**24, PlainCopies())
+    engine = ActivationEngine(layer_modules(model), tier)
+    activations = engine.begin(ActivationPolicy(0, 0, (policy(0.5, 0.25, 0.5),) * 3, 64))
+    context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, NUM_TOKENS),)))
+    ids, mask = torch.zeros(1, NUM_TOKENS, dtype=torch.int64), no_mask(torch.device("cpu"))
+    output = model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=replace(context, activations=activations))
+    output.last_hidden_state.sum().backward()
+    del output
+    assert activations.held_bytes() == (sum(slot.whole_input_bytes for slot in activations.slots), 0)
+    assert tier.stored_bytes == 0
+
+
+@pytest.mark.parametrize("host,num_alive", [(0.0, 2), (0.5, 0), (1.0, 0)])
+def test_layer_inputs_on_the_host_are_gone_from_the_device(host: float, num_alive: int) -> None:
+    model = build("llama", torch.float32, 3)
+    patch_model(model)
+    engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
+    activations = engine.begin(ActivationPolicy(0, 0, (policy(host, 0.0, 1.0),) * 3, 64))
+    context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, NUM_TOKENS),)))
+    outputs: list[weakref.ref[Tensor]] = []
+    # what the first two layers return is the input of the next ones
+    handles = [
+        layer.register_forward_hook(lambda module, inputs, output: outputs.append(weakref.ref(output)))
+        for layer in model.model.layers[:2]
+    ]
+    ids, mask = torch.zeros(1, NUM_TOKENS, dtype=torch.int64), no_mask(torch.device("cpu"))
+    output = model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=replace(context, activations=activations))
+    for handle in handles:
+        handle.remove()
+    # a tensor that autograd holds keeps its Python object
+    assert sum(reference() is not None for reference in outputs) == num_alive
+    output.last_hidden_state.sum().backward()

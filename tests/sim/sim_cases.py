@@ -1,0 +1,42 @@
+"""Cases shared by the tests of `sim`: a model and costs whose numbers can be worked by hand."""
+
+from __future__ import annotations
+
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.sim.memory import MemoryModel, Placement
+from hf_longctx.sim.scenario import Scenario
+
+# a layer: 8 * 2 * (2 * 4 + 2 * 2) + 3 * 8 * 16 = 576 parameters; all: 2 * 576 + 2 * 10 * 8 = 1312
+# a token: 2 layers * (16 * 8 + 4 * 8 + 4 * 4 + 8 * 16 + 4 * 4 = 320) * 4 / 2 + 10 * (4 + 3 * 4) = 1440 bytes saved
+MODEL = ModelSpec(
+    num_layers=2,
+    hidden_size=8,
+    intermediate_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab_size=10,
+    max_positions=100,
+)
+HARDWARE = HardwareSpec("test", 1e12, 1e12, 100_000, 1e9, 1e9, 0.0)
+# usable: four fifths of 100,000 bytes
+MEMORY = MemoryModel.by_formula(MODEL, HARDWARE.device_bytes)
+
+# per rank: 1 ms (backward 2 ms) for a token, 10 ms for a chunk, 1 us for a byte sent; 250 ms once per step
+_FORWARD = PassCoefficients(0.0, 1e-3, 1e-2, 0.0, 1e-6, 1e-6)
+_BACKWARD = PassCoefficients(0.0, 2e-3, 1e-2, 0.0, 1e-6, 1e-6)
+COEFFICIENTS = CostCoefficients(_FORWARD, _BACKWARD, step_s=0.25, source="test")
+
+
+def cost_model(num_ranks: int) -> CostModel:
+    """Ulysses groups, sharded parameters, one node."""
+    cluster = ClusterSpec(num_ranks, num_ranks, HARDWARE)
+    return CostModel(MODEL, cluster, COEFFICIENTS, method="ulysses", parameters="sharded", shard_ranks=num_ranks)
+
+
+def scenario(num_ranks: int = 4, tokens_per_rank: int = 0) -> Scenario:
+    """The cost model above with degrees 1, 2 and 4."""
+    degrees = tuple(degree for degree in (1, 2, 4) if degree <= num_ranks)
+    placement = Placement(num_ranks, "sharded", num_ranks, degrees, "ulysses", tokens_per_rank)
+    return Scenario("toy", "test", cost_model(num_ranks), MEMORY, placement, "auto")

@@ -1,0 +1,64 @@
+"""The report names the numbers that decide, and nothing it cannot know."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from sim_cases import MEMORY, cost_model, scenario
+from test_forecast import forecast
+
+from hf_longctx.sim.execution import execute_plan
+from hf_longctx.sim.forecast import make_forecast
+from hf_longctx.sim.report import execution_text, forecast_text
+
+
+def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequence() -> None:
+    found = forecast()
+    text = forecast_text(found)
+    assert f"STEP  {found.step_s * 1e3:.0f} ms (one step of 14 sequences)" in text
+    assert f"is faster than {found.lower_bound_s * 1e3:.0f} ms" in text
+    for name in ("static", "BatchAda", "Megatron hybrid-CP", "FCP"):
+        row = next(line for line in text.splitlines() if line.strip().startswith(name))
+        [choice] = [choice for choice in found.baselines if choice.name == name]
+        factor = choice.step_s / found.step_s
+        assert not choice.is_possible or ("equal" if abs(factor - 1) < 0.004 else f"{factor:.2f}x faster") in row
+    # of the degrees that are too small only the largest is shown
+    assert "all groups of 2 or fewer" in text and "does not fit: the longest sequence has 120 tokens, 2 rank(s) hold 88" in text
+    assert "1 rank(s) hold 44" not in text
+    assert "LONGEST SEQUENCE  176 tokens (4 ranks of 44 tokens)" in text
+    assert "2 times the ranks: --gpus 8" not in text
+    assert "beyond them its RoPE or position embeddings must be extended" in text
+
+
+def test_no_line_ends_in_blanks_and_no_table_is_empty() -> None:
+    for text in (forecast_text(forecast()), forecast_text(make_forecast(scenario(), None, 1, 1, 0))):
+        assert not re.search(r"[ \t]+$", text, re.MULTILINE)
+        assert "\n\n\n" not in text
+
+
+def test_without_lengths_nothing_is_said_of_steps() -> None:
+    text = forecast_text(make_forecast(scenario(), None, 1, 1, 0))
+    assert "STEP" not in text and "BASELINES" not in text
+    assert "MEMORY" in text and "LONGEST SEQUENCE  176 tokens" in text
+
+
+def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:
+    assert "every planned sequence fits on one rank (44 tokens)" in forecast_text(forecast((30, 20, 10, 9, 8, 7)))
+
+
+def test_ranks_that_do_the_same_are_one_row() -> None:
+    costs = cost_model(4)
+    plan = forecast((120,)).steps[0].plan
+    text = execution_text(plan, execute_plan(plan, costs), MEMORY, 4)
+    assert "one micro-batch <4>" in text
+    [row] = [line for line in text.splitlines() if line.startswith("  0 to 3")]
+    # 30 tokens each: (1 + 2) ms a token and 20 ms for the chunk, nothing waits
+    assert "110 ms" in row and " 0 s " in row and " 30 " in row
+
+
+def test_a_peak_above_the_memory_shows_in_the_simulation() -> None:
+    plan = forecast((120,)).steps[0].plan
+    small = replace(MEMORY, usable_bytes=2**30)
+    text = execution_text(plan, execute_plan(plan, cost_model(4)), replace(small, saved_bytes_per_token=2**28), 4)
+    assert "peak 7.5 GiB of 1.0 GiB that can be used" in text

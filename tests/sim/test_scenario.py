@@ -1,0 +1,150 @@
+"""A request becomes a scenario: measured numbers where there are some, choices that are said, and refusals with numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_longctx.plan.cost import default_coefficients
+from hf_longctx.plan.hardware import read_profile
+from hf_longctx.sim.scenario import Request, build_scenario, read_model
+
+GPT = Request("gpt-7b", "a100-40g", 64, method="ulysses")
+SMALL = Request("llama-3.2-1b", "h100", 8)
+
+
+def test_what_was_measured_of_a_model_on_the_hardware_is_used() -> None:
+    calibration = read_profile("a100-40g").calibration("gpt-7b")
+    assert calibration is not None
+    scenario = build_scenario(GPT)
+    assert scenario.costs.coefficients == calibration.coefficients
+    assert scenario.memory.saved_bytes_per_token == calibration.saved_bytes_per_token
+    assert scenario.tokens_per_rank == calibration.tokens_per_rank(scenario.costs.model, 64)
+    assert scenario.longest_tokens == 64 * scenario.tokens_per_rank
+    assert not any("not measured" in note for note in scenario.notes)
+
+
+def test_rings_that_nobody_measured_are_said_so() -> None:
+    assert any("--method ulysses" in note for note in build_scenario(replace(GPT, method="auto")).notes)
+
+
+def test_without_measurements_the_formulas_are_used_and_said_so() -> None:
+    scenario = build_scenario(SMALL)
+    assert scenario.costs.coefficients == default_coefficients(scenario.costs.model, scenario.costs.cluster)
+    assert scenario.memory.usable_bytes == int(0.8 * scenario.memory.device_bytes)
+    assert any("was not measured on NVIDIA H100" in note for note in scenario.notes)
+    assert scenario.costs.cluster.ranks_per_node == 8
+
+
+def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> None:
+    assert build_scenario(SMALL).placement.parameters == "replicated"
+    scenario = build_scenario(GPT)
+    assert (scenario.placement.parameters, scenario.placement.shard_ranks) == ("sharded", 64)
+    assert scenario.costs.parameters == "sharded" and scenario.costs.shard_ranks == 64
+    assert any("states are sharded over 64 ranks: whole on every rank they take 113" in note for note in scenario.notes)
+
+
+def test_states_are_sharded_for_a_sequence_that_would_not_fit_beside_whole_ones() -> None:
+    whole = build_scenario(SMALL).longest_tokens
+    assert build_scenario(replace(SMALL, longest_tokens=whole)).placement.parameters == "replicated"
+    longer = build_scenario(replace(SMALL, longest_tokens=whole + 1))
+    assert longer.placement.parameters == "sharded" and longer.longest_tokens > whole
+
+
+def test_asked_for_placements_are_kept() -> None:
+    assert build_scenario(replace(SMALL, parameters="gathered_per_round")).costs.shard_ranks == 8
+    shared = build_scenario(replace(SMALL, shard_ranks=4))
+    assert (shared.costs.parameters, shared.costs.shard_ranks) == ("sharded", 4)
+
+
+def test_a_hub_name_is_the_name_of_its_model() -> None:
+    assert read_model("Qwen/Qwen3-0.6B", 2) == read_model("qwen3-0.6b", 2)
+
+
+def config(tmp_path: Path, **changes: Any) -> Path:
+    fields = {
+        "num_hidden_layers": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({name: value for name, value in (fields | changes).items() if value is not None}))
+    return path
+
+
+def test_a_config_and_its_folder_are_the_same_model(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    spec = read_model(str(path), 4)
+    assert (spec.num_layers, spec.head_dim, spec.bytes_per_element) == (3, 8, 4)
+    assert read_model(str(tmp_path), 4) == spec
+    nested = tmp_path / "nested"
+    nested.mkdir()
+    (nested / "config.json").write_text(json.dumps({"text_config": json.loads(path.read_text()), "vision_config": {}}))
+    assert read_model(str(nested), 4) == spec
+
+
+def test_a_path_is_not_taken_for_the_measured_model_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt-7b").mkdir()
+    config(tmp_path / "gpt-7b")
+    monkeypatch.chdir(tmp_path)
+    scenario = build_scenario(GPT)
+    assert scenario.costs.model.num_layers == 3 and not scenario.memory.is_measured
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as a model config: .*num_hidden_layers"):
+        read_model(str(config(tmp_path, num_hidden_layers=None)), 2)
+    for text, message in (("{", "Expecting"), ("[]", "holds list, not an object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_model(str(tmp_path), 2)
+    with pytest.raises(ValueError, match=r"'nowhere\.json' is not there"):
+        read_model("nowhere.json", 2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        read_model(str(tmp_path / "empty"), 2)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (replace(SMALL, num_ranks=0), "--gpus is 0"),
+        (replace(SMALL, num_ranks=12, ranks_per_node=8), "12 ranks .* nodes of 8"),
+        (replace(SMALL, ranks_per_node=16), "8 ranks .* nodes of 16"),
+        (replace(SMALL, shard_ranks=3), "--shard-ranks 3 does not divide the 8 ranks"),
+        (replace(SMALL, shard_ranks=4, parameters="replicated"), "--shard-ranks 4 has no effect"),
+        (replace(SMALL, parameters="split"), "parameters 'split' is not one of"),
+        (replace(SMALL, dtype="int8"), "dtype 'int8' is not one of bfloat16, float32"),
+        (replace(GPT, dtype="float32"), "--dtype has no effect"),
+        (replace(SMALL, solver="magic"), "solver 'magic' is not one of auto"),
+        (replace(SMALL, degrees=(0, 1)), "must be positive"),
+        (replace(SMALL, degrees=(1, 16)), "degree 16 needs 16 ranks"),
+        (replace(SMALL, degrees=(3,), method="ulysses"), "degree 3 is neither a power of two"),
+        (replace(SMALL, model="gpt-8b"), "gpt-7b"),
+        (replace(SMALL, hardware="abacus"), "'abacus' is neither a shipped profile"),
+    ],
+)
+def test_what_contradicts_itself_or_does_not_exist_is_refused(request_: Request, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_scenario(request_)
+
+
+def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -> None:
+    # 64 layers of 487,587,840 parameters and 2 * 151,936 * 5120: half of 12 bytes for each, and 4 bytes for the embeddings and
+    # two layers that are gathered, are 206.7e9 bytes
+    with pytest.raises(ValueError) as error:
+        build_scenario(Request("qwen3-32b", "h100", 2))
+    message = str(error.value)
+    assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 192.5 GiB" in message
+    assert "59.6 of 74.5 GiB" in message
+    assert "4 times the ranks: --gpus 8 (up to 1,656 tokens)" in message
+    # the remedy that it names works
+    assert build_scenario(Request("qwen3-32b", "h100", 8)).longest_tokens == 1656
+    assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
