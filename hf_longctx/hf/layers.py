@@ -12,6 +12,12 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 
 
+def has_plain_projections(model: nn.Module) -> bool:
+    """Whether `layer_modules` would find projections in every layer, so that queries, keys and values may be kept."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return bool(layers) and all(_projections(layer) for layer in layers)
+
+
 def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
     """Every decoder layer of `model` in order, whatever it is wrapped in; raises ValueError for one of another make."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
