@@ -224,6 +224,12 @@ def test_half_precision_gives_the_very_gradients_of_recomputation(weights: torch
         assert relative_error(kept[name].double(), gradient.double()) <= 0.02, name
 
 
+def test_autocast_leaves_double_precision_alone() -> None:
+    step = EngineStep(tier(), LENGTHS, lambda: build_model(ModelCase(promoted=True, autocast=True)))
+    step.forward((MIXED,) * 2)[0].backward()
+    assert step.error() <= TOLERANCE
+
+
 def test_kept_outputs_are_in_the_precision_of_autocast() -> None:
     step = EngineStep(tier(), LENGTHS, half_precision(torch.float32, True))
     _, activations = step.forward((keeping(),) * 2)
