@@ -9,15 +9,12 @@ import pytest
 import torch
 import transformers
 from helpers.allocations import measure
-from helpers.models import ModelCase, random_rows
-from helpers.sliced import cut, sliced_plan
-from helpers.steps import group_pool, rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
+from hf_longctx.plan.memory import ChunkBytes, chunk_bytes
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
