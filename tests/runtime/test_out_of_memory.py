@@ -53,8 +53,8 @@ def test_a_step_names_what_ran_and_what_to_change(in_backward: bool, action: str
         executor.run(PLAN.for_rank(0), chunks, 10, predicted_bytes=3 * 2**29)
     assert str(found.value) == (
         f"step 0, round {round_index}, action {action}: out of device memory with chunk 0 of 14 tokens in 2 documents on 1 "
-        "rank(s); the plan was predicted to take 1.50 GiB; lower tokens_per_rank, set activations='auto', or allow more host memory. The "
-        "device said: CUDA out of memory. Tried to allocate 7.00 GiB."
+        "rank(s); the plan was predicted to take 1.50 GiB; lower tokens_per_rank, set activations='auto', or allow more host "
+        "memory. The device said: CUDA out of memory. Tried to allocate 7.00 GiB."
     )
     assert "Tried to allocate 7.00 GiB" in str(found.value.__cause__)
 
