@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -228,18 +229,43 @@ def test_small_tiles_are_not_rounded_away() -> None:
     assert small_gradients_of_head(129) == 1.25
 
 
+@pytest.mark.parametrize("keep_gradients,num_runs", [(True, 5), (False, 10)])
+def test_every_run_of_the_head_is_under_autocast(keep_gradients: bool, num_runs: int) -> None:
+    model, dtypes = build_model(HALF["autocast"]), []
+    original = model.lm_head.forward
+
+    def forward(x: Tensor) -> Tensor:
+        logits = original(x)
+        dtypes.append(logits.dtype)
+        return logits
+
+    model.lm_head.forward = forward
+    tiled(model, 5, keep_gradients, "none")
+    # the second runs are those of backward, which restores no autocast by itself
+    assert dtypes == [torch.bfloat16] * num_runs
+
+
 class Largest(TorchDispatchMode):
-    """The largest number of elements of any tensor that an operation returns."""
+    """The largest number of elements of any tensor that an operation returns, and of all of them that live at one time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.numel = self.live_numel = 0
+        self._seen: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(tensor, Tensor):
                 self.numel = max(self.numel, tensor.numel())
+                self._seen.append(weakref.ref(tensor))
+        # views share their storage
+        live = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.element_size()
+            for ref in self._seen
+            if (t := ref()) is not None
+        }
+        self.live_numel = max(self.live_numel, sum(live.values()))
         return found
 
 
@@ -265,6 +291,8 @@ def test_nothing_larger_than_a_tile_of_logits_is_saved_or_made(frozen: bool, kee
         held = [tensor.numel() for tensor in loss.grad_fn.saved_tensors]
         loss.backward()
     assert made.numel == tile_tokens * vocab
+    # logits and their softmax of one tile and a third for labels and biases, gradients of input and weight
+    assert made.live_numel <= 3 * tile_tokens * vocab + 2 * num_tokens * width + 4 * vocab * width
     # no logits, not even of a tile: its graph holds input and weight
     assert max(packed) == vocab * width
     weight = [] if frozen else [vocab * width, vocab]
