@@ -218,8 +218,7 @@ class _Round:
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.book = KVBook(has_backward=self.num_backwards > 0)
         for action, following in itertools.zip_longest(actions, actions[1:]):
-            chunk = self.group.chunks[action.chunk]
-            memory = explained(where, action, chunk, self.executor.device, predicted_bytes)
+            memory = explained(where, action, self.group, self.executor.device, predicted_bytes)
             with self.clock.measure(self.index, action.kind, str(action)), memory:
                 self.handlers[action.kind](action, following)
         assert not self.book.num_bytes, f"the K/V book holds {self.book.num_bytes} bytes behind its round"
