@@ -8,14 +8,22 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.layers import has_plain_projections
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
+
+_QK_NORMS = (".q_norm", ".q_layernorm")
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     """The shapes of `model` as the planner sees them; `is_autocast`: attention runs in bf16 whatever the weights are."""
     spec = ModelSpec.from_config(model.config.to_dict(), bytes_per_element=model.dtype.itemsize)
-    return replace(spec, bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0)
+    return replace(
+        spec,
+        bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0,
+        qk_norms=any(name.endswith(_QK_NORMS) for name, _ in model.named_modules()),
+        can_keep_qkv=has_plain_projections(model),
+    )
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:

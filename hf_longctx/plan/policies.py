@@ -9,11 +9,12 @@ seconds is taken, of those whose bytes fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import replace
 
-from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy
-from hf_longctx.plan.activation_memory import layer_slots
+import numpy as np
+
+from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
+from hf_longctx.plan.activation_memory import held_bytes, layer_slots
 from hf_longctx.plan.chunking import sliced_group
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
@@ -103,14 +104,7 @@ class _RoomMaker:
         def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
             return (ActivationPolicy(0, 0, tuple(map(_layer_policy, shares)), self.budget.tile_tokens),)
 
-        # the least that any policy needs, with the host and without, since what arrives from there takes room too
-        tokens = max(shard_tokens(chunk, group.shape))
-        lean = [
-            self._with(group, (lean_policy(self.costs.model, tokens, host_bytes, self.budget.tile_tokens),))
-            for host_bytes in (self.budget.host_bytes, 0)
-        ]
-        solved = list(self._solved(group, slots, policies, self._bytes(lean[-1]).workspace))
-        yield from solved or filter(self._fits, lean)
+        yield from self._solved(group, slots, policies)
 
     def _slice_first(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
         """The longest sequence in slices, one slot of the program for each chunk."""
@@ -131,25 +125,38 @@ class _RoomMaker:
                     for index, chosen in enumerate(shares)
                 )
 
-            yield from self._solved(sliced, slots, policies, 0)
+            yield from self._solved(sliced, slots, policies)
 
-    def _solved(
-        self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies, workspace_bytes: int
-    ) -> Iterator[SequenceGroup]:
-        """The group under the cheapest policies that fit, if some are found; `workspace_bytes`: about what works beside them."""
-        room_bytes = float(self.budget.device_bytes - workspace_bytes)
+    def _solved(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies) -> Iterator[SequenceGroup]:
+        """The group under the cheapest policies that fit; under those that need the least where the program finds none."""
+        lean = self._lean(group, 0)
+        needed = self._bytes(lean)
+        # what works beside saved tensors is about the same whatever the policy
+        room_bytes = float(self.budget.device_bytes - (needed.peak - needed.saved))
         rate = self.costs.cluster.hardware.copy_bytes_per_s
         for _ in range(_ATTEMPTS):
             try:
                 choice = choose_policy(slots, MemoryLimits(max(0.0, room_bytes), self.budget.host_bytes, rate))
             except ValueError:
-                return
+                break
             option = self._with(group, policies(choice.shares))
             over_bytes = self._bytes(option).peak - self.budget.device_bytes
             if over_bytes <= 0:
                 yield option
                 return
             room_bytes = min(room_bytes, choice.outcome.device_bytes) - over_bytes
+        # what arrives from the host takes room too, so that less may need more
+        yield from (option for option in (self._lean(group, self.budget.host_bytes), lean) if self._fits(option))
+
+    def _lean(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
+        """The group with layer inputs kept alone, as many as `host_bytes` hold on the host."""
+        policies = []
+        for chunk in group.chunks:
+            tokens = max(shard_tokens(chunk, group.shape))
+            policy = lean_policy(self.costs.model, tokens, host_bytes, self.budget.tile_tokens)
+            host_bytes -= held_bytes(self.costs.model, policy, len(policy.layers), tokens)[1]
+            policies.append(replace(policy, chunk=chunk.index))
+        return self._with(group, tuple(policies))
 
     def _with(self, group: SequenceGroup, policies: tuple[ActivationPolicy, ...]) -> SequenceGroup:
         (stage,) = group.stages
@@ -188,32 +195,13 @@ def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> d
         slots += [_one_slot(of_layers)] if is_sliced else of_layers
         shares += [_mean(chosen)] if is_sliced else chosen
         owners += [chunk.index] * (1 if is_sliced else len(of_layers))
+    array = np.array([(share.recompute, share.host) for chosen in shares for share in chosen])
     added: dict[int, tuple[float, float]] = {}
-    found = slot_seconds(slots, shares, costs.cluster.hardware.copy_bytes_per_s)
-    for owner, seconds in zip(owners, found, strict=True):
+    seconds = slot_seconds(slots, array, costs.cluster.hardware.copy_bytes_per_s)
+    for owner, again_s, out_s, back_s in zip(owners, *(way.tolist() for way in seconds), strict=True):
         forward_s, backward_s = added.get(owner, (0.0, 0.0))
-        added[owner] = forward_s + seconds.exposed_forward, backward_s + seconds.exposed_backward + seconds.recompute
+        added[owner] = forward_s + out_s, backward_s + back_s + again_s
     return added
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSeconds:
-    """What the shares of one slot add: work that runs again, and copies out and back that the slot behind it does not hide."""
-
-    recompute: float
-    exposed_forward: float
-    exposed_backward: float
-
-
-def slot_seconds(slots: Sequence[Slot], shares: Sequence[tuple[TensorShare, ...]], bytes_per_s: float) -> list[SlotSeconds]:
-    """What shares add to each slot, `shares[slot][place]` as `slots[slot].saved`."""
-    found = []
-    for slot, following, chosen in zip_longest(slots, slots[1:], shares):
-        copy_s = sum(share.host * item.num_bytes for share, item in zip(chosen, slot.saved, strict=True)) / bytes_per_s
-        windows = (0.0, 0.0) if following is None else (following.forward_s, following.backward_s)
-        again_s = sum(share.recompute * item.recompute_s for share, item in zip(chosen, slot.saved, strict=True))
-        found.append(SlotSeconds(again_s, *(max(0.0, copy_s - window_s) for window_s in windows)))
-    return found
 
 
 def _layer_policy(shares: tuple[TensorShare, ...]) -> LayerPolicy:

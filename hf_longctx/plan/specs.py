@@ -16,6 +16,8 @@ GroupMethod = Literal["auto", "ulysses", "ring", "hybrid"]
 GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 
 _NODE_RANKS = 8
+# of config.json; types with a switch of their own have it in `use_qk_norm`
+_QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class ModelSpec:
 
     bytes_per_element: of weights and saved activations. bytes_sent_per_element: of queries, keys and values between ranks,
     fewer than that under autocast (0: as many). gated_mlp: the MLP has a gate beside up and down, as Llama's and unlike
-    GPT's. learned_positions: one embedding for each of max_positions.
+    GPT's. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys have norms of their own.
+    can_keep_qkv: a replay can take queries, keys and values from the first run.
     """
 
     num_layers: int
@@ -40,6 +43,8 @@ class ModelSpec:
     bytes_sent_per_element: int = 0
     gated_mlp: bool = True
     learned_positions: bool = False
+    qk_norms: bool = False
+    can_keep_qkv: bool = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
@@ -67,6 +72,7 @@ class ModelSpec:
             max_positions=get("max_position_embeddings", "n_positions"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
+            qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
         )
 
     @property

@@ -12,7 +12,6 @@ from hf_longctx.plan.chunking import slice_bounds, sliced_group
 from hf_longctx.plan.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.validate import validate_plan
 
-
 # per pair or token: nothing, or what some device may take
 SECONDS = st.just(0.0) | st.floats(1e-15, 1e-3)
 

@@ -47,8 +47,9 @@ def build(family: str, dtype: torch.dtype, num_layers: int) -> Any:
     return model_class(config).to(dtype).train()
 
 
-def spec(dtype: torch.dtype) -> ModelSpec:
-    return ModelSpec(1, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, 64, 1024, bytes_per_element=dtype.itemsize)
+def spec(dtype: torch.dtype, family: str = "llama") -> ModelSpec:
+    sizes = (1, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, 64, 1024)
+    return ModelSpec(*sizes, bytes_per_element=dtype.itemsize, qk_norms=family == "qwen3")
 
 
 def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
@@ -85,7 +86,7 @@ def layer_bytes(family: str, dtype: torch.dtype, prepare: Callable[[Any], None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_layers_save_what_is_predicted(family: str, dtype: torch.dtype) -> None:
     measured = layer_bytes(family, dtype, lambda model: None)
-    assert measured == pytest.approx(plain_layer_bytes(spec(dtype), family == "qwen3"), rel=0.01)
+    assert measured == pytest.approx(plain_layer_bytes(spec(dtype, family)), rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -97,13 +98,12 @@ def test_checkpointed_layers_save_what_is_predicted(dtype: torch.dtype) -> None:
 
 
 def policy(host: float, recompute: float, mlp: float) -> LayerPolicy:
+    on_host, on_device = host * (1 - recompute), (1 - host) * (1 - recompute)
     return LayerPolicy(
         (
             TensorShare("layer_input", host=host, device=1 - host),
-            TensorShare(
-                "attention_output", recompute=recompute, host=host * (1 - recompute), device=(1 - host) * (1 - recompute)
-            ),
-            TensorShare("qkv", recompute=1.0),
+            TensorShare("attention_output", recompute=recompute, host=on_host, device=on_device),
+            TensorShare("qkv", recompute=recompute, host=on_host, device=on_device),
             TensorShare("mlp", recompute=mlp, device=1 - mlp),
         )
     )
