@@ -207,7 +207,7 @@ def test_grouped_query_heads_match(num_heads: int, num_kv_heads: int) -> None:
 def test_the_book_takes_no_more_than_without_a_policy() -> None:
     plan = sliced_plan([30, 7, 5], HYBRID)
     plain = check(PROMOTED, same_policy(plan))
-    assert check(PROMOTED, same_policy(plan, replayed(0.5), replayed(0.0))).kv_book_bytes == plain.kv_book_bytes > 0
+    assert check(PROMOTED, same_policy(plan, replayed(0.5), replayed(0.0))).memory.kv_book == plain.memory.kv_book > 0
 
 
 def test_lora_matches() -> None:
