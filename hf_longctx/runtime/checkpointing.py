@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_longctx.plan.types import ActivationPolicy, LayerPolicy
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.offload import HostTier, SplitTensor
+from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.token_tiles import TileRecord, tokenwise
 
 
@@ -123,11 +124,12 @@ class ActivationEngine:
     """Binds itself to the decoder layers of one model; `unbind` puts everything back.
 
     A forward whose context has no activations, or that makes no graph, runs the layers as they were. `tier` takes what policies
-    send to the host; without one they are refused.
+    send to the host; without one they are refused. `head` takes the loss in the tiles of a policy; without one the executor
+    takes it from logits.
     """
 
-    def __init__(self, layers: Sequence[LayerModules], tier: HostTier | None = None) -> None:
-        self.tier = tier
+    def __init__(self, layers: Sequence[LayerModules], tier: HostTier | None = None, head: OutputHead | None = None) -> None:
+        self.tier, self.head = tier, head
         for modules in layers:
             if not hasattr(type(modules.layer), "gradient_checkpointing"):
                 raise ValueError(
@@ -158,6 +160,8 @@ class ActivationEngine:
     def unbind(self) -> None:
         for binding in self._bindings:
             binding.unbind()
+        if self.head is not None:
+            self.head.unbind()
 
 
 def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:

@@ -6,6 +6,7 @@ through `StepResult`. Gradients are the sum over all ranks of the loss divided b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.out_of_memory import explained
+from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.profiler import Interval, StepClock
 from hf_longctx.runtime.sharded import parameters_of
 from hf_longctx.runtime.slices import KVBook
@@ -61,7 +64,8 @@ class StepExecutor:
 
     `model` is the plain, DDP-wrapped or sharded (`shard_model`) model; its attention must be the registered `longctx`
     function, called `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add
-    up in fp32. `engine` executes activation policies; without one, plans that have any are refused.
+    up in fp32. `engine` executes activation policies; without one, plans that have any are refused. With a head, chunks whose
+    policy has `tile_tokens` make no logits, in evaluation too.
     """
 
     def __init__(
@@ -79,14 +83,20 @@ class StepExecutor:
         self._no_mask = no_mask(device)
 
     def run(
-        self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], num_label_tokens: int, reduce: bool = True
+        self,
+        plan: RankPlan,
+        inputs: Sequence[Sequence[ChunkInputs]],
+        num_label_tokens: int,
+        reduce: bool = True,
+        predicted_bytes: int = 0,
     ) -> StepResult:
         """Forward and backward of every round; gradients end as the sum over all ranks, sharded as the parameters are.
 
         `inputs[r][c]` is this rank's shard of chunk c in round r. `num_label_tokens` counts the label tokens of the step
         over all ranks. `reduce`: false for every plan of an optimizer step but its last, whose reduction then covers the
-        gradients of all of them. Every rank of the pool must call it with its own path of the same plan. Raises ValueError
-        by name for what this version does not execute.
+        gradients of all of them. `predicted_bytes`: what the plan was estimated to take, for the message where memory runs
+        out. Every rank of the pool must call it with its own path of the same plan. Raises ValueError by name for what this
+        version does not execute, torch.OutOfMemoryError naming the action that ran out of device memory.
         """
         self.parameters.check(plan.parameters)
         refuse_unsupported(plan, self.engine)
@@ -97,7 +107,7 @@ class StepExecutor:
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
                 current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage.activations)
-                total += current.run(stage.actions)
+                total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
                 kv_book_bytes = max(kv_book_bytes, current.book.peak_bytes)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
@@ -115,7 +125,8 @@ class StepExecutor:
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind == "F"]
-            total += _Round(self, group, inputs[index], 1, clock, index).run(forwards)
+            current = _Round(self, group, inputs[index], 1, clock, index, stage.activations)
+            total += current.run(forwards, f"evaluation {plan.step}, round {index}")
         self.parameters.free()
         self._sum_over_ranks(total)
         return total
@@ -133,6 +144,21 @@ class StepExecutor:
         context.check_calls(self.num_attention_layers)
         logits: Tensor = output.logits
         return logits
+
+    def sum_chunk(self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int = 0, keep_gradients: bool = False) -> Tensor:
+        """The summed cross-entropy of this rank's shard, a scalar: without logits if there are `tile_tokens` and a head.
+
+        `chunk` may be on the host. `keep_gradients`: its backward comes next.
+        """
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return summed_cross_entropy(self.forward_chunk(inputs, context), inputs.shift_labels)
+        # labels on the host tell which tiles have any, without waiting for the device
+        with head.summing(chunk.shift_labels, tile_tokens, keep_gradients):
+            loss = self.forward_chunk(inputs, context)
+        check_untouched(loss)
+        return loss
 
     def _sum_over_ranks(self, total: Tensor) -> None:
         if self.pool.everyone is not None:
@@ -161,28 +187,32 @@ class _Round:
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.handlers = {"F": self._forward, "B": self._backward}
 
-    def run(self, actions: Sequence[Action]) -> Tensor:
-        """The actions in order; this rank's share of the step's loss, without a graph."""
+    def run(self, actions: Sequence[Action], where: str, predicted_bytes: int = 0) -> Tensor:
+        """The actions in order; this rank's share of the step's loss, without a graph. `where`: for errors."""
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.book = KVBook(has_backward=self.num_backwards > 0)
-        for action in actions:
-            with self.clock.measure(self.index, action.kind, str(action)):
-                self.handlers[action.kind](action)
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            chunk = self.group.chunks[action.chunk]
+            memory = explained(where, action, chunk, self.executor.device, predicted_bytes)
+            with self.clock.measure(self.index, action.kind, str(action)), memory:
+                self.handlers[action.kind](action, following)
         assert not self.book.num_bytes, f"the K/V book holds {self.book.num_bytes} bytes behind its round"
         return self.total
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, following: Action | None) -> None:
         chunk = self.group.chunks[action.chunk]
         context = self.executor.pool.context(self.group, chunk, self.book)
-        if self.executor.engine is not None and action.chunk in self.policies:
-            context = replace(context, activations=self.executor.engine.begin(self.policies[action.chunk]))
-        inputs = self.inputs[action.chunk].to(self.executor.device)
-        logits = self.executor.forward_chunk(inputs, context)
-        loss = step_loss(summed_cross_entropy(logits, inputs.shift_labels), self.num_label_tokens)
+        policy = self.policies.get(action.chunk)
+        if self.executor.engine is not None and policy is not None and torch.is_grad_enabled():
+            context = replace(context, activations=self.executor.engine.begin(policy))
+        is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
+        tile_tokens = policy.tile_tokens if policy is not None else 0
+        loss_sum = self.executor.sum_chunk(self.inputs[action.chunk], context, tile_tokens, is_backward_next)
+        loss = step_loss(loss_sum, self.num_label_tokens)
         self.total += loss.detach()
         self.losses[action.chunk] = loss
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, following: Action | None) -> None:
         loss = self.losses.pop(action.chunk)
         self.num_backwards -= 1
         self.executor.parameters.before_backward(is_last=not self.num_backwards)
@@ -218,7 +248,7 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -
             sliced = _sliced_chunks(group)
             for policy in stage.activations:
                 engine.check(policy)
-                if policy.chunk in sliced and (policy.layers or policy.tile_tokens):
+                if policy.chunk in sliced and policy.layers:
                     raise ValueError(f"chunk {policy.chunk} is a slice of a sequence with an activation policy; not executed yet")
         elif any(policy.layers or policy.tile_tokens for policy in stage.activations):
             raise ValueError("activation policies (recompute, offload, tiles) are not executed yet; everything is kept")
