@@ -58,8 +58,8 @@ def held_bytes(
             on_device += plain_layer_bytes(model, has_qk_norms) * num_tokens
             continue
         for name in TENSOR_CLASSES:
-            token_bytes = class_bytes(model, name)  # type: ignore[arg-type]
-            _, host_start, host_stop = layer.share(name).cuts(num_tokens)  # type: ignore[arg-type]
+            token_bytes = class_bytes(model, name)
+            _, host_start, host_stop = layer.share(name).cuts(num_tokens)
             on_host += (host_stop - host_start) * token_bytes
             on_device += (num_tokens - host_stop) * token_bytes
     return on_device, on_host

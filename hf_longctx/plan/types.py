@@ -19,7 +19,7 @@ ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB", "D2H", "H2D", "FREE"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 PARAMETERS: tuple[str, ...] = get_args(Parameters)
-TENSOR_CLASSES: tuple[str, ...] = get_args(TensorClass)
+TENSOR_CLASSES: tuple[TensorClass, ...] = get_args(TensorClass)
 ACTION_KINDS: tuple[str, ...] = get_args(ActionKind)
 
 _ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB|D2H|H2D|FREE)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")

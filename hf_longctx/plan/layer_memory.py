@@ -1,0 +1,258 @@
+"""Bytes of one decoder layer on a rank, and of what stands outside of the layers, moment by moment.
+
+Each moment is a sum of the tensors that are alive in it, read off the runtime and Hugging Face's modules; tests compare the
+sums with what torch allocates. Letters as in `activation_memory.py`: d hidden, a all query heads, k all KV heads, f
+intermediate, h heads, e bytes per element; in the code d, a, k and f are bytes per token.
+
+Ranks that share attention by heads work on as many elements as one that holds 1/degree of the tokens; what their exchanges take
+beside that is counted as one copy of what is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hf_longctx.plan.activation_memory import class_bytes, plain_layer_bytes
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import TENSOR_CLASSES, LayerPolicy, TensorClass
+
+_CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a rank runs of a chunk.
+
+    num_tokens: of this rank. documents: new tokens of each document, of this rank's share, whose attention runs one after
+    the other. front_tokens: tokens before the chunk's first document, whose keys and values lie in the book; sliced_tokens:
+    new ones that go there. has_head: final norm, logits and loss are here. trains_weights: false for LoRA, whose base has
+    no gradients. is_shared: queries, keys and values travel between ranks. tiles_loss: the loss runs in the policy's token tiles.
+    """
+
+    num_tokens: int
+    documents: tuple[int, ...]
+    num_layers: int
+    front_tokens: int = 0
+    sliced_tokens: int = 0
+    has_head: bool = True
+    trains_weights: bool = True
+    has_qk_norms: bool = False
+    is_shared: bool = False
+    tiles_loss: bool = True
+
+    @classmethod
+    def document(cls, num_tokens: int, num_layers: int, trains_weights: bool = True, has_qk_norms: bool = False) -> Load:
+        """One document whole on one rank."""
+        return cls(num_tokens, (num_tokens,), num_layers, trains_weights=trains_weights, has_qk_norms=has_qk_norms)
+
+
+class LayerBytes:
+    """Bytes of one layer under one policy.
+
+    held, held_host: from forward to backward. forward: beyond what layers below hold, when this one runs forward. backward:
+    beyond what layers up to this one hold and what arrives from the host, in the worst moment of its replay and backward.
+    """
+
+    def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
+        self.model, self.load, self.policy = model, load, policy
+        self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
+        self.has_tiles = tile_tokens > 0
+        self.is_plain = policy.keeps_everything
+        self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
+        self.forward = self._forward()
+        self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward())
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """Bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP."""
+        model = self.model
+        e = model.bytes_per_element
+        a, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        return e * model.hidden_size, e * a, e * k, e * model.intermediate_size
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of an element in at least fp32 for one in the model's format, as a factor of the latter."""
+        return max(1, 4 // self.model.bytes_per_element)
+
+    def _plain_held(self) -> tuple[int, int]:
+        load, (_, a, k, _) = self.load, self._sizes
+        held = plain_layer_bytes(self.model, load.has_qk_norms) * self.tokens
+        whole = self.tokens - load.sliced_tokens
+        # keys and values of slices lie in the book; others are saved as many times as query heads read them
+        held += 2 * (a - k) * whole - 2 * k * load.sliced_tokens
+        # outputs of documents, and all of them in one piece
+        return held + a * self.tokens, 0
+
+    def _split_held(self) -> tuple[int, int]:
+        device = host = 0
+        for name in TENSOR_CLASSES:
+            _, host_start, host_stop = self.policy.share(name).cuts(self.tokens)
+            host += (host_stop - host_start) * class_bytes(self.model, name)
+            device += (self.tokens - host_stop) * class_bytes(self.model, name)
+        return device, host
+
+    def _recomputed(self, name: TensorClass) -> int:
+        """Tokens of which a class is computed again."""
+        return 0 if self.is_plain else self.policy.share(name).cuts(self.tokens)[0]
+
+    @property
+    def _whole_input(self) -> int:
+        """A layer input that was cut in two is put together again."""
+        d, _, _, _ = self._sizes
+        share = self.policy.share("layer_input")
+        return round(d * self.tokens * share.device) if not self.is_plain and 0 < share.host < 1 else 0
+
+    @property
+    def _replayed_norm(self) -> int:
+        """Per token: what a norm saves in a replay, with its output. Its fp32 input is the residual itself in fp32."""
+        d, _, _, _ = self._sizes
+        return 2 * d if self.has_tiles else 4 * self.model.hidden_size + 4 + 2 * d
+
+    @property
+    def _replayed_attention(self) -> int:
+        """What a replay saves up to the output of attention, beyond the layer input and what was kept."""
+        if self.is_plain:
+            return 0
+        d, a, k, _ = self._sizes
+        model = self.model
+        first_norm = self._replayed_norm - (d if self.has_tiles or model.bytes_per_element == 4 else 0)
+        kv = 2 * k * (self.tokens - self.load.sliced_tokens)
+        qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
+        norms = (4 + model.bytes_per_element) * (a + k) // model.bytes_per_element + 4 * (model.num_heads + model.num_kv_heads)
+        inside = qkv + (norms * self.tokens if self.load.has_qk_norms else 0)
+        output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
+        return first_norm * self.tokens + inside + output + self._whole_input
+
+    def _forward(self) -> int:
+        d, a, k, f = self._sizes
+        inner = (3 if self.model.gated_mlp else 2) * f
+        if self.is_plain:
+            return self.held + d * self.tokens
+        documents = self.load.documents
+        expanded = 2 * a if a != k else 0
+        # outputs of several documents are put together behind the last of them
+        joined = a * self.tokens + expanded * documents[-1] if len(documents) > 1 else 0
+        attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
+        attention += self._exchange + self._cut_bytes
+        # queries, and three more like them while they are rotated
+        rotation = (2 * d + 4 * a + 2 * k) * self.tokens
+        norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
+        # the input, the residual, the norm's output and what is kept of attention
+        mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
+        mlp += (d * self.tokens if self.has_tiles else 0) + inner * self.tile
+        return max(rotation, attention, norm, mlp)
+
+    @property
+    def _cut_bytes(self) -> int:
+        """Device parts of layer input and attention output, which are copies where only a part stays."""
+        num_bytes = 0
+        for name in _CUT_CLASSES:
+            stop = self.policy.share(name).cuts(self.tokens)[2]
+            num_bytes += class_bytes(self.model, name) * (self.tokens - stop) if stop else 0
+        return num_bytes
+
+    @property
+    def _exchange(self) -> int:
+        """Of queries, keys and values between ranks: one copy of what is sent."""
+        _, a, k, _ = self._sizes
+        return (a + 2 * k) * self.tokens if self.load.is_shared else 0
+
+    def _mlp_backward(self) -> int:
+        """With the gradients of the inner tensors; the second matrix has released its input."""
+        d, _, _, f = self._sizes
+        gradients = (2 if self.model.gated_mlp else 1) * f
+        inner = (6 if self.model.gated_mlp else 3) * f
+        gradient = d * self.tokens
+        if self.is_plain:
+            return gradient + gradients * self.tokens
+        before = self._replayed_attention + self._replayed_norm * self.tokens + gradient
+        if not self.has_tiles and self.policy.share("mlp").recompute == 1:
+            return before + inner * self.tokens
+        # input gradients are put together, weight gradients of a tile are added up in fp32
+        matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
+        weights = matrices * (1 + self._wide) if self.load.trains_weights else 0
+        recomputed = min(self.tile, self._recomputed("mlp"))
+        kept = min(self.tile, self.tokens - self._recomputed("mlp"))
+        return before + d * self.tokens + max((inner + d) * recomputed, gradients * kept) + weights
+
+    @property
+    def _held_mlp(self) -> int:
+        """What is kept of the MLP and gone when its backward is done."""
+        if self.is_plain:
+            return (4 if self.model.gated_mlp else 2) * self._sizes[3] * self.tokens
+        _, _, host_stop = self.policy.share("mlp").cuts(self.tokens)
+        return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
+
+    def _norm_backward(self) -> int:
+        """Between MLP and second norm, and in the norm: its fp32 input, and four or five more like it."""
+        d, _, _, f = self._sizes
+        hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
+        before = self._replayed_attention - self._held_mlp
+        saved = 0 if self.is_plain else self._replayed_norm
+        if self.has_tiles and not self.is_plain:
+            tile = (wide * hidden + 2 * d) * self.tile
+            return before + 4 * d * self.tokens + tile
+        # two gradients of the norm's output meet
+        meeting = (saved + 3 * d + (2 if self.model.gated_mlp else 1) * f) * self.tokens
+        inside = (d + (wide - 4 if self.is_plain else wide) * hidden) * self.tokens
+        return before + max(meeting, inside - (2 * d * self.tokens if self.is_plain else 0))
+
+    def _attention_backward(self) -> int:
+        d, a, k, _ = self._sizes
+        load = self.load
+        # the residual's gradient, that of the output and that of the queries
+        outside = self._replayed_attention - self._held_mlp + (d + 2 * a) * self.tokens + self._exchange
+        if self.is_plain:
+            outside -= self._replayed_norm * self.tokens
+        outside += 2 * k * self._wide * (self.tokens - load.sliced_tokens)
+        most = 0
+        for before, document in pairwise((0, *load.documents)):
+            expanded = 2 * a * document if a != k else 0
+            # operators take dense queries, outputs and gradients, return gradients for expanded heads, and have inside one
+            # more tensor like the queries, in fp32
+            inside = expanded + (6 + self._wide) * a * document + 3 * a * before
+            folding = expanded + 3 * a * document + (self._wide > 1) * self._wide * a * document + self._wide * k * document
+            most = max(most, inside, folding)
+        if load.sliced_tokens:
+            own = 2 * k * self._wide * load.sliced_tokens
+            front = 2 * k * load.front_tokens + a * self._wide * load.sliced_tokens
+            most += own + front
+        return outside + most
+
+
+class OutsideBytes:
+    """What is outside of the layers: rotary embeddings and labels (shared), the final norm and the loss.
+
+    head: held from forward to backward. forward, backward: when the loss runs, without what layers and `shared` hold.
+    """
+
+    def __init__(self, model: ModelSpec, load: Load, tile_tokens: int) -> None:
+        e, d, wide = model.bytes_per_element, model.hidden_size, max(4, model.bytes_per_element)
+        tokens, vocabulary = load.num_tokens, model.vocab_size
+        # cosines and sines, token ids and labels
+        self.shared = tokens * (2 * e * model.head_dim + 16)
+        self.head = self.forward = self.backward = 0
+        if not load.has_head:
+            return
+        norm = (4 * d + 4 + (e * d if load.trains_weights else 0)) * tokens
+        hidden = e * d * tokens
+        # of the norm, forward and backward: mostly fp32 tensors like its input
+        inside = ((12 if e == 4 else 8 + 3 * e) * d) * tokens
+        normed = 24 * d * tokens
+        weights = vocabulary * d if load.trains_weights else 0
+        if tile_tokens:
+            tile = min(tile_tokens, tokens) * vocabulary
+            # input gradients and, in fp32, those of the weights are made in the forward
+            self.head = norm + hidden + wide * weights
+            self.forward = max(inside, self.head + hidden + tile * (e + 3 * wide))
+            self.backward = max(normed, self.head + hidden + e * weights)
+            return
+        logits = tokens * vocabulary
+        self.head = norm + (hidden if load.trains_weights else 0) + wide * logits
+        # beside the log-probabilities: logits, and their fp32 copy
+        self.forward = max(inside, norm + hidden + logits * (e + wide + (wide if e < 4 else 0)))
+        # log-probabilities and two gradients of them; then that of the logits, the input's and the weights'
+        last = norm + 2 * hidden + logits * (e + (wide if e < 4 else 0)) + e * weights
+        self.backward = max(normed, norm + hidden + 3 * wide * logits, last)

@@ -1,0 +1,240 @@
+"""Bytes of a rank: what chunks hold between their forward and their backward, and what works beside it.
+
+A chunk's *held* bytes wait from its forward for its backward, on the device or on the host. Its *workspace* is the most that
+one of its passes needs beyond all that is held when the forward is complete: a layer's replay and backward, or the loss
+(`layer_memory.py`). A round adds up the chunks in flight, keys and values of slices, and the workspace of the running action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.activation_memory import class_bytes
+from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
+from hf_longctx.plan.sharding import head_shares, shard_tokens
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StagePlan, TensorShare
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBytes:
+    """One chunk on one rank. device, host: held from its forward to its backward; the workspaces come on top of `device`.
+
+    ending: all of the chunk that is on the device in the backward of its first layer.
+    """
+
+    device: int
+    host: int
+    forward_workspace: int
+    backward_workspace: int
+    ending: int
+
+    @property
+    def workspace(self) -> int:
+        return max(self.forward_workspace, self.backward_workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBytes:
+    """One round on one rank. saved, host: the most that chunks in flight hold; book: the most of keys, values and their
+    gradients; workspace: the largest of an action; peak: the most on the device at one moment, less than their sum.
+    """
+
+    saved: int
+    host: int
+    book: int
+    workspace: int
+    peak: int
+
+
+def chunk_bytes(model: ModelSpec, load: Load, policy: ActivationPolicy | None = None) -> ChunkBytes:
+    """What one chunk holds and works with under `policy`; without one everything is kept."""
+    tile_tokens = policy.tile_tokens if policy else 0
+    policies = [*(policy.layers if policy else ()), *[LayerPolicy()] * load.num_layers][: load.num_layers]
+    # layers alike are counted once
+    distinct = {layer: LayerBytes(model, load, layer, tile_tokens) for layer in set(policies)}
+    layers = [distinct[layer] for layer in policies]
+    outside = OutsideBytes(model, load, tile_tokens if load.tiles_loss else 0)
+    host = sum(layer.held_host for layer in layers)
+    # the model's forward holds the embeddings to its end, wherever the first layer's input lies
+    embeddings = round(layers[0].policy.share("layer_input").host * load.num_tokens) * model.hidden_size * model.bytes_per_element
+    below, most_forward, most_backward = outside.shared, 0, 0
+    before = None
+    for layer in layers:
+        arriving = layer.held_host + (before.held_host if before else 0)
+        most_forward = max(most_forward, below + embeddings + layer.forward)
+        below += layer.held
+        # what was held of this layer is part of its backward
+        most_backward = max(most_backward, below + arriving + layer.backward)
+        before = layer
+    most_forward = max(most_forward, below + embeddings + outside.forward)
+    most_backward = max(most_backward, below + outside.backward)
+    device = below + outside.head
+    ending = outside.shared + layers[0].held + layers[0].held_host + layers[0].backward
+    return ChunkBytes(device, host, max(0, most_forward - device), max(0, most_backward - device), ending)
+
+
+def round_bytes(
+    model: ModelSpec,
+    group: SequenceGroup,
+    stage: StagePlan,
+    position: int = 0,
+    trains_weights: bool = True,
+    tiles_loss: bool = True,
+) -> RoundBytes:
+    """What the rank at `position` of the group holds and works with in one round of the stage, whose F and B are walked."""
+    policies = {policy.chunk: policy for policy in stage.activations}
+    common = Load(
+        0,
+        (),
+        stage.num_layers,
+        has_head=stage.stage == len(group.stages) - 1,
+        trains_weights=trains_weights,
+        tiles_loss=tiles_loss,
+    )
+    chunks = {
+        chunk.index: chunk_bytes(model, chunk_load(group, chunk, position, common), policies.get(chunk.index))
+        for chunk in group.chunks
+    }
+    book = _Book(model, group, stage.num_layers, position)
+    in_flight: dict[int, ChunkBytes] = {}
+    moments: list[tuple[int, int, int, int, int]] = []
+    for action in stage.actions:
+        if action.kind not in ("F", "B"):
+            continue
+        one, chunk = chunks[action.chunk], group.chunks[action.chunk]
+        if action.kind == "F":
+            in_flight[action.chunk] = one
+            book.forward(chunk)
+            work, books = one.forward_workspace, (book.num_bytes, 0)
+        else:
+            work, books = one.backward_workspace, book.backward(chunk)
+        saved = sum(other.device for other in in_flight.values())
+        peak = max(saved + work + books[0], saved - one.device + one.ending + books[1])
+        host = sum(other.host for other in in_flight.values())
+        moments.append((saved, host, max(books), work, peak))
+        if action.kind == "B":
+            del in_flight[action.chunk]
+    return RoundBytes(*(max(column) for column in zip(*moments, strict=True))) if moments else RoundBytes(0, 0, 0, 0, 0)
+
+
+def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load) -> Load:
+    """The rank's load of one chunk of its group, in the settings of `like`. Documents are shared evenly."""
+    degree = group.degree
+    ends = _ends(group)
+    tokens = shard_tokens(chunk, group.shape)[position]
+    slices = [span for span in chunk.spans if span.start or span.stop < ends[span.sequence]]
+    return replace(
+        like,
+        num_tokens=tokens,
+        documents=tuple(-(-span.num_tokens // degree) for span in chunk.spans) or (1,),
+        front_tokens=-(-max((span.start for span in slices), default=0) // degree),
+        sliced_tokens=min(tokens, sum(-(-span.num_tokens // degree) for span in slices)),
+        is_shared=degree > 1,
+    )
+
+
+def _ends(group: SequenceGroup) -> dict[int, int]:
+    ends: dict[int, int] = {}
+    for span in (span for chunk in group.chunks for span in chunk.spans):
+        ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
+    return ends
+
+
+class _Book:
+    """Keys and values of sliced sequences, and their gradients, as the runtime's book holds them over one round."""
+
+    def __init__(self, model: ModelSpec, group: SequenceGroup, num_layers: int, position: int) -> None:
+        block = group.shape.ulysses
+        heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
+        self.ends, self.num_layers = _ends(group), num_layers
+        # of keys and values, and of their gradients in at least fp32
+        self.token_bytes = 2 * num_layers * heads * model.head_dim * model.bytes_per_element
+        self.gradient_bytes = 2 * num_layers * heads * model.head_dim * max(4, model.bytes_per_element)
+        self.entries: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.entries.values())
+
+    def forward(self, chunk: Chunk) -> None:
+        for span in self._slices(chunk):
+            self.entries.setdefault(span.sequence, self.token_bytes * self.ends[span.sequence])
+
+    def backward(self, chunk: Chunk) -> tuple[int, int]:
+        """Bytes when the last and when the first layer of a chunk run backward."""
+        before = self.num_bytes
+        for span in self._slices(chunk):
+            if span.stop == self.ends[span.sequence]:
+                self.entries[span.sequence] += self.gradient_bytes * span.start
+            if not span.start:
+                del self.entries[span.sequence]
+        change = self.num_bytes - before
+        part = round(change / self.num_layers)
+        # layer by layer, gradients come before the layer's attention and all goes after it
+        return (before + part, before + change) if change > 0 else (before, before + change - part)
+
+    def _slices(self, chunk: Chunk) -> list[Span]:
+        return [span for span in chunk.spans if span.start or span.stop < self.ends[span.sequence]]
+
+
+def lean_policy(model: ModelSpec, num_tokens: int, host_bytes: int, tile_tokens: int, num_layers: int = 0) -> ActivationPolicy:
+    """The policy with the least device memory for a chunk of so many tokens on a rank: only layer inputs are kept.
+
+    As many as fit go to the host, those of the first layers, whose backward is last.
+    """
+    num_layers = num_layers or model.num_layers
+    input_bytes = class_bytes(model, "layer_input") * num_tokens
+    layers = []
+    for index in range(num_layers):
+        part = min(1.0, max(0.0, host_bytes / input_bytes - index)) if input_bytes else 0.0
+        # shares are cut at whole tokens, never above the limit
+        part = int(part * num_tokens) / max(1, num_tokens)
+        layers.append(
+            LayerPolicy(
+                (
+                    TensorShare("layer_input", host=part, device=1 - part),
+                    TensorShare("attention_output", recompute=1.0),
+                    TensorShare("qkv", recompute=1.0),
+                    TensorShare("mlp", recompute=1.0),
+                )
+            )
+        )
+    return ActivationPolicy(0, 0, tuple(layers), tile_tokens)
+
+
+def most_tokens(model: ModelSpec, device_bytes: int, host_bytes: int, tile_tokens: int, trains_weights: bool = True) -> int:
+    """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
+
+    device_bytes: what weights, gradients and optimizer states leave of the device.
+    """
+
+    def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
+        # copies that arrive take room too, so that with few layers the host may not pay
+        return tuple(lean_policy(model, num_tokens, limit, tile_tokens) for limit in {0, host_bytes})
+
+    return longest_document(model, device_bytes, host_bytes, policies, trains_weights)
+
+
+def longest_document(
+    model: ModelSpec,
+    device_bytes: int,
+    host_bytes: int,
+    policies: Callable[[int], Sequence[ActivationPolicy | None]],
+    trains_weights: bool = True,
+) -> int:
+    """The most tokens of one document on one rank for which one of the policies (None: keep everything) fits, by bisection."""
+
+    def fits(num_tokens: int) -> bool:
+        load = Load.document(num_tokens, model.num_layers, trains_weights)
+        found = (chunk_bytes(model, load, policy) for policy in policies(num_tokens))
+        return any(one.device + one.workspace <= device_bytes and one.host <= host_bytes for one in found)
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
