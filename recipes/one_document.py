@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.activation_memory import held_bytes
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import (
@@ -35,6 +36,10 @@ from hf_longctx.runtime.executor import ChunkInputs, StepExecutor, no_mask
 from hf_longctx.runtime.loss import IGNORE_INDEX
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.output_head import OutputHead
+
+# in names of kernels that compute attention
+_ATTENTION = ("attention", "fmha", "flash", "sdpa")
 
 
 def replayed(attention_host: float = 0.0, attention_recompute: float = 0.0, input_host: float = 0.0) -> LayerPolicy:
@@ -65,9 +70,23 @@ def document_plan(num_tokens: int, layers: tuple[LayerPolicy, ...], tile_tokens:
     return RankPlan(0, 0, "replicated", ((SequenceGroup((0,), "local", chunks, (stage,)), stage),))
 
 
+def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
+    """(device, host) bytes that wait for backward in the decoder layers when all forwards are done, by the plan's formulae."""
+    group, stage = plan.rounds[0]
+    policies = {policy.chunk: policy for policy in stage.activations}
+    found = [
+        held_bytes(spec, policies.get(chunk.index, ActivationPolicy(chunk.index)), spec.num_layers, chunk.num_tokens)
+        for chunk in group.chunks
+    ]
+    return sum(device for device, _ in found), sum(host for _, host in found)
+
+
 @dataclass(frozen=True)
 class PlannedDocument:
-    """A document under its plan; `model` runs `longctx` attention and is bound to the engine until `close`."""
+    """A document under its plan; `model` runs `longctx` attention and is bound to the engine until `close`.
+
+    With `tile_tokens` in the plan the loss is taken in tiles too.
+    """
 
     model: Any
     executor: StepExecutor
@@ -78,7 +97,7 @@ class PlannedDocument:
     @classmethod
     def of(cls, model: Any, ids_1T: Tensor, plan: RankPlan, tier: HostTier | None = None) -> PlannedDocument:
         patch_model(model)
-        engine = ActivationEngine(layer_modules(model), tier)
+        engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model)))
         pool = GroupPool((1,), timeout_s=60.0)
         executor = StepExecutor(model, pool, num_attention_layers(model), ids_1T.device, fp32_gradients=False, engine=engine)
         return cls(model, executor, engine, plan, ids_1T)
@@ -96,16 +115,6 @@ class PlannedDocument:
         positions = torch.arange(self.ids_1T.shape[1], device=self.ids_1T.device)[None]
         spans = [chunk.spans[0] for chunk in self.chunks]
         return [ChunkInputs(*(x[:, span.start : span.stop] for x in (self.ids_1T, positions, labels))) for span in spans]
-
-    def predicted_bytes(self, spec: ModelSpec) -> tuple[int, int]:
-        """(device, host) bytes that wait for backward in the decoder layers, by the plan's formulae."""
-        stage = self.plan.rounds[0][1]
-        policies = stage.activations or tuple(ActivationPolicy(chunk.index) for chunk in self.chunks)
-        found = [
-            held_bytes(spec, policy, spec.num_layers, chunk.num_tokens)
-            for policy, chunk in zip(policies, self.chunks, strict=True)
-        ]
-        return sum(device for device, _ in found), sum(host for _, host in found)
 
     def saved_bytes(self) -> int:
         """What really waits for backward in the decoder of a whole document: torch's hooks and the engine's count."""
@@ -177,3 +186,18 @@ def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference over all tensors, relative to each tensor's largest value."""
     pairs = zip(found, expected, strict=True)
     return max(float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in pairs)
+
+
+def attention_kernel(function: Callable[[], Any], device: torch.device) -> str:
+    """The name of the kernel (on the CPU: operator) of attention that took the longest in a call; '-' if none was seen."""
+    is_cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as found:
+        function()
+        if is_cuda:
+            torch.cuda.synchronize(device)
+    events = [event for event in found.key_averages() if any(word in event.key.lower() for word in _ATTENTION)]
+    # nodes of autograd hold kernels' and operators' time too
+    kind = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
+    events = [e for e in events if e.device_type == kind and (is_cuda or e.key.startswith("aten::"))]
+    longest = max(events, key=lambda e: e.self_device_time_total if is_cuda else e.self_cpu_time_total, default=None)
+    return "-" if longest is None else longest.key.removeprefix("aten::")[:60]

@@ -39,6 +39,7 @@ from hf_longctx.recipes.one_document import (
     largest_error,
     plain_saved_bytes,
     plain_step,
+    predicted_bytes,
     replayed,
 )
 
@@ -142,8 +143,9 @@ def methods(num_tokens: int, tile_tokens: int) -> list[Method]:
         found.append(Method(name, model, *of_plain(model, ids_1T), token_bytes * spec.num_layers * num_tokens))
     for name, tile in ((JUDGED, tile_tokens), ("ours, no tiles", 0)):
         model = build()
-        document = PlannedDocument.of(model, ids_1T, document_plan(num_tokens, (replayed(),) * spec.num_layers, tile))
-        found.append(Method(name, model, document.step, document.saved_bytes, sum(document.predicted_bytes(spec))))
+        plan = document_plan(num_tokens, (replayed(),) * spec.num_layers, tile)
+        document = PlannedDocument.of(model, ids_1T, plan)
+        found.append(Method(name, model, document.step, document.saved_bytes, sum(predicted_bytes(plan, spec))))
     return found
 
 
