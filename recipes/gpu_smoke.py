@@ -34,14 +34,15 @@ from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.sharding import HeadShare, block_pieces
 from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Chunk, GroupShape, Span
+from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.context import visible_tiles
 from hf_longctx.runtime.executor import ChunkInputs, StepExecutor
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.sequence_parallel import packed_attention
-from hf_longctx.runtime.slices import KVBook, Slice, slice_attention
-from hf_longctx.runtime.tiles import tile_backend, tile_backward, tile_forward
+from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import attention_backend, tile_backward, tile_forward
 
 # bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
 TOLERANCE = 2e-2
@@ -181,7 +182,7 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
         lse = torch.full((NUM_HEADS, len(own)), float("-inf"), device=device)
         tiles = [(s, *tile) for s in range(num_blocks) for tile in visible_tiles(blocks[mine], blocks[s])]
         operands = [
-            (readers.expand(k[:, places[s]][:, keys], 0).contiguous(), readers.expand(v[:, places[s]][:, keys], 0).contiguous())
+            (readers.gather(k[:, places[s]][:, keys]).contiguous(), readers.gather(v[:, places[s]][:, keys]).contiguous())
             for s, _, keys, _ in tiles
         ]
         for (_, queries, _, causal), (key, value) in zip(tiles, operands, strict=True):
@@ -193,8 +194,8 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
             gradients = tile_backward(gradient[:, rows], q[:, rows], key, value, out[:, rows], lse[:, queries], SCALE, causal)
             dq[:, rows] += gradients[0]
             for total, part in ((dk, gradients[1]), (dv, gradients[2])):
-                total.index_add_(1, places[s][keys], part.float().unflatten(0, (NUM_KV_HEADS, -1)).sum(1))
-    return worst([out, dq, dk, dv], reference_attention(tokens, device)), tile_backend(q)
+                total.index_add_(1, places[s][keys], part.float())
+    return worst([out, dq, dk, dv], reference_attention(tokens, device)), attention_backend(device, q.dtype, HEAD_DIM)
 
 
 def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
@@ -208,7 +209,8 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
         for start, stop in pairwise((0, length // 2, length // 2 + 1, length)):
             q, k, v = (x[:, first + start : first + stop] for x in leaves)
             part = Slice(0, sequence, start, stop, length)
-            outputs.append(slice_attention(q, k, v, readers, SCALE, book, "layer", part))
+            attend = ChunkAttention(readers, SCALE, (Document(0, stop - start, part),), None, book, "layer")
+            outputs.append(attend(q, k, v))
     gradients = gradient.transpose(0, 1).split([out.shape[0] for out in outputs])
     for out, of_out in reversed(list(zip(outputs, gradients, strict=True))):
         out.backward(of_out)

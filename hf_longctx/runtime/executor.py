@@ -228,15 +228,6 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def _sliced_chunks(group: SequenceGroup) -> set[int]:
-    """Chunks that hold a sequence of which another chunk of the group holds the rest."""
-    homes: dict[int, set[int]] = {}
-    for chunk in group.chunks:
-        for span in chunk.spans:
-            homes.setdefault(span.sequence, set()).add(chunk.index)
-    return {chunk for chunks in homes.values() if len(chunks) > 1 for chunk in chunks}
-
-
 def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -> None:
     """Raises ValueError naming the first part of the plan that this version does not execute, with `engine` or without."""
     for group, stage in plan.rounds:
@@ -245,11 +236,8 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -
         if len(stage.parts) > 1:
             raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
         if engine is not None:
-            sliced = _sliced_chunks(group)
             for policy in stage.activations:
                 engine.check(policy)
-                if policy.chunk in sliced and policy.layers:
-                    raise ValueError(f"chunk {policy.chunk} is a slice of a sequence with an activation policy; not executed yet")
         elif any(policy.layers or policy.tile_tokens for policy in stage.activations):
             raise ValueError("activation policies (recompute, offload, tiles) are not executed yet; everything is kept")
         for chunk in group.chunks:
