@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.activation_memory import held_bytes
+from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import (
     Action,
@@ -60,13 +61,16 @@ def replayed(attention_host: float = 0.0, attention_recompute: float = 0.0, inpu
 
 
 def document_plan(num_tokens: int, layers: tuple[LayerPolicy, ...], tile_tokens: int = 0, num_slices: int = 1) -> RankPlan:
-    """The plan of one document on one rank, in equal slices: all forward, then all backward, last first."""
+    """The plan of one document on one rank, in equal slices: all forward, then all backward, last first.
+
+    layers: the policy of each layer of the model.
+    """
     bounds = [num_tokens * index // num_slices for index in range(num_slices + 1)]
     chunks = tuple(Chunk(index, (Span(0, start, stop),)) for index, (start, stop) in enumerate(pairwise(bounds)))
     order = [*(("F", chunk.index) for chunk in chunks), *(("B", chunk.index) for chunk in reversed(chunks))]
     activations = tuple(ActivationPolicy(chunk.index, 0, layers, tile_tokens) for chunk in chunks if layers or tile_tokens)
     actions = tuple(Action(kind, 0, chunk) for kind, chunk in order)  # type: ignore[arg-type]
-    stage = StagePlan(0, (LayerRange(0, max(1, len(layers))),), actions, activations)
+    stage = StagePlan(0, (LayerRange(0, len(layers)),), actions, activations)
     return RankPlan(0, 0, "replicated", ((SequenceGroup((0,), "local", chunks, (stage,)), stage),))
 
 
@@ -79,6 +83,12 @@ def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
         for chunk in group.chunks
     ]
     return sum(device for device, _ in found), sum(host for _, host in found)
+
+
+def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec, trains_weights: bool = True) -> int:
+    """The most that the plan's chunks take on the device at one moment, beside weights, gradients and optimizer states."""
+    group, stage = plan.rounds[0]
+    return round_bytes(spec, group, stage, trains_weights=trains_weights).peak
 
 
 @dataclass(frozen=True)
