@@ -158,7 +158,7 @@ def test_checkpointed_layers_match_and_run_attention_twice(name: str, use_reentr
         num_calls = counted.call_count
         checkpointed = check(ModelCase(), plan, rows, patched_model(ModelCase(), use_reentrant))
     assert counted.call_count == 3 * num_calls > 0
-    assert checkpointed.kv_book_bytes == plain.kv_book_bytes
+    assert checkpointed.memory.kv_book == plain.memory.kv_book
 
 
 def test_some_checkpointed_layers_match() -> None:
@@ -368,11 +368,11 @@ def test_the_book_takes_the_bytes_that_its_docstring_says() -> None:
     for dtype, element_bytes, gradient_bytes in ((torch.float64, 8, 8), (torch.float32, 4, 4), (torch.bfloat16, 2, 4)):
         result, _ = lone_step(ModelCase(dtype=dtype), plan, rows)
         # 30 tokens in slices, gradients of the 23 in front of the last slice; whole sequences stay out
-        assert result.kv_book_bytes == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * (30 * element_bytes + 23 * gradient_bytes)
+        assert result.memory.kv_book == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * (30 * element_bytes + 23 * gradient_bytes)
 
 
 def test_a_plan_without_slices_leaves_the_book_alone() -> None:
-    assert check(ModelCase(), sliced_plan([9, 5], [[(0, 0, 9)], [(1, 0, 5)]]), random_rows([9, 5])).kv_book_bytes == 0
+    assert check(ModelCase(), sliced_plan([9, 5], [[(0, 0, 9)], [(1, 0, 5)]]), random_rows([9, 5])).memory.kv_book == 0
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
@@ -399,7 +399,7 @@ def test_frozen_layers_free_their_part_of_the_book() -> None:
     result, gradients = lone_step(ModelCase(), plan, rows, models[0])
     assert worst((float(result.loss), gradients), reference_step(models[1], rows)) <= TOLERANCE
     # no layer's attention ran backward
-    assert result.kv_book_bytes == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 30 * 8
+    assert result.memory.kv_book == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 30 * 8
 
 
 def test_evaluation_matches_and_holds_no_gradients() -> None:
