@@ -2,8 +2,9 @@
 
     python recipes/gpu_smoke.py [--tokens 2048]
 
-Attention backends (packed documents, tiles of a ring, slices), kernels, copies on a side stream, a planned step against the plain
-model, and a tiny training run. Exit status 1 if a row fails; without CUDA everything is skipped with the reason.
+Attention (packed documents under each of torch's backends, every row of the tile table, tiles of a ring, slices), kernels,
+copies on side streams, the pinned host tier, a planned step against the plain model, activation policies whole and in slices,
+the loss in tiles, and two tiny training runs. Exit status 1 if a row fails; without CUDA everything is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.sharding import HeadShare, block_pieces
 from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Chunk, GroupShape, Span
+from hf_longctx.recipes.gpu_smoke_memory import memory_checks
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.context import visible_tiles
 from hf_longctx.runtime.executor import ChunkInputs, StepExecutor
@@ -105,6 +107,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         "inputs copied on a side stream": (check_copies, 0.0),
         "planned step, bf16 weights, fp32 gradients": (partial(check_step, device), 0.1),
         "training, 20 steps, bf16 autocast": (partial(check_training, device), 0.9),
+        **memory_checks(tokens, device, TOLERANCE),
     }
 
 
