@@ -45,26 +45,6 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
     )
 
 
-def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
-    """The linear modules that make queries, keys and values; none unless all are plain and left as they are."""
-    attention = getattr(layer, "self_attn", None)
-    if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
-        # clipped in place, so what was kept would change
-        return ()
-    for names in _PROJECTIONS:
-        found = [_plain_linear(getattr(attention, name, None)) for name in names]
-        linears = tuple(linear for linear in found if linear is not None)
-        if len(linears) == len(names):
-            return linears
-    return ()
-
-
-def _plain_linear(module: nn.Module | None) -> nn.Linear | None:
-    """A linear module whose forward is torch's, or that an adapter adds to; subclasses, as of quantisation, are none."""
-    inner = getattr(module, "base_layer", module)
-    return inner if type(inner) is nn.Linear and "forward" not in vars(inner) else None
-
-
 def output_head(model: nn.Module) -> nn.Module:
     """The module of `model` whose output is the logits, whatever the model is wrapped in; ValueError if there is none."""
     inner = _unwrapped(model)
@@ -94,3 +74,23 @@ def head_problem(model: nn.Module) -> str:
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model of transformers inside wrappers (DDP, adapters); sharded models are their own."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
+    """The linear modules that make queries, keys and values; none unless all are plain and left as they are."""
+    attention = getattr(layer, "self_attn", None)
+    if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
+        # clipped in place, so what was kept would change
+        return ()
+    for names in _PROJECTIONS:
+        found = [_plain_linear(getattr(attention, name, None)) for name in names]
+        linears = tuple(linear for linear in found if linear is not None)
+        if len(linears) == len(names):
+            return linears
+    return ()
+
+
+def _plain_linear(module: nn.Module | None) -> nn.Linear | None:
+    """A linear module whose forward is torch's, or that an adapter adds to; subclasses, as of quantisation, are none."""
+    inner = getattr(module, "base_layer", module)
+    return inner if type(inner) is nn.Linear and "forward" not in vars(inner) else None

@@ -36,7 +36,12 @@ def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> C
     return ClusterSpec(num_ranks=num_ranks, ranks_per_node=ranks_per_node, hardware=hardware)
 
 
+def usable_device_bytes(cluster: ClusterSpec) -> int:
+    """What formulas may count on of a rank's device."""
+    return int(cluster.hardware.device_bytes * USABLE_SHARE)
+
+
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
     """Tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
     states = spec.state_bytes(parameters, shard_ranks)
-    return int(cluster.hardware.device_bytes * USABLE_SHARE - states) // spec.saved_bytes_per_token
+    return (usable_device_bytes(cluster) - states) // spec.saved_bytes_per_token

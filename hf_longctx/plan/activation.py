@@ -11,6 +11,10 @@ forward of slot n+1, copies back beside the backward of slot n+1, which comes be
                 sum_n H_n <= host bytes
     where       H_n = sum of h b in slot n,   G_n = sum of g b in slots 0 to n
 
+Of a class that costs more to run again the farther back its tokens lie, as attention does, t is no constant: the first r of the
+rows of a causal triangle hold r^2 of it. The program has the seconds as a convex piecewise linear curve, the lower hull of exact
+points where several documents make the exact curve dent; outcomes are priced exactly.
+
 A class that everything else is recomputed from (the layer input) cannot be recomputed itself: that is the whole dependency
 closure, since attention and MLP are replayed from the layer input on, through what is kept of the classes between.
 
@@ -26,19 +30,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.cost import FloatArray, IntArray
 from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
 from hf_longctx.plan.types import TensorClass, TensorShare
 
 # what solvers may exceed a limit by, relative to it or to the largest class, taken off beforehand
 _MARGIN = 1e-6
+# of a curve of seconds, beside the ends of documents
+_SEGMENTS = 8
 # of a second for every second of a hidden copy: nothing is moved that may as well stay
 _IDLE_COPY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class SavedClass:
-    """What one slot saves of one class, and what may be done with it."""
+    """What one slot saves of one class, and what may be done with it.
+
+    recompute_s: of all its tokens. documents: (tokens in front, tokens) of each, in order, where seconds go with causal pairs;
+    () where every token costs the same. Recomputed are the front tokens.
+    """
 
     tensor_class: TensorClass
     num_bytes: float
@@ -46,6 +56,30 @@ class SavedClass:
     can_recompute: bool = True
     can_offload: bool = True
     can_keep: bool = True
+    documents: tuple[tuple[int, int], ...] = ()
+
+    def recompute_part_s(self, share: float) -> float:
+        """Seconds to run the front `share` of the tokens again, exactly."""
+        if not self.documents:
+            return share * self.recompute_s
+        whole = _pairs(self.documents, sum(tokens for _, tokens in self.documents))
+        rows = share * sum(tokens for _, tokens in self.documents)
+        return self.recompute_s * _pairs(self.documents, rows) / whole if whole else 0.0
+
+    def segments(self) -> tuple[tuple[float, float], ...]:
+        """(width, seconds) of the convex curve's segments, front to back: widths sum to 1, seconds to `recompute_s`."""
+        if not self.documents or not self.recompute_s:
+            return ((1.0, self.recompute_s),)
+        total = sum(tokens for _, tokens in self.documents)
+        ends = itertools.accumulate(tokens / total for _, tokens in self.documents)
+        places = {index / _SEGMENTS for index in range(_SEGMENTS)} | ({*ends} if len(self.documents) <= _SEGMENTS else set())
+        hull: list[tuple[float, float]] = []
+        for place in sorted(place for place in places | {1.0} if place <= 1.0):
+            point = (place, self.recompute_part_s(place))
+            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+                hull.pop()
+            hull.append(point)
+        return tuple((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(hull))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,56 +154,61 @@ def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...
 
 def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
     """What (recompute, host) shares of shape [classes of all slots, 2] come to, in the order of slots and their classes."""
-    saved = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
-    num_bytes = np.array([item.num_bytes for _, item in saved])
-    owner = np.array([n for n, _ in saved], dtype=np.int64)
+    num_bytes, owner = _bytes_of(slots)
     host = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots))
     kept = np.bincount(owner, weights=(1 - shares.sum(1)) * num_bytes, minlength=len(slots))
     arriving = np.concatenate([[0.0], host[:-1]])
-    exposed_s = 0.0
-    for direction in ("forward_s", "backward_s"):
-        windows = np.array([*(getattr(slot, direction) for slot in slots[1:]), 0.0])
-        exposed_s += float(np.maximum(0.0, host / limits.bytes_per_s - windows).sum())
-    recompute_s = float(sum(share * item.recompute_s for share, (_, item) in zip(shares[:, 0], saved, strict=True)))
+    recompute_s, *exposed_s = slot_seconds(slots, shares, limits.bytes_per_s)
     peak = float((np.cumsum(kept) + host + arriving).max(initial=0.0))
-    return PolicyOutcome(recompute_s, exposed_s, peak, float(host.sum()))
+    return PolicyOutcome(float(recompute_s.sum()), float(sum(way.sum() for way in exposed_s)), peak, float(host.sum()))
+
+
+def slot_seconds(slots: Sequence[Slot], shares: FloatArray, bytes_per_s: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds that shares as for `outcome_of` add to every slot: run again, and exposed of copies out and of copies back."""
+    num_bytes, owner = _bytes_of(slots)
+    copy_s = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots)) / bytes_per_s
+    items = (item for slot in slots for item in slot.saved)
+    again_s = [item.recompute_part_s(share) for share, item in zip(shares[:, 0].tolist(), items, strict=True)]
+    recompute_s: FloatArray = np.bincount(owner, weights=again_s, minlength=len(slots)).astype(np.float64)
+    forward_s, backward_s = (
+        np.maximum(0.0, copy_s - np.array([*(getattr(slot, way) for slot in slots[1:]), 0.0]))
+        for way in ("forward_s", "backward_s")
+    )
+    return recompute_s, forward_s, backward_s
+
+
+def _bytes_of(slots: Sequence[Slot]) -> tuple[FloatArray, IntArray]:
+    """Bytes of every class of all slots, and the slot of each."""
+    saved = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
+    return np.array([item.num_bytes for _, item in saved]), np.array([n for n, _ in saved], dtype=np.int64)
 
 
 def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | None:
     """(r, h) of every class, by seconds saved per byte, those that must be kept first; None where this order does not fit.
 
-    Each takes copies that hide, then the device, then other copies if they pay, and is run again for what is left. Of equals
-    the latest slots come first: they stay for the shortest time.
+    Each segment of a class's curve takes copies that hide, then the device, then other copies if they pay, and is run again for
+    what is left. Of equals the latest slots come first: they stay for the shortest time.
     """
     places = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
+    pieces = [(place, *segment) for place, (_, item) in enumerate(places) for segment in item.segments()]
     fill = _Filling(slots, limits)
     shares = np.zeros((len(places), 2))
 
-    def urgency(place: int) -> tuple[bool, float, int]:
+    def urgency(piece: tuple[int, float, float]) -> tuple[bool, float, int]:
+        place, width, seconds = piece
         slot, item = places[place]
-        density = item.recompute_s / item.num_bytes if item.num_bytes else 0.0
-        return item.can_recompute, -density, -slot
+        num_bytes = width * item.num_bytes
+        return item.can_recompute, -seconds / num_bytes if num_bytes else 0.0, -slot
 
-    for place in sorted(range(len(places)), key=urgency):
+    for place, width, seconds in sorted(pieces, key=urgency):
         slot, item = places[place]
         if not item.num_bytes:
-            shares[place, 0] = float(item.can_recompute and not item.can_keep)
+            shares[place, 0] += width * (item.can_recompute and not item.can_keep)
             continue
-        left = item.num_bytes
-        hidden = min(left, fill.hidden_room(slot)) if item.can_offload else 0.0
-        fill.offload(slot, hidden)
-        left -= hidden
-        kept = min(left, fill.device_room(slot)) if item.can_keep else 0.0
-        fill.keep(slot, kept)
-        left -= kept
-        # two ways of a copy that nothing hides, against running again
-        pays = not item.can_recompute or 2 / limits.bytes_per_s < item.recompute_s / item.num_bytes
-        exposed = min(left, fill.host_room(slot)) if item.can_offload and pays else 0.0
-        fill.offload(slot, exposed)
-        left -= exposed
-        if left > 1e-9 * item.num_bytes and not item.can_recompute:
+        left = fill.place(slot, item, width * item.num_bytes, seconds)
+        if left is None:
             return None
-        shares[place] = (max(0.0, left / item.num_bytes) if item.can_recompute else 0.0, (hidden + exposed) / item.num_bytes)
+        shares[place] += left[0] / item.num_bytes, left[1] / item.num_bytes
     return shares
 
 
@@ -177,10 +216,29 @@ class _Filling:
     """Room that is left while shares are handed out. slack[n]: of the device, in the backward of slot n."""
 
     def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
+        self.copy_s = 1 / limits.bytes_per_s
         self.slack = np.full(len(slots), float(limits.device_bytes))
         self.host_left = limits.host_bytes
         following = [min(slot.forward_s, slot.backward_s) for slot in slots[1:]]
         self.window = np.array([*following, 0.0]) * limits.bytes_per_s
+
+    def place(self, slot: int, item: SavedClass, num_bytes: float, recompute_s: float) -> tuple[float, float] | None:
+        """Bytes of a piece of a class that are run again and that go to the host; None if it must stay and cannot."""
+        left = num_bytes
+        hidden = min(left, self.hidden_room(slot)) if item.can_offload else 0.0
+        self.offload(slot, hidden)
+        left -= hidden
+        kept = min(left, self.device_room(slot)) if item.can_keep else 0.0
+        self.keep(slot, kept)
+        left -= kept
+        # two ways of a copy that nothing hides, against running again
+        pays = not item.can_recompute or 2 * self.copy_s * num_bytes < recompute_s
+        exposed = min(left, self.host_room(slot)) if item.can_offload and pays else 0.0
+        self.offload(slot, exposed)
+        left -= exposed
+        if left > 1e-9 * num_bytes and not item.can_recompute:
+            return None
+        return max(0.0, left) if item.can_recompute else 0.0, hidden + exposed
 
     def device_room(self, slot: int) -> float:
         return max(0.0, float(self.slack[slot:].min()))
@@ -221,13 +279,17 @@ class _Rows:
 
 
 class _Problem:
-    """The linear program. Columns: r and h of every class, then for every slot G, exposed forward, exposed backward."""
+    """The linear program. Columns: r and h of every class; for every slot G, exposed forward, exposed backward; then segments.
+
+    The segments of a class's curve sum to its r. Seconds rise from segment to segment, so the first ones are filled first.
+    """
 
     def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
         self.slots, self.limits = slots, limits
         self.items = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
         # so that numbers are about one
         self.byte_unit = max((item.num_bytes for _, item in self.items), default=0.0) or 1.0
+        self.curves = [(place, item.segments()) for place, (_, item) in enumerate(self.items) if item.documents]
         times = [item.recompute_s for _, item in self.items] + [slot.forward_s for slot in slots]
         self.second_unit = max([*times, self.byte_unit / limits.bytes_per_s * 1e-3])
 
@@ -255,13 +317,20 @@ class _Problem:
             rows.add([(2 * place, 1.0), (2 * place + 1, 1.0)], -np.inf if item.can_keep else 1.0, 1.0)
         self._add_memory(rows, of_slot)
         self._add_windows(rows, of_slot)
-        upper = np.full(2 * num_items + 3 * num_slots, np.inf)
+        num_columns = 2 * num_items + 3 * num_slots
+        pieces = [piece for _, segments in self.curves for piece in segments]
+        upper = np.full(num_columns + len(pieces), np.inf)
         costs = np.zeros_like(upper)
         for place, (_, item) in enumerate(self.items):
             upper[2 * place], upper[2 * place + 1] = float(item.can_recompute), float(item.can_offload)
             costs[2 * place] = item.recompute_s / self.second_unit
             costs[2 * place + 1] = _IDLE_COPY * item.num_bytes / self.limits.bytes_per_s / self.second_unit
-        costs[2 * num_items + num_slots :] = 1.0
+        costs[2 * num_items + num_slots : num_columns] = 1.0
+        self._add_curves(rows, num_columns)
+        for place, _ in self.curves:
+            costs[2 * place] = 0.0
+        for column, (width, seconds) in enumerate(pieces, num_columns):
+            upper[column], costs[column] = width, seconds / width / self.second_unit
         return LinearProgram(
             costs,
             np.zeros_like(upper),
@@ -272,6 +341,12 @@ class _Problem:
             np.array(rows.lower),
             np.array(rows.upper),
         )
+
+    def _add_curves(self, rows: _Rows, column: int) -> None:
+        """r of a class with a curve is the sum of its segments, whose columns begin at `column`."""
+        for place, segments in self.curves:
+            rows.add([(2 * place, -1.0), *((column + index, 1.0) for index in range(len(segments)))], 0.0, 0.0)
+            column += len(segments)
 
     def _add_memory(self, rows: _Rows, of_slot: list[list[tuple[int, float]]]) -> None:
         """Chains G, bounds the device in every slot's backward, and bounds the host."""
@@ -301,6 +376,21 @@ class _Problem:
                 terms = [(2 * place + 1, -size * copy) for place, size in items]
                 exposed = first + way * len(self.slots) + slot
                 rows.add([(exposed, 1.0), *terms], -window_s / self.second_unit, np.inf)
+
+
+def _pairs(documents: Sequence[tuple[int, int]], num_rows: float) -> float:
+    """Causal pairs of the first rows of documents that have tokens in front."""
+    pairs = 0.0
+    for start, tokens in documents:
+        rows = min(num_rows, tokens)
+        pairs += rows * (start + rows / 2)
+        num_rows -= rows
+    return pairs
+
+
+def _is_above(point: tuple[float, float], left: tuple[float, float], right: tuple[float, float]) -> bool:
+    """Whether a point lies on or above the line from one on its left to one on its right."""
+    return (point[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (point[0] - left[0])
 
 
 def _check(limits: MemoryLimits) -> None:

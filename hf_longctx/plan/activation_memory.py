@@ -66,8 +66,8 @@ def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_
 def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
     """One slot per layer of `chunk` on one rank of a group, with what the activation engine may do with each class.
 
-    Seconds of recomputation are the forward's: pairs for attention, tokens by each class's part of a layer's parameters. The
-    MLP's include the output projection, which its replay runs through.
+    Seconds of recomputation are the forward's: exact pairs for attention, tokens by each class's part of a layer's
+    parameters. The MLP's include the output projection, which its replay runs through.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
@@ -88,6 +88,7 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
             can_recompute=name != "layer_input",
             can_offload=name != "qkv" or model.can_keep_qkv,
             can_keep=name != "qkv" or model.can_keep_qkv,
+            documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
         )
         for name, seconds in recompute_s.items()
     )

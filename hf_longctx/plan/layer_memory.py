@@ -120,7 +120,7 @@ class LayerBytes:
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
         norms = (4 + model.bytes_per_element) * (a + k) // model.bytes_per_element + 4 * (model.num_heads + model.num_kv_heads)
-        inside = qkv + (norms * self.tokens if model.qk_norms else 0)
+        inside = qkv + (norms * self.tokens if self.model.qk_norms else 0)
         output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
         return first_norm * self.tokens + inside + output + self._whole_input
 
@@ -208,6 +208,8 @@ class LayerBytes:
     def _attention_backward(self) -> int:
         d, a, k, _ = self._sizes
         load = self.load
+        if self.is_plain and not load.sliced_tokens:
+            return self._fused_attention_backward()
         # the residual's gradient, that of the output and that of the queries
         outside = self._replayed_attention - self._held_mlp + (d + 2 * a) * self.tokens + self._exchange
         if self.is_plain:
@@ -226,6 +228,14 @@ class LayerBytes:
             front = 2 * k * load.front_tokens + a * self._wide * load.sliced_tokens
             most += own + front
         return outside + most
+
+    def _fused_attention_backward(self) -> int:
+        """As above where nothing is recomputed: torch's own node, on expanded keys and values that it saved."""
+        d, a, _, _ = self._sizes
+        documents = self.load.documents
+        # what MLP, second norm and output projection held is gone; three gradients for each document, and then in one piece
+        outside = (d - self._replayed_norm + 3 * a) * self.tokens - self._held_mlp + self._exchange
+        return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
 
 
 class OutsideBytes:

@@ -159,10 +159,30 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationBudget:
+    """Room for what chunks save and work with, beside weights, gradients and optimizer states.
+
+    kept_tokens: up to so many tokens on a rank everything is kept; beyond them layers are recomputed or offloaded.
+    device_bytes, host_bytes: of one rank (0 on the host: nothing is offloaded). tile_tokens: token tile of norms, MLP and loss
+    in chunks of more (0: untiled).
+    """
+
+    kept_tokens: int
+    device_bytes: int
+    host_bytes: int = 0
+    tile_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if min(self.kept_tokens, self.device_bytes, self.host_bytes, self.tile_tokens) < 0:
+            raise ValueError(f"{self} must not have negative numbers")
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """What a plan may use.
 
-    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many.
+    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. activations: how
+    chunks above what is wholly kept make room (None: everything is kept, whatever its size).
     degrees: allowed sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best).
     micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit. solver_time_limit_s: what
     solvers "lp" and "milp" may take for one step, beside the greedy layout that they start from.
@@ -184,6 +204,7 @@ class PlannerConfig:
     nested: bool = True
     node_aligned: bool = True
     solver_time_limit_s: float = 10.0
+    activations: ActivationBudget | None = None
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:

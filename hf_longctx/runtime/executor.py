@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_longctx.plan.types import Action, ActivationPolicy, RankPlan, SequenceGroup
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
@@ -44,15 +44,34 @@ class ChunkInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank.
+class StepMemory:
+    """The most bytes of this rank at any time in a plan, as counted.
 
-    kv_book_bytes: the most that keys and values of slices and their gradients took on this rank.
+    saved, host: that chunks under activation policies hold for their backward on the device and on the host. kv_book: keys and
+    values of slices, and their gradients. device_peak: all that torch had allocated on a CUDA device; 0 elsewhere.
     """
+
+    saved: int = 0
+    host: int = 0
+    kv_book: int = 0
+    device_peak: int = 0
+
+    def most(self, other: StepMemory) -> StepMemory:
+        """The larger of both, number by number."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "host", "kv_book", "device_peak"))
+        return StepMemory(*map(max, pairs))
+
+
+NO_MEMORY = StepMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank."""
 
     loss: Tensor
     clock: StepClock
-    kv_book_bytes: int = 0
+    memory: StepMemory = NO_MEMORY
 
     def intervals(self) -> list[Interval]:
         """What this rank did; call it after the step, since on CUDA it waits for the device."""
@@ -102,18 +121,22 @@ class StepExecutor:
         refuse_unsupported(plan, self.engine)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        kv_book_bytes = 0
+        memory = StepMemory()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
                 current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage.activations)
                 total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
-                kv_book_bytes = max(kv_book_bytes, current.book.peak_bytes)
+                memory = memory.most(current.memory)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
                 self.parameters.reduce(self.pool.everyone)
             self._sum_over_ranks(total)
-        return StepResult(total, clock, kv_book_bytes)
+        if self.device.type == "cuda":
+            memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
+        return StepResult(total, clock, memory)
 
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
@@ -182,6 +205,9 @@ class _Round:
         self.policies = {policy.chunk: policy for policy in policies}
         self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
         self.losses: dict[int, Tensor] = {}
+        # of chunks between their F and their B
+        self.activations: dict[int, ChunkActivations] = {}
+        self.memory = StepMemory()
         self.num_backwards = 0
         self.book = KVBook()
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
@@ -192,8 +218,7 @@ class _Round:
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.book = KVBook(has_backward=self.num_backwards > 0)
         for action, following in itertools.zip_longest(actions, actions[1:]):
-            chunk = self.group.chunks[action.chunk]
-            memory = explained(where, action, chunk, self.executor.device, predicted_bytes)
+            memory = explained(where, action, self.group, self.executor.device, predicted_bytes)
             with self.clock.measure(self.index, action.kind, str(action)), memory:
                 self.handlers[action.kind](action, following)
         assert not self.book.num_bytes, f"the K/V book holds {self.book.num_bytes} bytes behind its round"
@@ -204,13 +229,15 @@ class _Round:
         context = self.executor.pool.context(self.group, chunk, self.book)
         policy = self.policies.get(action.chunk)
         if self.executor.engine is not None and policy is not None and torch.is_grad_enabled():
-            context = replace(context, activations=self.executor.engine.begin(policy))
+            self.activations[action.chunk] = self.executor.engine.begin(policy)
+            context = replace(context, activations=self.activations[action.chunk])
         is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
         tile_tokens = policy.tile_tokens if policy is not None else 0
         loss_sum = self.executor.sum_chunk(self.inputs[action.chunk], context, tile_tokens, is_backward_next)
         loss = step_loss(loss_sum, self.num_label_tokens)
         self.total += loss.detach()
         self.losses[action.chunk] = loss
+        self._note_memory()
 
     def _backward(self, action: Action, following: Action | None) -> None:
         loss = self.losses.pop(action.chunk)
@@ -218,23 +245,21 @@ class _Round:
         self.executor.parameters.before_backward(is_last=not self.num_backwards)
         loss.backward()
         self.executor.parameters.after_backward()
+        self.activations.pop(action.chunk, None)
+        self._note_memory()
         for span in self.group.chunks[action.chunk].spans:
             if not span.start:
                 self.book.close(span.sequence)
+
+    def _note_memory(self) -> None:
+        held = [activations.held_bytes() for activations in self.activations.values()]
+        saved, host = (sum(column) for column in zip((0, 0), *held, strict=True))
+        self.memory = self.memory.most(StepMemory(saved, host, self.book.peak_bytes))
 
 
 def no_mask(device: torch.device) -> Tensor:
     """An attention mask of four dimensions: transformers passes it on as it is, and builds none over the packed row."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def _sliced_chunks(group: SequenceGroup) -> set[int]:
-    """Chunks that hold a sequence of which another chunk of the group holds the rest."""
-    homes: dict[int, set[int]] = {}
-    for chunk in group.chunks:
-        for span in chunk.spans:
-            homes.setdefault(span.sequence, set()).add(chunk.index)
-    return {chunk for chunks in homes.values() if len(chunks) > 1 for chunk in chunks}
 
 
 def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -> None:
@@ -245,11 +270,8 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -
         if len(stage.parts) > 1:
             raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
         if engine is not None:
-            sliced = _sliced_chunks(group)
             for policy in stage.activations:
                 engine.check(policy)
-                if policy.chunk in sliced and policy.layers:
-                    raise ValueError(f"chunk {policy.chunk} is a slice of a sequence with an activation policy; not executed yet")
         elif any(policy.layers or policy.tile_tokens for policy in stage.activations):
             raise ValueError("activation policies (recompute, offload, tiles) are not executed yet; everything is kept")
         for chunk in group.chunks:

@@ -7,28 +7,29 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_longctx.plan.types import Action, Chunk
+from hf_longctx.plan.types import Action, SequenceGroup
 
 _GIB = 2**30
 
 
 @contextmanager
-def explained(where: str, action: Action, chunk: Chunk, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
+def explained(where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
     """Inside, torch.OutOfMemoryError is raised again with a message that names `where` (step and round) and the action."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(_message(where, action, chunk, device, predicted_bytes, error)) from error
+        raise torch.OutOfMemoryError(_message(where, action, group, device, predicted_bytes, error)) from error
 
 
 def _message(
-    where: str, action: Action, chunk: Chunk, device: torch.device, predicted_bytes: int, error: torch.OutOfMemoryError
+    where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int, error: torch.OutOfMemoryError
 ) -> str:
+    chunk = group.chunks[action.chunk]
     predicted = f"; the plan was predicted to take {predicted_bytes / _GIB:.2f} GiB" if predicted_bytes else ""
     return (
         f"{where}, action {action}: out of device memory with chunk {chunk.index} of {chunk.num_tokens} tokens in "
-        f"{len(chunk.spans)} documents{predicted}{_held(device)}; lower tokens_per_rank, set activations='auto', or allow more "
-        f"host memory. The device said: {error}"
+        f"{len(chunk.spans)} documents on {group.degree} rank(s){predicted}{_held(device)}; lower tokens_per_rank, set "
+        f"activations='auto', or allow more host memory. The device said: {error}"
     )
 
 

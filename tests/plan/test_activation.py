@@ -139,13 +139,74 @@ def test_without_slots_there_is_nothing_to_choose() -> None:
     assert choose_policy([], MemoryLimits(0, 0, 1)).shares == ()
 
 
+def attention(num_bytes: float, recompute_s: float, *documents: tuple[int, int]) -> SavedClass:
+    return SavedClass("attention_output", num_bytes, recompute_s, documents=documents)
+
+
+def test_the_front_of_a_triangle_is_cheap_to_run_again() -> None:
+    # ten of twenty bytes must go: half of each triangle, at a quarter of its eight seconds, not one of them whole
+    slots = [Slot(1.0, 2.0, (attention(10.0, 8.0, (0, 100)),))] * 2
+    choice = choose_policy(slots, MemoryLimits(10.001, 0, 1.0))
+    assert choice.outcome.recompute_s == pytest.approx(2 * 8 / 4, rel=1e-3)
+    assert np.allclose([share for share, _, _ in shares_of(choice)], 0.5, atol=1e-3)
+    greedy = greedy_shares(slots, MemoryLimits(10.001, 0, 1.0))
+    assert greedy is not None and np.allclose(greedy[:, 0], 0.5, atol=1e-3)
+
+
+def test_a_slice_s_front_costs_what_its_prefix_says() -> None:
+    # 100 tokens behind 300: 35,000 pairs, the first half 50 * 300 + 1,250 of them
+    assert attention(1.0, 35.0, (300, 100)).recompute_part_s(0.5) == pytest.approx(16.25)
+    # documents of 60 and 40 tokens: 1,800 and 800 pairs; 80 rows hold all of the first and 200 of the second
+    packed = attention(1.0, 2.6, (0, 60), (0, 40))
+    assert packed.recompute_part_s(0.6) == pytest.approx(1.8) and packed.recompute_part_s(0.8) == pytest.approx(2.0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 500)), min_size=1, max_size=12))
+def test_curves_are_convex_and_never_above_exact_points(documents: list[tuple[int, int]]) -> None:
+    item = attention(1.0, 7.0, *documents)
+    segments = item.segments()
+    slopes = [seconds / width for width, seconds in segments]
+    assert slopes == sorted(slopes)
+    assert sum(width for width, _ in segments) == pytest.approx(1) and sum(s for _, s in segments) == pytest.approx(7)
+    tokens = [token for start, size in documents for token in range(start, start + size)]
+    for eighth in range(9):
+        # pairs counted one row at a time, half a pair for the row itself
+        rows = round(eighth / 8 * len(tokens))
+        exact = sum(token + 0.5 for token in tokens[:rows]) / sum(token + 0.5 for token in tokens) * 7
+        assert item.recompute_part_s(rows / len(tokens)) == pytest.approx(exact)
+        place = seconds = 0.0
+        for width, more in segments:
+            part = min(1.0, max(0.0, (eighth / 8 - place) / width))
+            place, seconds = place + width, seconds + part * more
+        assert seconds <= item.recompute_part_s(eighth / 8) + 1e-9
+
+
+def test_outcomes_are_priced_exactly_where_documents_dent_the_curve() -> None:
+    # a long document in front of a short one: the hull is below the curve, the price is not
+    item = attention(100.0, 10.0, (0, 90), (0, 10))
+    slots = [Slot(1.0, 2.0, (item,))]
+    choice = choose_policy(slots, MemoryLimits(5.0, 0, 1.0))
+    ((share,),) = choice.shares
+    assert choice.outcome.recompute_s == pytest.approx(item.recompute_part_s(share.recompute))
+    assert choice.outcome.recompute_s > sum(seconds for _, seconds in item.segments()) * 0.95
+
+
 @st.composite
-def cases(draw: st.DrawFn, num_slots: int = 6, num_classes: int = 3) -> tuple[list[Slot], MemoryLimits]:
+def cases(draw: st.DrawFn, num_slots: int = 6, num_classes: int = 3, curved: int = 0) -> tuple[list[Slot], MemoryLimits]:
     seconds = st.sampled_from([0.0, 0.5, 1.0, 3.0, 10.0])
+    spans = st.tuples(st.sampled_from([0, 50, 400]), st.sampled_from([8, 100]))
+    documents = st.lists(spans, max_size=curved).map(tuple)
     slots = []
     for _ in range(draw(st.integers(1, num_slots))):
         items = [
-            SavedClass("mlp", draw(st.sampled_from([0.0, 1.0, 7.0, 20.0, 100.0])), draw(seconds), can_offload=draw(st.booleans()))
+            SavedClass(
+                "mlp",
+                draw(st.sampled_from([0.0, 1.0, 7.0, 20.0, 100.0])),
+                draw(seconds),
+                can_offload=draw(st.booleans()),
+                documents=draw(documents),
+            )
             for _ in range(draw(st.integers(1, num_classes)))
         ]
         items.append(SavedClass("layer_input", draw(st.sampled_from([1.0, 5.0])), 0.0, can_recompute=False))
@@ -157,7 +218,7 @@ def cases(draw: st.DrawFn, num_slots: int = 6, num_classes: int = 3) -> tuple[li
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(cases())
+@given(cases(curved=3))
 def test_limits_hold_and_greedy_never_wins(case: tuple[list[Slot], MemoryLimits]) -> None:
     slots, limits = case
     greedy = greedy_shares(slots, limits)
@@ -183,7 +244,7 @@ def test_limits_hold_and_greedy_never_wins(case: tuple[list[Slot], MemoryLimits]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(cases(num_slots=2, num_classes=1))
+@given(cases(num_slots=2, num_classes=1, curved=1))
 def test_no_grid_point_is_cheaper(case: tuple[list[Slot], MemoryLimits]) -> None:
     slots, limits = case
     items = [item for one in slots for item in one.saved]

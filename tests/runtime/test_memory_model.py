@@ -9,16 +9,19 @@ import pytest
 import torch
 import transformers
 from helpers.allocations import measure
+from helpers.models import random_rows
+from helpers.sliced import cut, sliced_plan
+from helpers.steps import rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import ChunkBytes, chunk_bytes
+from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
-from hf_longctx.runtime.executor import no_mask
+from hf_longctx.runtime.executor import StepExecutor, no_mask
 from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier, PlainCopies
@@ -45,7 +48,8 @@ class Shape:
 
     def spec(self, dtype: torch.dtype) -> ModelSpec:
         sizes = (self.layers, self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.vocabulary)
-        return ModelSpec(*sizes, 2 * NUM_TOKENS, bytes_per_element=dtype.itemsize, qk_norms=self.family == "qwen3")
+        norms = self.family == "qwen3"
+        return ModelSpec(*sizes, 2 * NUM_TOKENS, bytes_per_element=dtype.itemsize, qk_norms=norms)
 
     def build(self, dtype: torch.dtype) -> Any:
         config_class, model_class = FAMILIES[self.family]
@@ -164,3 +168,35 @@ def test_held_bytes_and_peaks_are_those_of_torch(name: str, dtype: torch.dtype) 
     allowed = 0.07 if dtype == torch.float32 else 0.1
     assert found.device - before + found.forward_workspace == pytest.approx(forward_peak, rel=allowed)
     assert found.device - before + found.backward_workspace == pytest.approx(backward_peak, rel=allowed)
+
+
+ROUNDS = {
+    "slices": ([1024], [cut(0, [256] * 4)[i : i + 1] for i in range(4)], "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"),
+    "two-slices": ([1024], [cut(0, [512, 512])[i : i + 1] for i in range(2)], "0F0 0F1 0B1 0B0"),
+    "packs": ([512, 512, 256, 256], [[(0, 0, 512)], [(1, 0, 512)], [(2, 0, 256), (3, 0, 256)]], "0F0 0F1 0B0 0F2 0B2 0B1"),
+    "one-by-one": ([512, 512], [[(0, 0, 512)], [(1, 0, 512)]], "0F0 0B0 0F1 0B1"),
+    "hybrid": ([768, 256], [[(0, 0, 512)], [(0, 512, 768), (1, 0, 256)]], "0F0 0F1 0B1 0B0"),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("shape", [Shape(layers=2), Shape(layers=2, vocabulary=8, inner=32)], ids=["small", "heads"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounds_hold_and_work_with_what_is_predicted(name: str, shape: Shape, dtype: torch.dtype) -> None:
+    lengths, chunks, words = ROUNDS[name]
+    plan = sliced_plan(lengths, chunks, words)
+    rows = random_rows(lengths)
+    for row in rows:
+        row["input_ids"] = [token % shape.vocabulary for token in row["input_ids"]]
+        row["labels"] = [label % shape.vocabulary for label in row["labels"]]
+    inputs = rank_inputs(plan, rows, 0)["chunks"]
+    model = shape.build(dtype)
+    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), num_attention_layers(model), torch.device("cpu"))
+    rank_plan = plan.for_rank(0)
+    executor.run(rank_plan, inputs, 1)
+    peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1))
+    ((group, stage),) = rank_plan.rounds
+    found = round_bytes(shape.spec(dtype), group, stage, tiles_loss=False)
+    assert found.book == result.memory.kv_book
+    assert found.peak == pytest.approx(peak, rel=0.07)
+    assert found.saved <= found.peak <= found.saved + found.book + found.workspace

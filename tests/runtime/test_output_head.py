@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.hf.layers import head_problem, output_head
+from hf_longctx.hf.layers import output_head
 from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime.loss import IGNORE_INDEX, summed_cross_entropy
@@ -228,18 +229,43 @@ def test_small_tiles_are_not_rounded_away() -> None:
     assert small_gradients_of_head(129) == 1.25
 
 
+@pytest.mark.parametrize("keep_gradients,num_runs", [(True, 5), (False, 10)])
+def test_every_run_of_the_head_is_under_autocast(keep_gradients: bool, num_runs: int) -> None:
+    model, dtypes = build_model(HALF["autocast"]), []
+    original = model.lm_head.forward
+
+    def forward(x: Tensor) -> Tensor:
+        logits = original(x)
+        dtypes.append(logits.dtype)
+        return logits
+
+    model.lm_head.forward = forward
+    tiled(model, 5, keep_gradients, "none")
+    # the second runs are those of backward, which restores no autocast by itself
+    assert dtypes == [torch.bfloat16] * num_runs
+
+
 class Largest(TorchDispatchMode):
-    """The largest number of elements of any tensor that an operation returns."""
+    """The largest number of elements of any tensor that an operation returns, and of all of them that live at one time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.numel = self.live_numel = 0
+        self._seen: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(tensor, Tensor):
                 self.numel = max(self.numel, tensor.numel())
+                self._seen.append(weakref.ref(tensor))
+        # views share their storage
+        live = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.element_size()
+            for ref in self._seen
+            if (t := ref()) is not None
+        }
+        self.live_numel = max(self.live_numel, sum(live.values()))
         return found
 
 
@@ -265,6 +291,8 @@ def test_nothing_larger_than_a_tile_of_logits_is_saved_or_made(frozen: bool, kee
         held = [tensor.numel() for tensor in loss.grad_fn.saved_tensors]
         loss.backward()
     assert made.numel == tile_tokens * vocab
+    # logits and their softmax of one tile and a third for labels and biases, gradients of input and weight
+    assert made.live_numel <= 3 * tile_tokens * vocab + 2 * num_tokens * width + 4 * vocab * width
     # no logits, not even of a tile: its graph holds input and weight
     assert max(packed) == vocab * width
     weight = [] if frozen else [vocab * width, vocab]
@@ -338,50 +366,12 @@ def test_unbinding_leaves_nothing_behind() -> None:
         assert vars(model.lm_head) == before
 
 
-SIZES = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
-# model class -> (config class, what the refusal says)
-CHANGING = {
-    "Gemma2ForCausalLM": ("Gemma2Config", "final_logit_softcapping=30.0"),
-    "Gemma3ForCausalLM": ("Gemma3TextConfig", ""),
-    "CohereForCausalLM": ("CohereConfig", "logit_scale=0.0625"),
-    "GraniteForCausalLM": ("GraniteConfig", ""),
-    "LlamaForCausalLM": ("LlamaConfig", ""),
-    "MistralForCausalLM": ("MistralConfig", ""),
-    "Qwen2ForCausalLM": ("Qwen2Config", ""),
-    "Qwen3ForCausalLM": ("Qwen3Config", ""),
-    "MixtralForCausalLM": ("MixtralConfig", ""),
-}
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_models_that_change_their_logits_are_named(name: str) -> None:
-    config_name, field = CHANGING[name]
-    config = getattr(transformers, config_name)(**SIZES)
-    model = getattr(transformers, name)(config)
-    assert head_problem(model) == (f"{name} changes its logits behind the head ({field})" if field else "")
-    assert output_head(model) is model.get_output_embeddings()
-
-
-def test_a_scale_of_logits_is_found_by_name_and_in_the_graph() -> None:
-    model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=4.0))
-    assert head_problem(model) == "GraniteForCausalLM changes its logits behind the head (logits_scaling=4.0)"
+def test_a_scale_of_logits_is_found_in_the_graph() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.GraniteConfig(vocab_size=VOCAB_SIZE, num_key_value_heads=2, logits_scaling=4.0, pad_token_id=0, **sizes)
+    model = transformers.GraniteForCausalLM(config)
     input_ids, labels = tokens()
     with OutputHead(output_head(model)).summing(labels, 4):
         loss = logits_of(model, input_ids)
     with pytest.raises(ValueError, match=r"does something to its logits behind the output head \(DivBackward0\)"):
         check_untouched(loss)
-
-
-def test_heads_are_found_inside_wrappers_or_missed_by_name() -> None:
-    adapted = with_adapters(["q_proj", "lm_head"])
-    assert output_head(adapted) is adapted.base_model.model.lm_head
-    assert head_problem(adapted) == ""
-    bare = build_model(ModelCase()).model
-    with pytest.raises(ValueError, match="LlamaModel has no output embeddings"):
-        output_head(bare)
-    with pytest.raises(ValueError, match="Linear has no output embeddings"):
-        output_head(nn.Linear(1, 1))
-    assert "no config of transformers" in head_problem(nn.Linear(1, 1))
