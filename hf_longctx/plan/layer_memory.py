@@ -225,8 +225,9 @@ class LayerBytes:
             most = max(most, inside, folding)
         if load.sliced_tokens:
             own = 2 * k * self._wide * load.sliced_tokens
-            front = 2 * k * load.front_tokens + a * self._wide * load.sliced_tokens
-            most += own + front
+            # the tile of the front comes behind the causal one, and what that expanded is gone by then
+            front = (6 + 2 * self._wide) * a * load.sliced_tokens + 2 * k * load.front_tokens
+            most = own + max(most, front)
         return outside + most
 
     def _fused_attention_backward(self) -> int:
