@@ -2,8 +2,9 @@
 
     python recipes/gpu_smoke.py [--tokens 2048]
 
-Attention backends (packed documents, tiles of a ring, slices), kernels, copies on a side stream, a planned step against the plain
-model, and a tiny training run. Exit status 1 if a row fails; without CUDA everything is skipped with the reason.
+Attention (packed documents under each of torch's backends, every row of the tile table, tiles of a ring, slices), kernels,
+copies on side streams, the pinned host tier, a planned step against the plain model, activation policies whole and in slices,
+the loss in tiles, and two tiny training runs. Exit status 1 if a row fails; without CUDA everything is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.sharding import HeadShare, block_pieces
 from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Chunk, GroupShape, Span
+from hf_longctx.recipes.gpu_smoke_memory import memory_checks
+from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.context import visible_tiles
 from hf_longctx.runtime.executor import ChunkInputs, StepExecutor
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.sequence_parallel import packed_attention
-from hf_longctx.runtime.slices import KVBook, Slice, slice_attention
-from hf_longctx.runtime.tiles import tile_backend, tile_backward, tile_forward
+from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import attention_backend, tile_backward, tile_forward
 
 # bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
 TOLERANCE = 2e-2
@@ -104,6 +107,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         "inputs copied on a side stream": (check_copies, 0.0),
         "planned step, bf16 weights, fp32 gradients": (partial(check_step, device), 0.1),
         "training, 20 steps, bf16 autocast": (partial(check_training, device), 0.9),
+        **memory_checks(tokens, device, TOLERANCE),
     }
 
 
@@ -181,7 +185,7 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
         lse = torch.full((NUM_HEADS, len(own)), float("-inf"), device=device)
         tiles = [(s, *tile) for s in range(num_blocks) for tile in visible_tiles(blocks[mine], blocks[s])]
         operands = [
-            (readers.expand(k[:, places[s]][:, keys], 0).contiguous(), readers.expand(v[:, places[s]][:, keys], 0).contiguous())
+            (readers.gather(k[:, places[s]][:, keys]).contiguous(), readers.gather(v[:, places[s]][:, keys]).contiguous())
             for s, _, keys, _ in tiles
         ]
         for (_, queries, _, causal), (key, value) in zip(tiles, operands, strict=True):
@@ -193,8 +197,8 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
             gradients = tile_backward(gradient[:, rows], q[:, rows], key, value, out[:, rows], lse[:, queries], SCALE, causal)
             dq[:, rows] += gradients[0]
             for total, part in ((dk, gradients[1]), (dv, gradients[2])):
-                total.index_add_(1, places[s][keys], part.float().unflatten(0, (NUM_KV_HEADS, -1)).sum(1))
-    return worst([out, dq, dk, dv], reference_attention(tokens, device)), tile_backend(q)
+                total.index_add_(1, places[s][keys], part.float())
+    return worst([out, dq, dk, dv], reference_attention(tokens, device)), attention_backend(device, q.dtype, HEAD_DIM)
 
 
 def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
@@ -208,7 +212,8 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
         for start, stop in pairwise((0, length // 2, length // 2 + 1, length)):
             q, k, v = (x[:, first + start : first + stop] for x in leaves)
             part = Slice(0, sequence, start, stop, length)
-            outputs.append(slice_attention(q, k, v, readers, SCALE, book, "layer", part))
+            attend = ChunkAttention(readers, SCALE, (Document(0, stop - start, part),), None, book, "layer")
+            outputs.append(attend(q, k, v))
     gradients = gradient.transpose(0, 1).split([out.shape[0] for out in outputs])
     for out, of_out in reversed(list(zip(outputs, gradients, strict=True))):
         out.backward(of_out)

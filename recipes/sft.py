@@ -56,6 +56,10 @@ class RecipeArguments:
         default=None,
         metadata={"help": "Changes to the checkpoint's config as JSON, for example {sliding_window: null} for Mistral."},
     )
+    dtype: Literal["float32", "bfloat16"] = field(
+        default="float32",
+        metadata={"help": "Of weights, optimizer states and saved tensors; bfloat16 takes half the memory and rounds updates."},
+    )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Tokenizer on the hub or a local folder; 'bytes' for UTF-8 bytes. Default: the model's."}
     )
@@ -202,15 +206,15 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
 
 
 def load_model(recipe: RecipeArguments) -> PreTrainedModel:
-    """The checkpoint, or random weights of the given config, in float32 with sdpa attention."""
+    """The checkpoint, or random weights of the given config, with sdpa attention."""
     if recipe.model_name_or_path is not None:
         config = AutoConfig.from_pretrained(recipe.model_name_or_path, **json.loads(recipe.config_overrides or "{}"))
         return AutoModelForCausalLM.from_pretrained(
-            recipe.model_name_or_path, config=config, dtype="float32", attn_implementation="sdpa"
+            recipe.model_name_or_path, config=config, dtype=recipe.dtype, attn_implementation="sdpa"
         )
     assert recipe.model_config is not None
     config = AutoConfig.for_model(**json.loads(recipe.model_config))
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation="sdpa")
 
 
 def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments) -> Documents:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from hf_longctx.hf.agreement import control_group, gather_objects
 from hf_longctx.hf.attention import num_attention_layers, patch_model
@@ -151,7 +151,7 @@ def model_config(name: str) -> PretrainedConfig:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}: this is no config.json of a causal language model: {error}") from None
     if not name:
-        return llama_config(_SMALL)
+        return shaped_config(_SMALL)
     try:
         spec = named_model(name)
     except ValueError:
@@ -160,16 +160,17 @@ def model_config(name: str) -> PretrainedConfig:
         ) from None
     if not spec.gated_mlp or spec.learned_positions:
         raise ValueError(f"model {name!r} has no Llama's layers, and its own cannot be built here; give a config.json instead")
-    return llama_config(spec)
+    return shaped_config(spec)
 
 
 # a few milliseconds a chunk on one core, and enough layers for attention and matrices to be told apart
 _SMALL = ModelSpec(4, 256, 704, 8, 4, 32, vocab_size=1024, max_positions=8192)
 
 
-def llama_config(spec: ModelSpec) -> LlamaConfig:
-    """A Llama with the shapes of `spec`."""
-    return LlamaConfig(
+def shaped_config(spec: ModelSpec) -> PretrainedConfig:
+    """A Llama with the shapes of `spec`; a Qwen3 if queries and keys have norms."""
+    config_class = Qwen3Config if spec.qk_norms else LlamaConfig
+    return config_class(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,

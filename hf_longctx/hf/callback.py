@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
+from hf_longctx.hf.activations import ActivationRuntime
 from hf_longctx.hf.agreement import control_group
 from hf_longctx.hf.attention import NAMES, attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.config import LongContextConfig
@@ -119,11 +120,16 @@ class LongContextCallback(TrainerCallback):
         undo.callback(source.pool.close)
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
-        self.exchange = SequenceExchange(source, setup.max_length, num_attention_layers(model), config.collective_timeout_s)
+        budget = setup.planner.activations
+        activations = ActivationRuntime(args.device, budget.host_bytes if budget is not None else 0)
+        undo.callback(activations.close)
+        self.exchange = SequenceExchange(
+            source, activations, setup.max_length, num_attention_layers(model), config.collective_timeout_s
+        )
         undo.callback(setattr, self, "exchange", None)
         for handle in (
             model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True),
-            model.register_forward_hook(self.exchange.after_forward),
+            model.register_forward_hook(self.exchange.after_forward, always_call=True),
         ):
             undo.callback(handle.remove)
         if args.process_index == 0 and (idle := _without_effect(config)):

@@ -53,8 +53,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(
-            "activation (gradient) checkpointing is enabled on the model and not supported yet; call "
-            "model.gradient_checkpointing_disable(), and lower tokens_per_rank if memory is short"
+            "activation (gradient) checkpointing is enabled on the model, where plans decide themselves what is recomputed; call "
+            "model.gradient_checkpointing_disable()"
         )
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         problems.append("the model is compiled, which is not supported yet; pass it as it was before compile()")

@@ -46,6 +46,32 @@ class LongContextConfig:
             "the device's memory by a formula."
         },
     )
+    activations: Literal["auto", "keep"] = field(
+        default="auto",
+        metadata={
+            "help": "What chunks do that do not fit with everything they save for backward. 'auto': linear programs choose for "
+            "every layer what is kept, waits on the host or is computed again, at the fewest seconds. 'keep': nothing is "
+            "computed again, so that tokens_per_rank is what fits as it is."
+        },
+    )
+    device_gib: float | None = field(
+        default=None,
+        metadata={"help": "GiB of a device that a rank may use. Default: four fifths of its memory."},
+    )
+    host_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": "GiB of host memory for saved tensors, for each rank, taken (and pinned on CUDA) when the first plan needs "
+            "them; 0: none are offloaded. Default: half of what is available, shared by the node's ranks; on CPU ranks 0."
+        },
+    )
+    tile_tokens: int = field(
+        default=2048,
+        metadata={
+            "help": "Token tile of MLP, norms, and output head with loss in chunks that do not keep everything; 0: untiled. "
+            "Logits are never there as a whole where it is set."
+        },
+    )
     tokens_per_step: int | None = field(
         default=None,
         metadata={
@@ -170,6 +196,7 @@ class LongContextConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give a positive number of tokens or leave it out")
+        self._check_activations()
         if self.lookahead_batches is not None and self.lookahead_batches < 1:
             raise ValueError(f"lookahead_batches is {self.lookahead_batches}; at least 1 global batch must be read ahead")
         if self.long_sequences not in LONG_SEQUENCES:
@@ -201,6 +228,18 @@ class LongContextConfig:
         for name in ("collective_timeout_s", "solver_time_limit_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a positive number of seconds")
+
+    def _check_activations(self) -> None:
+        if self.activations not in ("auto", "keep"):
+            raise ValueError(f"activations is {self.activations!r}; choose one of auto, keep")
+        if self.host_gib and self.activations == "keep":
+            raise ValueError(f"host_gib is {self.host_gib} but activations are 'keep', which offloads nothing; leave one out")
+        if self.device_gib is not None and not self.device_gib > 0:
+            raise ValueError(f"device_gib is {self.device_gib}; give more than 0 or leave it out")
+        if self.host_gib is not None and not self.host_gib >= 0:
+            raise ValueError(f"host_gib is {self.host_gib}; it cannot be negative (0: nothing is offloaded)")
+        if self.tile_tokens < 0:
+            raise ValueError(f"tile_tokens is {self.tile_tokens}; it cannot be negative (0: untiled)")
 
 
 def _parsed_degrees(given: Degrees | None) -> Degrees | None:

@@ -10,7 +10,8 @@ Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_longctx.hf.activations import ActivationRuntime
 from hf_longctx.hf.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.sharding import Piece, rank_pieces
@@ -25,6 +27,7 @@ from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.executor import no_mask
 from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.output_head import check_untouched
 
 # what a batch may hold besides: kept as it is, or replaced by what the plan says
 _KEPT = ("num_items_in_batch", "return_dict", "use_cache")
@@ -189,15 +192,26 @@ class SequenceExchange:
     """The two hooks of a model in training: the batch is exchanged before its forward, attention's calls counted behind.
 
     A forward is collective over all ranks while the model trains; in eval mode the hooks do nothing. `source` must plan one
-    micro-batch. Raises ValueError on every rank for a batch that cannot be run on some rank.
+    micro-batch; `activations` executes its policies. Raises ValueError on every rank for a batch that cannot be run on some
+    rank.
     """
 
-    def __init__(self, source: PlanSource, max_length: int, num_attention_layers: int, timeout_s: float) -> None:
-        self.source, self.pool = source, source.pool
+    def __init__(
+        self,
+        source: PlanSource,
+        activations: ActivationRuntime,
+        max_length: int,
+        num_attention_layers: int,
+        timeout_s: float,
+    ) -> None:
+        self.source, self.pool, self.activations = source, source.pool, activations
         self.max_length, self.num_attention_layers, self.timeout_s = max_length, num_attention_layers, timeout_s
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
         self._context: GroupContext | None = None
+        # what a tiled loss is divided by, and the head's state while it sums; none where the model makes its own loss
+        self._num_items: Any = None
+        self._summing = ExitStack()
 
     def before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -210,27 +224,51 @@ class SequenceExchange:
             documents, owned = self._agree(args, kwargs)
             plan = self._plan([length for lengths in owned for length in lengths])
             rows_T2, positions_T = TokenExchange(plan, owned, self.pool.rank).run(documents, self.pool.everyone)
-        group, chunk = _only_chunk(plan, self.pool.rank)
-        self._context = self.pool.context(group, chunk)
         labels_1T = rows_T2[:, 1].unsqueeze(0)
-        kept: dict[str, Any] = {name: kwargs[name] for name in ("num_items_in_batch", "return_dict") if name in kwargs}
+        self._context, is_summed = self._begin(model, plan, labels_1T)
+        # models compute a loss only if there are labels, and do not shift where there are shifted ones
+        names = ("return_dict",) if is_summed else ("num_items_in_batch", "return_dict")
+        kept: dict[str, Any] = {name: kwargs[name] for name in names if name in kwargs}
+        self._num_items = kwargs["num_items_in_batch"] if is_summed else None
         return (), {
             **kept,
             "input_ids": rows_T2[:, 0].unsqueeze(0),
             "position_ids": positions_T.unsqueeze(0),
             "attention_mask": no_mask(rows_T2.device),
-            # models compute a loss only if there are labels, and do not shift where there are shifted ones
-            "labels": labels_1T,
-            "shift_labels": labels_1T,
+            **({} if is_summed else {"labels": labels_1T, "shift_labels": labels_1T}),
             "use_cache": False,
             "longctx": self._context,
         }
 
-    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Raises RuntimeError if some layer's attention did not get the plan."""
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """The output, with the loss of a head that summed it. Raises RuntimeError if some attention did not get the plan.
+
+        It is called behind a forward that raised too, with no output.
+        """
         context, self._context = self._context, None
-        if context is not None:
-            context.check_calls(self.num_attention_layers)
+        self._summing.close()
+        if context is None or output is None:
+            return None
+        context.check_calls(self.num_attention_layers)
+        if self._num_items is None:
+            return None
+        check_untouched(output.logits)
+        return type(output)(loss=output.logits / self._num_items)
+
+    def _begin(self, model: nn.Module, plan: StepPlan, labels_1T: Tensor) -> tuple[GroupContext, bool]:
+        """The context of this rank's chunk under its activation policy, and whether the head sums the loss."""
+        rank_plan = plan.for_rank(self.pool.rank)
+        group, chunk = _only_chunk(plan, self.pool.rank)
+        context, engine = self.pool.context(group, chunk), self.activations.engine(model, rank_plan)
+        ((_, stage),) = rank_plan.rounds
+        if engine is None or not stage.activations:
+            return context, False
+        (policy,) = stage.activations
+        if policy.tile_tokens:
+            assert engine.head is not None
+            # backward follows at once: a stock trainer makes one forward at a time
+            self._summing.enter_context(engine.head.summing(labels_1T, policy.tile_tokens, keep_gradients=True))
+        return replace(context, activations=engine.begin(policy)), policy.tile_tokens > 0
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
         """This rank's documents and the lengths of every rank's; a rank's problem is raised on all of them."""

@@ -8,14 +8,22 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.layers import has_plain_projections
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
+
+_QK_NORMS = (".q_norm", ".q_layernorm")
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     """The shapes of `model` as the planner sees them; `is_autocast`: attention runs in bf16 whatever the weights are."""
     spec = ModelSpec.from_config(model.config.to_dict(), bytes_per_element=model.dtype.itemsize)
-    return replace(spec, bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0)
+    return replace(
+        spec,
+        bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0,
+        qk_norms=any(name.endswith(_QK_NORMS) for name, _ in model.named_modules()),
+        can_keep_qkv=has_plain_projections(model),
+    )
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:
@@ -28,7 +36,12 @@ def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> C
     return ClusterSpec(num_ranks=num_ranks, ranks_per_node=ranks_per_node, hardware=hardware)
 
 
+def usable_device_bytes(cluster: ClusterSpec) -> int:
+    """What formulas may count on of a rank's device."""
+    return int(cluster.hardware.device_bytes * USABLE_SHARE)
+
+
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
     """Tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
     states = spec.state_bytes(parameters, shard_ranks)
-    return int(cluster.hardware.device_bytes * USABLE_SHARE - states) // spec.saved_bytes_per_token
+    return (usable_device_bytes(cluster) - states) // spec.saved_bytes_per_token

@@ -19,13 +19,17 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_ahead import is_stand_in
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refit import CostRefit, MeasuredPlan, Samples
+from hf_longctx.plan.activation_memory import held_bytes
 from hf_longctx.plan.calibration import ChunkSample, PassSample, Residuals
 from hf_longctx.plan.cost import CostModel, num_tiles
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.sharding import held_tokens, rank_pieces
+from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.policies import added_seconds
+from hf_longctx.plan.sharding import held_tokens, rank_pieces, shard_tokens
+from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.traffic import mean_traffic
-from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
-from hf_longctx.runtime.executor import StepResult
+from hf_longctx.plan.types import ActivationPolicy, Chunk, SequenceGroup, StepPlan
+from hf_longctx.runtime.executor import NO_MEMORY, StepMemory, StepResult
 from hf_longctx.runtime.profiler import Interval
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline
 
@@ -34,7 +38,7 @@ from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, 
 class StepRecord:
     """One finished plan as rank `rank` saw it: plan number `place` of the `count` plans of an optimizer step.
 
-    `loss` is that of the whole optimizer step.
+    `loss` is that of the whole optimizer step. `predicted_memory` is what `memory` was expected to be.
     """
 
     plan: StepPlan
@@ -43,6 +47,8 @@ class StepRecord:
     intervals: tuple[Interval, ...]
     place: int = 0
     count: int = 1
+    memory: StepMemory = NO_MEMORY
+    predicted_memory: StepMemory = NO_MEMORY
 
     @property
     def ends_step(self) -> bool:
@@ -89,7 +95,7 @@ class StepRecord:
         return (
             f"step {step:4d}{place} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
-            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}"
+            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}{self._bytes}"
         )
 
     @property
@@ -105,9 +111,25 @@ class StepRecord:
         gap = "" if self.gap is None else f" | within {self.gap:.1%} of optimal"
         return f"{gap} | {self.plan.estimate.solver}" if is_stand_in(self.plan) else gap
 
+    @property
+    def _bytes(self) -> str:
+        """Predicted and measured bytes, of a CUDA device or, where something was recomputed or sliced, of what was counted."""
+        now, then = self.memory, self.predicted_memory
+        if now.device_peak:
+            text = f" | memory {then.device_peak / 2**30:.2f} GiB predicted, {now.device_peak / 2**30:.2f} GiB measured"
+        elif now.saved or now.kv_book:
+            predicted, measured = then.saved + then.kv_book, now.saved + now.kv_book
+            text = f" | held {predicted / 2**20:,.1f} MiB predicted, {measured / 2**20:,.1f} MiB measured"
+        else:
+            return ""
+        return text + (f", {now.host / 2**20:,.1f} MiB of {then.host / 2**20:,.1f} on the host" if then.host else "")
+
     def samples(self, costs: CostModel) -> Samples:
-        """This rank's measured chunks, with the traffic that `costs` counts for them, called alike by all ranks of a group."""
-        seconds = {(i.round, i.name): i.stop_s - i.start_s for i in self.intervals}
+        """This rank's measured chunks, with the traffic that `costs` counts for them, called alike by all ranks of a group.
+
+        What policies add to a chunk is taken off, at the rate at which its forward ran.
+        """
+        seconds = _without_policies(self, costs)
 
         def sample(chunk: Chunk, group: SequenceGroup, interval: tuple[int, str], is_backward: bool) -> PassSample:
             tokens = float(max(chunk.num_tokens, group.degree))
@@ -183,7 +205,9 @@ class RunReport(TrainerCallback):
         for place, (plan, result) in enumerate(pending):
             if place < len(pending) - 1:
                 plan = _without_reduction(plan, self.source.costs)
-            record = StepRecord(plan, self.source.pool.rank, loss, tuple(result.intervals()), place, len(pending))
+            rank, model = self.source.pool.rank, self.source.costs.model
+            memory = result.memory, predicted_memory(plan, rank, model)
+            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory)
             self._last.append(record)
             self._since_log.append(record)
             if record.error is not None:
@@ -271,6 +295,42 @@ def folded_layout(plan: StepPlan) -> str:
     """The plan's layout with equal neighbours folded, for example "<2>,<1,1>x3"."""
     runs = [(layout, len(list(same))) for layout, same in groupby(mb.layout for mb in plan.micro_batches)]
     return ",".join(layout + (f"x{count}" if count > 1 else "") for layout, count in runs)
+
+
+def _without_policies(record: StepRecord, costs: CostModel) -> dict[tuple[int, str], float]:
+    """Seconds of every (round, action) less what is run again, or waited for, under activation policies."""
+    seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in record.intervals}
+    for index, (group, stage) in enumerate(record.plan.for_rank(record.rank).rounds):
+        for number, (forward_s, backward_s) in added_seconds(costs, group, stage).items():
+            forward, backward = ((index, f"{stage.stage}{kind}{number}") for kind in "FB")
+            expected_s = costs.forward_s(group.chunks[number], group.shape, stage.num_layers) + forward_s
+            rate = seconds[forward] / max(expected_s, 1e-12)
+            # a pass takes time, whatever the model says of what was added
+            for name, added_s in ((forward, forward_s), (backward, backward_s)):
+                seconds[name] = max(seconds[name] - added_s * rate, seconds[name] / 10)
+    return seconds
+
+
+def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
+    """What `StepResult.memory` of this rank is expected to be."""
+    memory = NO_MEMORY
+    for group, stage in plan.for_rank(rank).rounds:
+        place = group.positions.index(rank)
+        policies = {policy.chunk: policy for policy in stage.activations}
+        held: dict[int, tuple[int, int]] = {}
+        book = round_bytes(model, group, stage).book if len(group.chunks) > 1 else 0
+        for action in stage.actions:
+            if action.kind == "B":
+                del held[action.chunk]
+                continue
+            tokens = shard_tokens(group.chunks[action.chunk], group.shape)[place]
+            policy = policies.get(action.chunk, ActivationPolicy(action.chunk))
+            # layers that keep everything run as they are, which the engine does not see
+            replayed = replace(policy, layers=tuple(layer for layer in policy.layers if not layer.keeps_everything))
+            held[action.chunk] = held_bytes(model, replayed, len(replayed.layers), tokens)
+            saved, host = (sum(column) for column in zip(*held.values(), strict=True))
+            memory = memory.most(StepMemory(saved, host, book))
+    return replace(memory, device_peak=plan.estimate.peak_bytes)
 
 
 def _group_detail(group: Any, stage: Any) -> str:

@@ -8,18 +8,22 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 
+from hf_longctx.hf.activations import activation_problem
 from hf_longctx.hf.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
-from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
+from hf_longctx.hf.model_spec import cluster_spec, model_spec, usable_device_bytes
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refusals import launch_problems, setup_problems
 from hf_longctx.plan.catalog import spec_name
 from hf_longctx.plan.cost import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.hardware import read_profile
-from hf_longctx.plan.specs import ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.memory import most_tokens
+from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.mesh import GroupPool
 
@@ -82,7 +86,12 @@ def planning_setup(
     spec = model_spec(model, is_autocast=args.bf16)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     parameters, shard_ranks = shared_parameters(config, args.world_size)
-    fitting = min(gather_objects(tokens_that_fit(spec, cluster, parameters, shard_ranks), control))
+    budget = _budget(config, spec, cluster, parameters, shard_ranks, args.device, control)
+    activations = budget if config.activations == "auto" and not _has_activation_problem(model, control) else None
+    fitting = budget.kept_tokens
+    if activations is not None:
+        room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
+        fitting = max(fitting, most_tokens(spec, *room, is_shared=degrees[-1] > 1))
     if config.tokens_per_rank is None and fitting < 1:
         gib = cluster.hardware.device_bytes / 2**30
         raise ValueError(
@@ -92,6 +101,7 @@ def planning_setup(
         )
     planner = PlannerConfig(
         tokens_per_rank=config.tokens_per_rank or fitting,
+        activations=activations,
         degrees=degrees,
         solver=config.solver,
         static_degree=config.static_degree,
@@ -103,6 +113,41 @@ def planning_setup(
     )
     costs = CostModel(spec, cluster, coefficients, config.method, parameters=parameters, shard_ranks=shard_ranks)
     return PlanningSetup(costs, planner, config.max_length or spec.max_positions)
+
+
+def _budget(
+    config: LongContextConfig,
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    parameters: Parameters,
+    shard_ranks: int,
+    device: torch.device,
+    control: dist.ProcessGroup | None,
+) -> ActivationBudget:
+    """What every rank has beside the model's states; collective. Raises ValueError for more host memory than there is."""
+    own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
+    own_available_bytes = psutil.virtual_memory().available // cluster.ranks_per_node
+    everyone = gather_objects((own_bytes, own_available_bytes), control)
+    usable_bytes, available_bytes = (min(column) for column in zip(*everyone, strict=True))
+    left_bytes = max(0, usable_bytes - spec.state_bytes(parameters, shard_ranks))
+    if config.host_gib is None:
+        host_bytes = available_bytes // 2 if device.type == "cuda" else 0
+    else:
+        host_bytes = int(config.host_gib * 2**30)
+    if host_bytes > available_bytes:
+        raise ValueError(
+            f"host_gib is {config.host_gib} for each of {cluster.ranks_per_node} ranks of a node, which has "
+            f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
+        )
+    return ActivationBudget(left_bytes // spec.saved_bytes_per_token, left_bytes, host_bytes, config.tile_tokens)
+
+
+def _has_activation_problem(model: PreTrainedModel, control: dist.ProcessGroup | None) -> bool:
+    """Whether nothing of `model` can be recomputed or offloaded, which is said once."""
+    problem = activation_problem(model)
+    if problem and (control is None or dist.get_rank() == 0):
+        logger.warning("activations='auto' keeps everything: %s", problem)
+    return bool(problem)
 
 
 def starting_costs(

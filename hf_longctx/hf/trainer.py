@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from hf_longctx.hf.activations import ActivationRuntime
 from hf_longctx.hf.agreement import control_group, explain_lost_ranks
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
@@ -88,6 +89,7 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._recorder.resume(None, self.args)
+            self._activations.close()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
         """The plans of one optimizer step and the number of their label tokens over all ranks."""
@@ -104,9 +106,12 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         model.train()
         self._switch_optimizer("train")
         plan = inputs["step"].plan
+        rank_plan = plan.for_rank(self._pool.rank)
+        executor = self._training_executor()
+        executor.engine = self._activations.engine(executor.model, rank_plan)
         with self._explained():
-            result = self._training_executor().run(
-                plan.for_rank(self._pool.rank), inputs["chunks"], num_items_in_batch, self.accelerator.sync_gradients
+            result = executor.run(
+                rank_plan, inputs["chunks"], num_items_in_batch, self.accelerator.sync_gradients, plan.estimate.peak_bytes
             )
         self._report.step_done(plan, result)
         empty_steps = self.args.torch_empty_cache_steps
@@ -132,7 +137,9 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         with self._explained():
             for batch in dataloader:
                 step = batch["step"]
-                loss_sum += float(executor.evaluate(step.plan.for_rank(self._pool.rank), batch["chunks"]))
+                rank_plan = step.plan.for_rank(self._pool.rank)
+                executor.engine = self._activations.engine(model, rank_plan)
+                loss_sum += float(executor.evaluate(rank_plan, batch["chunks"]))
                 num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])
                 num_samples += len(step.sequences)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -184,6 +191,8 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         self._prepare_mesh()
         self._source = plan_source(self.longctx_config, setup, self._control)
         self._pool = self._source.pool
+        budget = setup.planner.activations
+        self._activations = ActivationRuntime(self.args.device, budget.host_bytes if budget is not None else 0)
         self._recorder = DataRecorder()
         # before the report, which lets the other ranks go on after a checkpoint
         self.add_callback(self._recorder)

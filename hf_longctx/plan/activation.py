@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.cost import FloatArray, IntArray
 from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
 from hf_longctx.plan.types import TensorClass, TensorShare
 
@@ -154,19 +154,33 @@ def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...
 
 def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
     """What (recompute, host) shares of shape [classes of all slots, 2] come to, in the order of slots and their classes."""
-    saved = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
-    num_bytes = np.array([item.num_bytes for _, item in saved])
-    owner = np.array([n for n, _ in saved], dtype=np.int64)
+    num_bytes, owner = _bytes_of(slots)
     host = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots))
     kept = np.bincount(owner, weights=(1 - shares.sum(1)) * num_bytes, minlength=len(slots))
     arriving = np.concatenate([[0.0], host[:-1]])
-    exposed_s = 0.0
-    for direction in ("forward_s", "backward_s"):
-        windows = np.array([*(getattr(slot, direction) for slot in slots[1:]), 0.0])
-        exposed_s += float(np.maximum(0.0, host / limits.bytes_per_s - windows).sum())
-    recompute_s = sum(item.recompute_part_s(share) for share, (_, item) in zip(shares[:, 0].tolist(), saved, strict=True))
+    recompute_s, *exposed_s = slot_seconds(slots, shares, limits.bytes_per_s)
     peak = float((np.cumsum(kept) + host + arriving).max(initial=0.0))
-    return PolicyOutcome(recompute_s, exposed_s, peak, float(host.sum()))
+    return PolicyOutcome(float(recompute_s.sum()), float(sum(way.sum() for way in exposed_s)), peak, float(host.sum()))
+
+
+def slot_seconds(slots: Sequence[Slot], shares: FloatArray, bytes_per_s: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds that shares as for `outcome_of` add to every slot: run again, and exposed of copies out and of copies back."""
+    num_bytes, owner = _bytes_of(slots)
+    copy_s = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots)) / bytes_per_s
+    items = (item for slot in slots for item in slot.saved)
+    again_s = [item.recompute_part_s(share) for share, item in zip(shares[:, 0].tolist(), items, strict=True)]
+    recompute_s: FloatArray = np.bincount(owner, weights=again_s, minlength=len(slots)).astype(np.float64)
+    forward_s, backward_s = (
+        np.maximum(0.0, copy_s - np.array([*(getattr(slot, way) for slot in slots[1:]), 0.0]))
+        for way in ("forward_s", "backward_s")
+    )
+    return recompute_s, forward_s, backward_s
+
+
+def _bytes_of(slots: Sequence[Slot]) -> tuple[FloatArray, IntArray]:
+    """Bytes of every class of all slots, and the slot of each."""
+    saved = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
+    return np.array([item.num_bytes for _, item in saved]), np.array([n for n, _ in saved], dtype=np.int64)
 
 
 def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | None:

@@ -32,13 +32,13 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
     }[tensor_class]
 
 
-def plain_layer_bytes(model: ModelSpec, has_qk_norms: bool = False) -> int:
+def plain_layer_bytes(model: ModelSpec) -> int:
     """Bytes per token that one layer saves for backward when nothing is recomputed."""
     e, d, h = model.bytes_per_element, model.hidden_size, model.num_heads
     a, k = h * model.head_dim, model.num_kv_heads * model.head_dim
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
     norms = 2 * (4 + 2 * e) * d + 8
-    qk_norms = (4 + e) * (a + k) + 4 * (h + model.num_kv_heads) if has_qk_norms else 0
+    qk_norms = (4 + e) * (a + k) + 4 * (h + model.num_kv_heads) if model.qk_norms else 0
     return norms + qk_norms + 2 * e * (a + k) + max(4, e) * h + e * inner
 
 
@@ -47,15 +47,13 @@ def checkpointed_layer_bytes(model: ModelSpec) -> int:
     return class_bytes(model, "layer_input")
 
 
-def held_bytes(
-    model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int, has_qk_norms: bool = False
-) -> tuple[int, int]:
+def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int) -> tuple[int, int]:
     """(device, host) bytes that wait for backward after one forward of `num_tokens` tokens on a rank under `policy`."""
     layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
     on_device = on_host = 0
     for layer in layers:
         if layer.keeps_everything:
-            on_device += plain_layer_bytes(model, has_qk_norms) * num_tokens
+            on_device += plain_layer_bytes(model) * num_tokens
             continue
         for name in TENSOR_CLASSES:
             token_bytes = class_bytes(model, name)
@@ -88,8 +86,8 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
             class_bytes(model, name) * tokens,
             seconds,
             can_recompute=name != "layer_input",
-            can_offload=name != "qkv",
-            can_keep=name != "qkv",
+            can_offload=name != "qkv" or model.can_keep_qkv,
+            can_keep=name != "qkv" or model.can_keep_qkv,
             documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
         )
         for name, seconds in recompute_s.items()
@@ -99,12 +97,12 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
 
 
 def plan_activations(
-    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0, has_qk_norms: bool = False
+    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0
 ) -> tuple[ActivationPolicy, PolicyChoice | None]:
     """The policy of one chunk, and the choice behind it (None where everything stays); ValueError if nothing fits."""
     model = costs.model
     num_tokens = -(-max(chunk.num_tokens, 1) // shape.degree)
-    if model.num_layers * num_tokens * plain_layer_bytes(model, has_qk_norms) <= limits.device_bytes:
+    if model.num_layers * num_tokens * plain_layer_bytes(model) <= limits.device_bytes:
         return ActivationPolicy(chunk.index), None
     choice = choose_policy(layer_slots(costs, chunk, shape), limits)
     layers = tuple(LayerPolicy(_named(shares)) for shares in choice.shares)

@@ -30,12 +30,12 @@ _MODELS: dict[str, ModelSpec] = {
     "llama-3.1-70b": ModelSpec(80, 8192, 28672, 64, 8, 128, 128256, 131072),
     "llama-3.2-1b": ModelSpec(16, 2048, 8192, 32, 8, 64, 128256, 131072, _TIED),
     "llama-3.2-3b": ModelSpec(28, 3072, 8192, 24, 8, 128, 128256, 131072, _TIED),
-    "qwen3-0.6b": ModelSpec(28, 1024, 3072, 16, 8, 128, 151936, 40960, _TIED),
-    "qwen3-1.7b": ModelSpec(28, 2048, 6144, 16, 8, 128, 151936, 40960, _TIED),
-    "qwen3-4b": ModelSpec(36, 2560, 9728, 32, 8, 128, 151936, 40960, _TIED),
-    "qwen3-8b": ModelSpec(36, 4096, 12288, 32, 8, 128, 151936, 40960),
-    "qwen3-14b": ModelSpec(40, 5120, 17408, 40, 8, 128, 151936, 40960),
-    "qwen3-32b": ModelSpec(64, 5120, 25600, 64, 8, 128, 151936, 40960),
+    "qwen3-0.6b": ModelSpec(28, 1024, 3072, 16, 8, 128, 151936, 40960, _TIED, qk_norms=True),
+    "qwen3-1.7b": ModelSpec(28, 2048, 6144, 16, 8, 128, 151936, 40960, _TIED, qk_norms=True),
+    "qwen3-4b": ModelSpec(36, 2560, 9728, 32, 8, 128, 151936, 40960, _TIED, qk_norms=True),
+    "qwen3-8b": ModelSpec(36, 4096, 12288, 32, 8, 128, 151936, 40960, qk_norms=True),
+    "qwen3-14b": ModelSpec(40, 5120, 17408, 40, 8, 128, 151936, 40960, qk_norms=True),
+    "qwen3-32b": ModelSpec(64, 5120, 25600, 64, 8, 128, 151936, 40960, qk_norms=True),
     "qwen2.5-7b": ModelSpec(28, 3584, 18944, 28, 4, 128, 152064, 131072),
     "mistral-7b": ModelSpec(32, 4096, 14336, 32, 8, 128, 32768, 32768),
     "gemma-7b": ModelSpec(28, 3072, 24576, 16, 16, 256, 256000, 8192, _TIED),
@@ -68,10 +68,11 @@ def spec_name(spec: ModelSpec) -> str:
     for known, shapes in _MODELS.items():
         if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions) == spec:
             return known
+    normed = ", queries and keys normed" if spec.qk_norms else ""
     sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, vocabulary {vocabulary}, "
-        f"{spec.bytes_per_element} bytes{sent}"
+        f"{spec.bytes_per_element} bytes{sent}{normed}"
     )

@@ -152,8 +152,12 @@ class CostModel:
 
     def rank_bytes(self, num_tokens: int) -> int:
         """Bytes on a rank that holds `num_tokens` tokens: weights, gradients, two fp32 Adam moments and saved tensors."""
-        states = self.model.state_bytes(self.parameters, self.shard_ranks)
-        return states + num_tokens * self.model.saved_bytes_per_token
+        return self.state_bytes + num_tokens * self.model.saved_bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes on a rank of weights, gradients and two fp32 Adam moments."""
+        return self.model.state_bytes(self.parameters, self.shard_ranks)
 
     def _exchange_s(self, num_tokens: float, shape: GroupShape) -> float:
         return sum(self._pass_exchange_s(num_tokens, shape, is_backward) for is_backward in (False, True))

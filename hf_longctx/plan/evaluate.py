@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.policies import added_seconds
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.timeline import TimelineEvent
@@ -34,14 +36,15 @@ class RankUse:
 class Evaluation:
     """What a plan is predicted to take.
 
-    once_s: of the step, for the optimizer and all that is not part of a chunk. peak_bytes: of every rank. events: every
-    action of every rank; exchange_s: how much of each event is communication.
+    once_s: of the step, for the optimizer and all that is not part of a chunk. peak_bytes, host_bytes: of every rank. events:
+    every action of every rank; exchange_s: how much of each event is communication.
     """
 
     step_s: float
     once_s: float
     ranks: tuple[RankUse, ...]
     peak_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
     events: tuple[TimelineEvent, ...]
     exchange_s: tuple[float, ...]
 
@@ -73,7 +76,8 @@ class _Run:
         self.costs, self.block_ranks, self.with_events = costs, plan.block_ranks, with_events
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
-        self.tokens = [0] * plan.num_ranks
+        self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
+        self.peak_bytes = [costs.state_bytes] * plan.num_ranks
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
         # seconds of an exchange without tokens and per token, which many groups share
@@ -84,20 +88,29 @@ class _Run:
         start_s = clock_s = max(self.clocks[position] for position in group.positions)
         near_ranks = _near_ranks(group.positions, self.costs.cluster.ranks_per_node)
         exchanged_s = 0.0
-        for action in group.stages[0].actions:
+        (stage,) = group.stages
+        added = added_seconds(self.costs, group, stage)
+        for action in stage.actions:
             chunk = group.chunks[action.chunk]
             seconds, inside_s = self._action_s(group, action, near_ranks)
+            seconds += added.get(action.chunk, (0.0, 0.0))[action.kind == "B"]
             detail = f"<{group.degree}> {chunk.num_tokens} tokens in {len(chunk.spans)} sequence(s)"
             stop_s = clock_s + seconds
             self.events += [TimelineEvent(rank, action.kind, str(action), clock_s, stop_s, detail) for rank in group.positions]
             self.exchange_s += [inside_s] * group.degree
             clock_s, exchanged_s = stop_s, exchanged_s + inside_s
         held = [sum(shards) for shards in zip(*(shard_tokens(chunk, group.shape) for chunk in group.chunks), strict=True)]
+        # formulas for the whole chunk are the quick way where everything is kept
+        is_plain = not stage.activations and len(group.chunks) == 1
+        memory = None if is_plain else round_bytes(self.costs.model, group, stage)
         for position, tokens in zip(group.positions, held, strict=True):
             self.clocks[position] = clock_s
             self.busy[position] += clock_s - start_s
             self.exchanging[position] += exchanged_s
             self.tokens[position] = max(self.tokens[position], tokens)
+            peak_bytes = self.costs.rank_bytes(tokens) if memory is None else self.costs.state_bytes + memory.peak
+            self.peak_bytes[position] = max(self.peak_bytes[position], peak_bytes)
+            self.host_bytes[position] = max(self.host_bytes[position], 0 if memory is None else memory.host)
 
     def leave_together(self) -> None:
         """Ends a micro-batch: ranks that share shards wait for the last of them."""
@@ -118,7 +131,8 @@ class _Run:
             step_s=chunks_s + once_s,
             once_s=once_s,
             ranks=ranks,
-            peak_bytes=tuple(self.costs.rank_bytes(count) for count in self.tokens),
+            peak_bytes=tuple(self.peak_bytes),
+            host_bytes=tuple(self.host_bytes),
             events=tuple(self.events),
             exchange_s=tuple(self.exchange_s),
         )
@@ -126,9 +140,8 @@ class _Run:
     def _action_s(self, group: SequenceGroup, action: Action, near_ranks: int) -> tuple[float, float]:
         """Seconds of an action, and how many of them are communication."""
         stage = group.stages[0]
-        if action.helpers or action.part or action.kind not in ("F", "B") or stage.activations:
-            what = "activation policies" if stage.activations else f"action {action}"
-            raise ValueError(f"{what} cannot be evaluated yet; only F and B of one part without helpers or policies can")
+        if action.helpers or action.part or action.kind not in ("F", "B"):
+            raise ValueError(f"action {action} cannot be evaluated yet; only F and B of one part without helpers can")
         chunk, shape, is_backward = group.chunks[action.chunk], group.shape, action.kind == "B"
         key = (shape, near_ranks, is_backward)
         if key not in self.exchanges:

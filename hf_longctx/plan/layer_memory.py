@@ -37,14 +37,13 @@ class Load:
     sliced_tokens: int = 0
     has_head: bool = True
     trains_weights: bool = True
-    has_qk_norms: bool = False
     is_shared: bool = False
     tiles_loss: bool = True
 
     @classmethod
-    def document(cls, num_tokens: int, num_layers: int, trains_weights: bool = True, has_qk_norms: bool = False) -> Load:
+    def document(cls, num_tokens: int, num_layers: int, trains_weights: bool = True) -> Load:
         """One document whole on one rank."""
-        return cls(num_tokens, (num_tokens,), num_layers, trains_weights=trains_weights, has_qk_norms=has_qk_norms)
+        return cls(num_tokens, (num_tokens,), num_layers, trains_weights=trains_weights)
 
 
 class LayerBytes:
@@ -78,7 +77,7 @@ class LayerBytes:
 
     def _plain_held(self) -> tuple[int, int]:
         load, (_, a, k, _) = self.load, self._sizes
-        held = plain_layer_bytes(self.model, load.has_qk_norms) * self.tokens
+        held = plain_layer_bytes(self.model) * self.tokens
         whole = self.tokens - load.sliced_tokens
         # keys and values of slices lie in the book; others are saved as many times as query heads read them
         held += 2 * (a - k) * whole - 2 * k * load.sliced_tokens
@@ -121,7 +120,7 @@ class LayerBytes:
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
         norms = (4 + model.bytes_per_element) * (a + k) // model.bytes_per_element + 4 * (model.num_heads + model.num_kv_heads)
-        inside = qkv + (norms * self.tokens if self.load.has_qk_norms else 0)
+        inside = qkv + (norms * self.tokens if self.model.qk_norms else 0)
         output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
         return first_norm * self.tokens + inside + output + self._whole_input
 

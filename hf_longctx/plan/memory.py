@@ -218,17 +218,25 @@ def lean_policy(
     return ActivationPolicy(0, 0, tuple(layers), tile_tokens)
 
 
-def most_tokens(model: ModelSpec, device_bytes: int, host_bytes: int, tile_tokens: int, trains_weights: bool = True) -> int:
+def most_tokens(
+    model: ModelSpec,
+    device_bytes: int,
+    host_bytes: int,
+    tile_tokens: int,
+    trains_weights: bool = True,
+    is_shared: bool = False,
+) -> int:
     """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
-    device_bytes: what weights, gradients and optimizer states leave of the device.
+    device_bytes: what weights, gradients and optimizer states leave of the device. is_shared: as a rank of a group, whose
+    exchanges take room, holding so many tokens of it.
     """
 
     def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
         # copies that arrive take room too, so that with few layers the host may not pay
         return tuple(lean_policy(model, num_tokens, limit, tile_tokens) for limit in {0, host_bytes})
 
-    return longest_document(model, device_bytes, host_bytes, policies, trains_weights)
+    return longest_document(model, device_bytes, host_bytes, policies, trains_weights, is_shared)
 
 
 def longest_document(
@@ -237,11 +245,12 @@ def longest_document(
     host_bytes: int,
     policies: Callable[[int], Sequence[ActivationPolicy | None]],
     trains_weights: bool = True,
+    is_shared: bool = False,
 ) -> int:
     """The most tokens of one document on one rank for which one of the policies (None: keep everything) fits, by bisection."""
 
     def fits(num_tokens: int) -> bool:
-        load = Load.document(num_tokens, model.num_layers, trains_weights)
+        load = replace(Load.document(num_tokens, model.num_layers, trains_weights), is_shared=is_shared)
         found = (chunk_bytes(model, load, policy) for policy in policies(num_tokens))
         return any(one.device + one.workspace <= device_bytes and one.host <= host_bytes for one in found)
 

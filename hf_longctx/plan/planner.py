@@ -1,7 +1,7 @@
 """`plan_step`: sequence lengths to a validated `StepPlan`, one pass after the other. Read this file first.
 
     lengths -> grouping problem -> layout (exact, greedy, by programs or static) -> places on ranks, nested where that is faster
-            -> plan tree -> validate -> evaluate -> estimate
+            -> plan tree -> activation policies and slices for what does not fit as it is -> evaluate -> validate -> estimate
 
 Every pass is a function from plain data to plain data. The planner runs on rank 0, one step ahead; all ranks obey its plan.
 """
@@ -20,6 +20,7 @@ from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly,
 from hf_longctx.plan.milp import group_by_milp, plan_milp
 from hf_longctx.plan.nested import plan_nested
 from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
+from hf_longctx.plan.policies import with_policies
 from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
 from hf_longctx.plan.specs import PlannerConfig, check_degrees
 from hf_longctx.plan.types import (
@@ -48,21 +49,60 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     # equal sequences are told apart at the very end, so that no pass depends on the order of the input
     problem, order = GroupingProblem.build(lengths, costs, config).longest_first()
     # the judge decides, since only it knows which groups leave a node and who waits for whom
-    judged = []
-    for placed, solver in candidates(problem, costs, config):
+    judged, unfit = [], ValueError()
+    for placed, solver in candidates_with_room(problem, costs, config):
         plan = build_plan(step, lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
+        if config.activations is not None:
+            try:
+                plan = with_policies(plan, costs, config.activations, allows_slices=not config.one_micro_batch)
+            except ValueError as error:
+                unfit = error
+                continue
         judged.append((evaluate_plan(plan, costs, with_events=False), plan, solver))
+    if not judged:
+        raise unfit
     run, plan, solver = min(judged, key=lambda item: item[0].step_s)
     validate_plan(plan)
     estimate = Estimate(
         step_s=run.step_s,
         lower_bound_s=problem.lower_bound_s() + costs.coefficients.step_s,
         peak_bytes=max(run.peak_bytes),
+        host_bytes=max(run.host_bytes),
         solve_s=time.perf_counter() - started_s,
         solver=solver,
         cost_source=costs.coefficients.source,
     )
     return replace(plan, estimate=estimate)
+
+
+def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
+    """`candidates` at the fewest tokens on a rank at which the longest sequence fits, everything kept if that does.
+
+    What is computed again gains nothing but room, so no more is asked for. Where the longest sequences need more than is
+    wholly kept, they are planned alone too, and the others as if they were not there.
+    """
+    budget = config.activations
+    if budget is None or budget.kept_tokens >= problem.capacity or not problem.lengths:
+        return candidates(problem, costs, config)
+    needed = -(-max(problem.lengths) // problem.degrees[-1])
+    if needed <= budget.kept_tokens:
+        kept = replace(problem, capacity=budget.kept_tokens)
+        try:
+            return candidates(kept, costs, config)
+        except ValueError:
+            # a single micro-batch must hold everything
+            return candidates(problem, costs, config)
+    least = replace(problem, capacity=problem.capacity if config.one_micro_batch else needed)
+    found = candidates(least, costs, config)
+    room = budget.kept_tokens * problem.degrees[-1]
+    num_long = sum(length > room for length in problem.lengths)
+    if budget.kept_tokens and not config.one_micro_batch and num_long < len(problem.lengths):
+        # sorted longest first
+        long, others = range(num_long), range(num_long, len(problem.lengths))
+        rest = replace(problem.part(others), capacity=budget.kept_tokens)
+        [(first, name), *_], [(second, _), *_] = candidates(least.part(long), costs, config), candidates(rest, costs, config)
+        found.append(([*renumber(first, long), *renumber(second, others)], f"{name}, long ones apart"))
+    return found
 
 
 def candidates(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:

@@ -16,6 +16,8 @@ GroupMethod = Literal["auto", "ulysses", "ring", "hybrid"]
 GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 
 _NODE_RANKS = 8
+# of config.json; types with a switch of their own have it in `use_qk_norm`
+_QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class ModelSpec:
 
     bytes_per_element: of weights and saved activations. bytes_sent_per_element: of queries, keys and values between ranks,
     fewer than that under autocast (0: as many). gated_mlp: the MLP has a gate beside up and down, as Llama's and unlike
-    GPT's. learned_positions: one embedding for each of max_positions.
+    GPT's. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys have norms of their own.
+    can_keep_qkv: a replay can take queries, keys and values from the first run.
     """
 
     num_layers: int
@@ -40,6 +43,8 @@ class ModelSpec:
     bytes_sent_per_element: int = 0
     gated_mlp: bool = True
     learned_positions: bool = False
+    qk_norms: bool = False
+    can_keep_qkv: bool = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
@@ -67,6 +72,7 @@ class ModelSpec:
             max_positions=get("max_position_embeddings", "n_positions"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
+            qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
         )
 
     @property
@@ -153,10 +159,30 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationBudget:
+    """Room for what chunks save and work with, beside weights, gradients and optimizer states.
+
+    kept_tokens: up to so many tokens on a rank everything is kept; beyond them layers are recomputed or offloaded.
+    device_bytes, host_bytes: of one rank (0 on the host: nothing is offloaded). tile_tokens: token tile of norms, MLP and loss
+    in chunks of more (0: untiled).
+    """
+
+    kept_tokens: int
+    device_bytes: int
+    host_bytes: int = 0
+    tile_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if min(self.kept_tokens, self.device_bytes, self.host_bytes, self.tile_tokens) < 0:
+            raise ValueError(f"{self} must not have negative numbers")
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """What a plan may use.
 
-    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many.
+    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. activations: how
+    chunks above what is wholly kept make room (None: everything is kept, whatever its size).
     degrees: allowed sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best).
     micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit. solver_time_limit_s: what
     solvers "lp" and "milp" may take for one step, beside the greedy layout that they start from.
@@ -178,6 +204,7 @@ class PlannerConfig:
     nested: bool = True
     node_aligned: bool = True
     solver_time_limit_s: float = 10.0
+    activations: ActivationBudget | None = None
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:

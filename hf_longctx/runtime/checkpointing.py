@@ -3,14 +3,15 @@
 A decoder layer's `_gradient_checkpointing_func` becomes torch's non-reentrant checkpoint with a `context_fn`, whose two
 contexts say whether the layer runs for the first time or is replayed (the first run is not no-grad, so grad mode cannot tell).
 They carry one `LayerSlot` per layer and forward, so any number of forwards may be in flight. The attention function finds its
-part of the slot in the chunk's context, the MLP on the layer's binding. So, per layer and step:
+part of the slot in the chunk's context, MLP and projections on the layer's binding. So, per layer and step:
 
-    attention runs forward once plus the recomputed share of its output, norms at most three times, the MLP twice less its kept
-    share (a third time only where the layer saves tensors behind it, as with a norm after the MLP).
+    attention runs forward once plus the recomputed share of its output, projections to queries, keys and values once plus
+    their recomputed share, norms at most three times, the MLP twice less its kept share (a third time only where the layer
+    saves tensors behind it, as with a norm after the MLP).
 
-What a policy leaves to this engine: the layer input is kept, attention output with LSE and the MLP's inner tensors in shares of
-tokens; queries, keys and values are recomputed. What is kept may wait on the host, from where one layer's tensors are fetched
-while the layer behind it is replayed. Layers that keep everything run as they are.
+What a policy leaves to this engine: the layer input is kept; attention output with LSE, the outputs of the projections, and the
+MLP's inner tensors are kept in shares of tokens. What is kept may wait on the host, from where one layer's tensors are fetched
+while the layer behind it is replayed. Layers that keep everything run as they are, and so do those without any gradient.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.plan.types import ActivationPolicy, LayerPolicy
 from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.kept_projections import ProjectionRecord, project
 from hf_longctx.runtime.offload import HostTier, SplitTensor
+from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.token_tiles import TileRecord, tokenwise
 
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """A decoder layer whose class has Hugging Face's checkpointing door, with those of its modules that treat tokens alone."""
+    """A decoder layer whose class has Hugging Face's checkpointing door, with those of its modules that treat tokens alone.
+
+    projections: the linear modules that make queries, keys and values; none where they are made otherwise.
+    """
 
     layer: nn.Module
     mlp: nn.Module
     norms: tuple[nn.Module, ...]
+    projections: tuple[nn.Linear, ...] = ()
 
 
 class LayerSlot:
@@ -49,6 +56,7 @@ class LayerSlot:
     def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, before: LayerSlot | None) -> None:
         self.tile_tokens, self._tier, self._before = tile_tokens, tier, before
         self.attention = AttentionRecord(policy.share("attention_output"), tier)
+        self.projections = ProjectionRecord(policy.share("qkv"), tier)
         self.mlp = TileRecord(policy.share("mlp"), tier)
         self._input_share = policy.share("layer_input")
         # weak, since the layer's graph owns it: it goes when the layer's backward is done
@@ -64,7 +72,11 @@ class LayerSlot:
     def parts(self) -> list[SplitTensor]:
         """What the slot holds now, but for a layer input that is wholly on the device and the MLP's graphs."""
         held = None if self._input is None else self._input()
-        return [*self.attention.parts, *([held] if held is not None else [])]
+        return [*self.attention.parts, *self.projections.parts, *([held] if held is not None else [])]
+
+    @property
+    def keeps_qkv(self) -> bool:
+        return self.projections.share.recompute < 1
 
     @property
     def splits_input(self) -> bool:
@@ -95,7 +107,7 @@ class LayerSlot:
                 saved.home.prefetch()
 
     def set_replay(self, is_replay: bool) -> None:
-        self.attention.is_replay = self.mlp.is_replay = is_replay
+        self.attention.is_replay = self.projections.is_replay = self.mlp.is_replay = is_replay
 
 
 class ChunkActivations:
@@ -111,7 +123,7 @@ class ChunkActivations:
         self.slots = tuple(slots)
 
     def held_bytes(self) -> tuple[int, int]:
-        """(device, host) bytes of layer inputs, attention outputs, LSEs and MLP tensors that wait for their backward."""
+        """(device, host) bytes of layer inputs, projections, attention outputs, LSEs and MLP tensors that wait for backward."""
         slots = [slot for slot in self.slots if slot is not None]
         parts = [part for slot in slots for part in slot.parts]
         on_device = sum(slot.whole_input_bytes + slot.mlp.kept_bytes for slot in slots) + sum(p.device_bytes for p in parts)
@@ -123,11 +135,12 @@ class ActivationEngine:
     """Binds itself to the decoder layers of one model; `unbind` puts everything back.
 
     A forward whose context has no activations, or that makes no graph, runs the layers as they were. `tier` takes what policies
-    send to the host; without one they are refused.
+    send to the host; without one they are refused. `head` takes the loss in the tiles of a policy; without one the executor
+    takes it from logits.
     """
 
-    def __init__(self, layers: Sequence[LayerModules], tier: HostTier | None = None) -> None:
-        self.tier = tier
+    def __init__(self, layers: Sequence[LayerModules], tier: HostTier | None = None, head: OutputHead | None = None) -> None:
+        self.tier, self.head = tier, head
         for modules in layers:
             if not hasattr(type(modules.layer), "gradient_checkpointing"):
                 raise ValueError(
@@ -139,6 +152,11 @@ class ActivationEngine:
     @property
     def num_layers(self) -> int:
         return len(self._bindings)
+
+    @property
+    def can_keep_qkv(self) -> bool:
+        """Whether a layer that is replayed may keep queries, keys and values."""
+        return all(binding.modules.projections for binding in self._bindings)
 
     def begin(self, policy: ActivationPolicy) -> ChunkActivations:
         """Fresh slots for one forward under `policy`, which `check` must allow."""
@@ -152,12 +170,21 @@ class ActivationEngine:
         for index, layer in enumerate(policy.layers):
             where = f"chunk {policy.chunk}, layer {index}"
             refuse_unsupported_policy(layer, where)
+            modules = self._bindings[index].modules
+            kept = 1 - layer.share("qkv").recompute
+            if kept > 0 and not modules.projections and not layer.keeps_everything:
+                raise ValueError(
+                    f"{where}: {kept:g} of qkv is kept, but {type(modules.layer).__name__} does not make queries, keys and "
+                    f"values by plain linear modules; recompute qkv, or keep everything in this layer"
+                )
             if self.tier is None and any(share.host for share in layer.shares):
                 raise ValueError(f"{where}: the plan sends saved tensors to the host, but the engine was given no host memory")
 
     def unbind(self) -> None:
         for binding in self._bindings:
             binding.unbind()
+        if self.head is not None:
+            self.head.unbind()
 
 
 def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:
@@ -165,21 +192,12 @@ def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:
     for share in policy.shares:
         if share.nvme:
             raise ValueError(f"{where}: {share.nvme:g} of {share.tensor_class} on NVMe is not executed yet; send it to the host")
-        if share.host and share.tensor_class == "qkv":
-            raise ValueError(
-                f"{where}: {share.host:g} of {share.tensor_class} on the host is not executed yet; keep it, or recompute it"
-            )
     if policy.keeps_everything:
         return
     if (recomputed := policy.share("layer_input").recompute) > 0:
         raise ValueError(
             f"{where}: {recomputed:g} of layer_input is recomputed, but a layer is replayed from its input; keep it, or move it "
             f"to the host"
-        )
-    if (kept := 1 - policy.share("qkv").recompute) > 0:
-        raise ValueError(
-            f"{where}: {kept:g} of qkv is kept beside classes that are recomputed, which is not executed yet; recompute it too, "
-            f"or keep everything in this layer"
         )
 
 
@@ -196,6 +214,8 @@ class _LayerBinding:
         self._bind_forward(modules.mlp, is_mlp=True)
         for norm in modules.norms:
             self._bind_forward(norm, is_mlp=False)
+        for place, linear in enumerate(modules.projections):
+            self._bind_projection(linear, place)
 
     def unbind(self) -> None:
         while self._before:
@@ -219,11 +239,25 @@ class _LayerBinding:
 
         self._set(module, "forward", forward)
 
+    def _bind_projection(self, linear: nn.Linear, place: int) -> None:
+        run = linear.forward
+
+        def forward(x: Tensor) -> Tensor:
+            slot = self.current
+            return run(x) if slot is None or not slot.keeps_qkv else project(linear, x, slot.projections, place)
+
+        self._set(linear, "forward", forward)
+
+    def _makes_graph(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether anything in the layer has a gradient; it has not below the first of the weights that are trained."""
+        tensors = (x for x in (*inputs, *self.modules.layer.parameters()) if isinstance(x, Tensor))
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
     def _run(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """A layer's forward as its class calls it: `function` is a partial that holds every keyword argument."""
         assert isinstance(function, partial)
         context = function.keywords.get("longctx")
-        if context is None or context.activations is None or not torch.is_grad_enabled():
+        if context is None or context.activations is None or not self._makes_graph(inputs):
             return function(*inputs)
         slot = context.activations.slots[self.index]
         if slot is None:

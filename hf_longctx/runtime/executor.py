@@ -6,6 +6,7 @@ through `StepResult`. Gradients are the sum over all ranks of the loss divided b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_longctx.plan.types import Action, ActivationPolicy, RankPlan, SequenceGroup
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.out_of_memory import explained
+from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.profiler import Interval, StepClock
 from hf_longctx.runtime.sharded import parameters_of
 from hf_longctx.runtime.slices import KVBook
@@ -41,15 +44,34 @@ class ChunkInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank.
+class StepMemory:
+    """The most bytes of this rank at any time in a plan, as counted.
 
-    kv_book_bytes: the most that keys and values of slices and their gradients took on this rank.
+    saved, host: that chunks under activation policies hold for their backward on the device and on the host. kv_book: keys and
+    values of slices, and their gradients. device_peak: all that torch had allocated on a CUDA device; 0 elsewhere.
     """
+
+    saved: int = 0
+    host: int = 0
+    kv_book: int = 0
+    device_peak: int = 0
+
+    def most(self, other: StepMemory) -> StepMemory:
+        """The larger of both, number by number."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "host", "kv_book", "device_peak"))
+        return StepMemory(*map(max, pairs))
+
+
+NO_MEMORY = StepMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank."""
 
     loss: Tensor
     clock: StepClock
-    kv_book_bytes: int = 0
+    memory: StepMemory = NO_MEMORY
 
     def intervals(self) -> list[Interval]:
         """What this rank did; call it after the step, since on CUDA it waits for the device."""
@@ -61,7 +83,8 @@ class StepExecutor:
 
     `model` is the plain, DDP-wrapped or sharded (`shard_model`) model; its attention must be the registered `longctx`
     function, called `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add
-    up in fp32. `engine` executes activation policies; without one, plans that have any are refused.
+    up in fp32. `engine` executes activation policies; without one, plans that have any are refused. With a head, chunks whose
+    policy has `tile_tokens` make no logits, in evaluation too.
     """
 
     def __init__(
@@ -79,31 +102,41 @@ class StepExecutor:
         self._no_mask = no_mask(device)
 
     def run(
-        self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], num_label_tokens: int, reduce: bool = True
+        self,
+        plan: RankPlan,
+        inputs: Sequence[Sequence[ChunkInputs]],
+        num_label_tokens: int,
+        reduce: bool = True,
+        predicted_bytes: int = 0,
     ) -> StepResult:
         """Forward and backward of every round; gradients end as the sum over all ranks, sharded as the parameters are.
 
         `inputs[r][c]` is this rank's shard of chunk c in round r. `num_label_tokens` counts the label tokens of the step
         over all ranks. `reduce`: false for every plan of an optimizer step but its last, whose reduction then covers the
-        gradients of all of them. Every rank of the pool must call it with its own path of the same plan. Raises ValueError
-        by name for what this version does not execute.
+        gradients of all of them. `predicted_bytes`: what the plan was estimated to take, for the message where memory runs
+        out. Every rank of the pool must call it with its own path of the same plan. Raises ValueError by name for what this
+        version does not execute, torch.OutOfMemoryError naming the action that ran out of device memory.
         """
         self.parameters.check(plan.parameters)
         refuse_unsupported(plan, self.engine)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        kv_book_bytes = 0
+        memory = StepMemory()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
                 current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage.activations)
-                total += current.run(stage.actions)
-                kv_book_bytes = max(kv_book_bytes, current.book.peak_bytes)
+                total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
+                memory = memory.most(current.memory)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
                 self.parameters.reduce(self.pool.everyone)
             self._sum_over_ranks(total)
-        return StepResult(total, clock, kv_book_bytes)
+        if self.device.type == "cuda":
+            memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
+        return StepResult(total, clock, memory)
 
     @torch.no_grad()
     def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
@@ -115,7 +148,8 @@ class StepExecutor:
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind == "F"]
-            total += _Round(self, group, inputs[index], 1, clock, index).run(forwards)
+            current = _Round(self, group, inputs[index], 1, clock, index, stage.activations)
+            total += current.run(forwards, f"evaluation {plan.step}, round {index}")
         self.parameters.free()
         self._sum_over_ranks(total)
         return total
@@ -133,6 +167,21 @@ class StepExecutor:
         context.check_calls(self.num_attention_layers)
         logits: Tensor = output.logits
         return logits
+
+    def sum_chunk(self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int = 0, keep_gradients: bool = False) -> Tensor:
+        """The summed cross-entropy of this rank's shard, a scalar: without logits if there are `tile_tokens` and a head.
+
+        `chunk` may be on the host. `keep_gradients`: its backward comes next.
+        """
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return summed_cross_entropy(self.forward_chunk(inputs, context), inputs.shift_labels)
+        # labels on the host tell which tiles have any, without waiting for the device
+        with head.summing(chunk.shift_labels, tile_tokens, keep_gradients):
+            loss = self.forward_chunk(inputs, context)
+        check_untouched(loss)
+        return loss
 
     def _sum_over_ranks(self, total: Tensor) -> None:
         if self.pool.everyone is not None:
@@ -156,55 +205,61 @@ class _Round:
         self.policies = {policy.chunk: policy for policy in policies}
         self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
         self.losses: dict[int, Tensor] = {}
+        # of chunks between their F and their B
+        self.activations: dict[int, ChunkActivations] = {}
+        self.memory = StepMemory()
         self.num_backwards = 0
         self.book = KVBook()
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.handlers = {"F": self._forward, "B": self._backward}
 
-    def run(self, actions: Sequence[Action]) -> Tensor:
-        """The actions in order; this rank's share of the step's loss, without a graph."""
+    def run(self, actions: Sequence[Action], where: str, predicted_bytes: int = 0) -> Tensor:
+        """The actions in order; this rank's share of the step's loss, without a graph. `where`: for errors."""
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.book = KVBook(has_backward=self.num_backwards > 0)
-        for action in actions:
-            with self.clock.measure(self.index, action.kind, str(action)):
-                self.handlers[action.kind](action)
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            memory = explained(where, action, self.group, self.executor.device, predicted_bytes)
+            with self.clock.measure(self.index, action.kind, str(action)), memory:
+                self.handlers[action.kind](action, following)
         assert not self.book.num_bytes, f"the K/V book holds {self.book.num_bytes} bytes behind its round"
         return self.total
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, following: Action | None) -> None:
         chunk = self.group.chunks[action.chunk]
         context = self.executor.pool.context(self.group, chunk, self.book)
-        if self.executor.engine is not None and action.chunk in self.policies:
-            context = replace(context, activations=self.executor.engine.begin(self.policies[action.chunk]))
-        inputs = self.inputs[action.chunk].to(self.executor.device)
-        logits = self.executor.forward_chunk(inputs, context)
-        loss = step_loss(summed_cross_entropy(logits, inputs.shift_labels), self.num_label_tokens)
+        policy = self.policies.get(action.chunk)
+        if self.executor.engine is not None and policy is not None and torch.is_grad_enabled():
+            self.activations[action.chunk] = self.executor.engine.begin(policy)
+            context = replace(context, activations=self.activations[action.chunk])
+        is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
+        tile_tokens = policy.tile_tokens if policy is not None else 0
+        loss_sum = self.executor.sum_chunk(self.inputs[action.chunk], context, tile_tokens, is_backward_next)
+        loss = step_loss(loss_sum, self.num_label_tokens)
         self.total += loss.detach()
         self.losses[action.chunk] = loss
+        self._note_memory()
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, following: Action | None) -> None:
         loss = self.losses.pop(action.chunk)
         self.num_backwards -= 1
         self.executor.parameters.before_backward(is_last=not self.num_backwards)
         loss.backward()
         self.executor.parameters.after_backward()
+        self.activations.pop(action.chunk, None)
+        self._note_memory()
         for span in self.group.chunks[action.chunk].spans:
             if not span.start:
                 self.book.close(span.sequence)
+
+    def _note_memory(self) -> None:
+        held = [activations.held_bytes() for activations in self.activations.values()]
+        saved, host = (sum(column) for column in zip((0, 0), *held, strict=True))
+        self.memory = self.memory.most(StepMemory(saved, host, self.book.peak_bytes))
 
 
 def no_mask(device: torch.device) -> Tensor:
     """An attention mask of four dimensions: transformers passes it on as it is, and builds none over the packed row."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def _sliced_chunks(group: SequenceGroup) -> set[int]:
-    """Chunks that hold a sequence of which another chunk of the group holds the rest."""
-    homes: dict[int, set[int]] = {}
-    for chunk in group.chunks:
-        for span in chunk.spans:
-            homes.setdefault(span.sequence, set()).add(chunk.index)
-    return {chunk for chunks in homes.values() if len(chunks) > 1 for chunk in chunks}
 
 
 def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -> None:
@@ -215,11 +270,8 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -
         if len(stage.parts) > 1:
             raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
         if engine is not None:
-            sliced = _sliced_chunks(group)
             for policy in stage.activations:
                 engine.check(policy)
-                if policy.chunk in sliced and (policy.layers or policy.tile_tokens):
-                    raise ValueError(f"chunk {policy.chunk} is a slice of a sequence with an activation policy; not executed yet")
         elif any(policy.layers or policy.tile_tokens for policy in stage.activations):
             raise ValueError("activation policies (recompute, offload, tiles) are not executed yet; everything is kept")
         for chunk in group.chunks:

@@ -39,10 +39,22 @@ class KVReaders:
             return heads
         return heads.repeat_interleave(self.per_kv, dim) if self.per_kv else heads.index_select(dim, self.index)
 
-    def fold_into(self, sum_GUD: Tensor, gradient_HUD: Tensor) -> None:
-        """Adds to `sum_GUD` the gradients of the query heads that read each KV head."""
-        gradient_HUD = gradient_HUD.to(sum_GUD.dtype)
+    def gather(self, heads_GUD: Tensor) -> Tensor:
+        """Keys or values as `tiles` wants them: as they are where every KV head has as many readers, else one per query head."""
+        return heads_GUD if self.per_kv else heads_GUD.index_select(0, self.index)
+
+    def fold(self, gradient: Tensor) -> Tensor:
+        """The gradient [G, U, D] of KV heads from that of what `gather` made of them."""
         if self.per_kv:
-            sum_GUD += gradient_HUD.unflatten(0, (self.num_kv, self.per_kv)).sum(1)
+            return gradient
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        sum_GUD = gradient.new_zeros((self.num_kv, *gradient.shape[1:]), dtype=wide)
+        self.fold_into(sum_GUD, gradient)
+        return sum_GUD
+
+    def fold_into(self, sum_GUD: Tensor, gradient: Tensor) -> None:
+        """Adds to `sum_GUD` the gradient of KV heads, given that of what `gather` made of them."""
+        if self.per_kv:
+            sum_GUD += gradient
         else:
-            sum_GUD.index_add_(0, self.index, gradient_HUD)
+            sum_GUD.index_add_(0, self.index, gradient.to(sum_GUD.dtype))

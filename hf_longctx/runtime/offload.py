@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -223,9 +224,9 @@ class SplitTensor:
         if self._host is not None:
             self._host.prefetch()
 
-    def fetch(self) -> Tensor:
-        """The tokens from `start` on, on the device."""
-        parts = [] if self._host is None else [self._host.fetch()]
+    def fetch(self, front: Sequence[Tensor] = ()) -> Tensor:
+        """The tokens from `start` on, on the device, behind those of `front`."""
+        parts = [*front, *([] if self._host is None else [self._host.fetch()])]
         if self._device is not None:
             parts.append(self._device)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -86,7 +86,7 @@ class _RingAttention(torch.autograd.Function):
             # the gradients of another block travel behind its keys and values, from the first rank that sees these
             total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if hop == 1 else travelling
             for rows, columns, causal in ring.tiles(source):
-                k, v = readers.expand(kv[:, :, columns], 1)
+                k, v = map(readers.gather, kv[:, :, columns])
                 dq, dk, dv = tile_backward(
                     gradient_HTD[:, rows], q_HTD[:, rows], k, v, out_HTD[:, rows], lse_HT[:, rows], scale, causal
                 )
@@ -110,7 +110,7 @@ def _around_the_ring(q_HTD: Tensor, own_kv: Tensor, readers: KVReaders, scale: f
     lse_HT = torch.full(q_HTD.shape[:2], float("-inf"), dtype=wide, device=q_HTD.device)
     for source, kv in _around(own_kv, ring):
         for rows, columns, causal in ring.tiles(source):
-            k, v = readers.expand(kv[:, :, columns], 1)
+            k, v = map(readers.gather, kv[:, :, columns])
             out, lse = tile_forward(q_HTD[:, rows], k, v, scale, causal)
             accumulate_attention_(out_HTD[:, rows], lse_HT[:, rows], out, lse)
     return out_HTD.to(q_HTD.dtype), lse_HT

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.sharding import HeadShare, head_shares
+from hf_longctx.runtime.chunk_attention import ChunkAttention, documents_of
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.kept_attention import kept_attention
 from hf_longctx.runtime.ring import ring_attention
-from hf_longctx.runtime.slices import slice_attention
 
 
 def sequence_parallel_attention(
@@ -60,11 +59,11 @@ def _attention(
     """Attention of this rank's heads over its block's tokens, shape [1, S, h, D]: around the ring if there are other blocks."""
     if context.ring.num_blocks > 1:
         return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring, context.kept)
-    if context.slices:
-        return _sliced_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context, layer)
-    if context.kept is not None:
-        return kept_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens, context.kept)
-    return packed_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens)
+    if not context.slices and context.kept is None:
+        return packed_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens)
+    documents = documents_of(context.cu_seqlens, context.slices)
+    attend = ChunkAttention(readers, scale, documents, context.kept, context.book, layer)
+    return attend(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
 
 
 def packed_attention(
@@ -79,23 +78,6 @@ def packed_attention(
     documents = zip(q_1hSD.split(lengths, dim=2), k_1gSD.split(lengths, dim=2), v_1gSD.split(lengths, dim=2), strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) for q, k, v in documents]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
-
-
-def _sliced_attention(
-    q_1hSD: Tensor, k_1gSD: Tensor, v_1gSD: Tensor, readers: KVReaders, scale: float, context: GroupContext, layer: Hashable
-) -> Tensor:
-    """As `packed_attention`, with documents that begin or go on in other chunks."""
-    slices = {part.document: part for part in context.slices}
-    outputs = []
-    for document, (start, stop) in enumerate(itertools.pairwise(context.cu_seqlens)):
-        q, k, v = (x[:, :, start:stop] for x in (q_1hSD, k_1gSD, v_1gSD))
-        if document in slices:
-            output = slice_attention(q[0], k[0], v[0], readers, scale, context.book, layer, slices[document])
-            outputs.append(output.unsqueeze(0))
-        else:
-            outputs.append(packed_attention(q, k, v, readers, scale, (0, stop - start)))
-    # a copy of a lone slice would be kept for backward beside the output itself
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _scatter_heads(

@@ -1,16 +1,14 @@
-"""Attention of slices: a sequence runs in several chunks, and later ones read the keys and values of earlier ones.
+"""Slices: a sequence runs in several chunks, and later ones read the keys and values of earlier ones.
 
 The K/V book holds, per layer and sequence, one buffer with the keys and values of all slices, and in backward one with
-the gradients that later slices leave for earlier ones. A slice's queries see the front (all tokens before the slice)
-wholly and the slice itself causally: two pieces, merged by their log-sum-exp (LSE); backward of both uses the merged
-output and LSE. No copy of the front is made, and KV heads of the front are not repeated: the query heads that read one
-KV head lie behind each other as queries of it.
+the gradients that later slices leave for earlier ones. `chunk_attention` reads and writes it.
 
-Slices run backward last first. Each adds to the gradients of its front, and hands back what later ones left for its own
-keys and values as their gradient; so no graph reaches from one chunk into another and autograd needs no further roots.
-Checkpointing, reentrant or not, runs a slice's forward again: it writes the same tokens to the same place.
+Slices run backward last first. Each adds to the gradients of its front (all tokens before the slice), and hands back what
+later ones left for its own keys and values as their gradient; so no graph reaches from one chunk into another and autograd
+needs no further roots. Checkpointing, reentrant or not, runs a slice's forward again: it writes the same tokens to the same
+place.
 
-Shapes: H query heads, G KV heads, T tokens of the slice, U tokens of its front, S tokens of the sequence, D head size.
+Shapes: G KV heads, T tokens of the slice, U tokens of its front, S tokens of the sequence, D head size.
 
 Source: Seq1F1B (arXiv 2406.03488), whose prefix is a list of slices, concatenated for every call.
 """
@@ -19,15 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.plan.types import Chunk, SequenceGroup
-from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.tiles import tile_backward, tile_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,110 +161,6 @@ class KVBook:
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-
-
-def slice_attention(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, readers: KVReaders, scale: float, book: KVBook, layer: Hashable, part: Slice
-) -> Tensor:
-    """Causal attention of a slice's queries over its sequence up to its end, shape [T, H, D]; differentiable.
-
-    layer: which attention layer calls, the same object in every chunk.
-    """
-    output: Tensor = _SliceAttention.apply(q_HTD, k_GTD, v_GTD, readers, scale, book, layer, part)
-    return output.transpose(0, 1)
-
-
-class _SliceAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_HTD: Tensor,
-        k_GTD: Tensor,
-        v_GTD: Tensor,
-        readers: KVReaders,
-        scale: float,
-        book: KVBook,
-        layer: Hashable,
-        part: Slice,
-    ) -> Tensor:
-        front_2GUD, own_2GTD = _split(book.write(layer, part, k_GTD, v_GTD), part)
-        k_HTD, v_HTD = readers.expand(own_2GTD, 1)
-        out_HTD, lse_HT = tile_forward(q_HTD, k_HTD, v_HTD, scale, causal=True)
-        if part.start:
-            out_HTD = out_HTD.to(lse_HT.dtype)
-            accumulate_attention_(out_HTD, lse_HT, *_front_forward(q_HTD, front_2GUD, readers, scale))
-        output = out_HTD.to(q_HTD.dtype)
-        # keys and values are read from the book, so that they are kept once
-        ctx.save_for_backward(q_HTD, output, lse_HT)
-        ctx.settings = readers, scale, book, layer, part
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_HTD, out_HTD, lse_HT = ctx.saved_tensors
-        readers, scale, book, layer, part = ctx.settings
-        front_2GUD, own_2GTD = _split(book.read(layer, part), part)
-        front_sum_2GUD, own_sum_2GTD = book.gradients(layer, part)
-        k_HTD, v_HTD = readers.expand(own_2GTD, 1)
-        dq_HTD, *own = tile_backward(gradient_HTD, q_HTD, k_HTD, v_HTD, out_HTD, lse_HT, scale, causal=True)
-        for sum_GTD, found_HTD in zip(own_sum_2GTD, own, strict=True):
-            readers.fold_into(sum_GTD, found_HTD)
-        if part.start:
-            dq_HTD = dq_HTD.to(lse_HT.dtype)
-            dq_HTD += _front_backward(gradient_HTD, q_HTD, front_2GUD, out_HTD, lse_HT, front_sum_2GUD, readers, scale)
-        book.backward_done(layer, part)
-        dk_GTD, dv_GTD = own_sum_2GTD.to(q_HTD.dtype)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None, None, None
-
-
-def _front_forward(q_HTD: Tensor, front_2GUD: Tensor, readers: KVReaders, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [H, T, D] and LSE [H, T] of the queries over the front."""
-    if not readers.per_kv:
-        k_HUD, v_HUD = readers.expand(front_2GUD, 1)
-        return tile_forward(q_HTD, k_HUD, v_HUD, scale, causal=False)
-    k_GUD, v_GUD = front_2GUD
-    out, lse = tile_forward(_per_kv_head(q_HTD, readers), k_GUD, v_GUD, scale, causal=False)
-    return _per_query_head(out, readers), _per_query_head(lse, readers)
-
-
-def _front_backward(
-    gradient_HTD: Tensor,
-    q_HTD: Tensor,
-    front_2GUD: Tensor,
-    out_HTD: Tensor,
-    lse_HT: Tensor,
-    sum_2GUD: Tensor,
-    readers: KVReaders,
-    scale: float,
-) -> Tensor:
-    """The front's gradient of the queries [H, T, D]; adds those of its keys and values to `sum_2GUD`."""
-    if not readers.per_kv:
-        k_HUD, v_HUD = readers.expand(front_2GUD, 1)
-        dq_HTD, *parts = tile_backward(gradient_HTD, q_HTD, k_HUD, v_HUD, out_HTD, lse_HT, scale, causal=False)
-        for sum_GUD, found_HUD in zip(sum_2GUD, parts, strict=True):
-            readers.fold_into(sum_GUD, found_HUD)
-        return dq_HTD
-    gradient, q, out, lse = (_per_kv_head(x, readers) for x in (gradient_HTD, q_HTD, out_HTD, lse_HT))
-    k_GUD, v_GUD = front_2GUD
-    dq, *found = tile_backward(gradient, q, k_GUD, v_GUD, out, lse, scale, causal=False)
-    for sum_GUD, found_GUD in zip(sum_2GUD, found, strict=True):
-        sum_GUD += found_GUD
-    return _per_query_head(dq, readers)
-
-
-def _per_kv_head(x_HTX: Tensor, readers: KVReaders) -> Tensor:
-    """Query heads of one KV head behind each other as its queries: [H, T, ...] to [G, H/G * T, ...]. Only without a mask."""
-    return x_HTX.unflatten(0, (readers.num_kv, readers.per_kv)).flatten(1, 2)
-
-
-def _per_query_head(x_GRX: Tensor, readers: KVReaders) -> Tensor:
-    """The inverse of `_per_kv_head`."""
-    return x_GRX.unflatten(1, (readers.per_kv, -1)).flatten(0, 1)
-
-
-def _split(kv_2GND: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
-    """Keys and values of the front and of the slice itself."""
-    return kv_2GND[:, :, : part.start], kv_2GND[:, :, part.start :]
 
 
 def _heads_first(x_2NGD: Tensor) -> Tensor:

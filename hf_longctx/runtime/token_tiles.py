@@ -67,7 +67,7 @@ def tokenwise(module: nn.Module, run: Run, x_1TC: Tensor, tile_tokens: int, reco
     if is_unfilled:
         # reached only where the layer saves more tensors behind this node
         with torch.no_grad():
-            output.detach().copy_(_run_tiles(x_1TC.detach(), run, _tiles(0, x_1TC.shape[1], tile_tokens)))
+            output.detach().copy_(_run_tiles(x_1TC.detach(), run, tiles_of(0, x_1TC.shape[1], tile_tokens)))
     return output
 
 
@@ -88,12 +88,12 @@ class _Tokenwise(torch.autograd.Function):
         ctx.settings = run, tile_tokens, record, parameters
         num_tokens = x_1TC.shape[1]
         if record is None:
-            return _run_tiles(x_1TC, run, _tiles(0, num_tokens, tile_tokens))
+            return _run_tiles(x_1TC, run, tiles_of(0, num_tokens, tile_tokens))
         if is_unfilled:
             return record.new_output(num_tokens)
         kept_from, host_stop = (num_tokens, num_tokens) if record.is_replay else record.cuts(num_tokens)
         bounds = (0, kept_from, host_stop, num_tokens)
-        tiles = itertools.chain.from_iterable(_tiles(start, stop, tile_tokens) for start, stop in itertools.pairwise(bounds))
+        tiles = itertools.chain.from_iterable(tiles_of(start, stop, tile_tokens) for start, stop in itertools.pairwise(bounds))
         output = _run_tiles(x_1TC, run, tiles, record, kept_from)
         record.output_like = output.new_empty((0, output.shape[-1]))
         return output
@@ -108,19 +108,20 @@ class _Tokenwise(torch.autograd.Function):
         dx_1TC = torch.empty_like(x_1TC)
         sums: list[Tensor | None] = [None] * len(parameters)
         device, dtype, is_enabled = ctx.autocast
-        for tile in _tiles(0, kept_from, tile_tokens):
+        for tile in tiles_of(0, kept_from, tile_tokens):
             x = x_1TC[:, tile].detach().requires_grad_(True)
             # backward does not restore autocast by itself
             with torch.enable_grad(), torch.autocast(device, dtype, is_enabled):
                 y = run(x)
-            dx_1TC[:, tile] = _add_gradients(sums, x, y, parameters, gradient_1TC[:, tile])
+            dx_1TC[:, tile] = add_gradients(sums, x, y, parameters, gradient_1TC[:, tile])
         for start, stop, x, y in graphs:
-            dx_1TC[:, start:stop] = _add_gradients(sums, x, y, parameters, gradient_1TC[:, start:stop])
+            dx_1TC[:, start:stop] = add_gradients(sums, x, y, parameters, gradient_1TC[:, start:stop])
         gradients = (total.to(p.dtype) if total is not None else None for total, p in zip(sums, parameters, strict=True))
         return dx_1TC, None, None, None, None, *gradients
 
 
-def _tiles(start: int, stop: int, tile_tokens: int) -> Iterator[slice]:
+def tiles_of(start: int, stop: int, tile_tokens: int) -> Iterator[slice]:
+    """The tokens [start, stop) in slices of `tile_tokens`, the last one shorter."""
     return (slice(first, min(first + tile_tokens, stop)) for first in range(start, stop, tile_tokens))
 
 
@@ -193,17 +194,19 @@ class _Entry(torch.autograd.Function):
         return x_1TC.clone()
 
 
-def _add_gradients(
+def add_gradients(
     sums: list[Tensor | None],
     x: Tensor | GradientEdge,
     y: Tensor | GradientEdge,
     parameters: tuple[nn.Parameter, ...],
     gradient: Tensor,
 ) -> Tensor:
-    """The gradient of x from that of y; those of the parameters are added to `sums`, in at least fp32."""
+    """The gradient of x from that of y; those of the parameters that y uses are added to `sums`, in at least fp32."""
     ends: Any = (x, *parameters)
-    dx, *gradients = torch.autograd.grad(y, ends, gradient)
+    dx, *gradients = torch.autograd.grad(y, ends, gradient, allow_unused=True)
     for place, found in enumerate(gradients):
+        if found is None:
+            continue
         total = sums[place]
         wide = torch.promote_types(found.dtype, torch.float32)
         sums[place] = found.to(wide) if total is None else total.add_(found)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.grouping import Layout
@@ -30,6 +30,7 @@ from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.sharded import shard_mesh, shard_model
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
@@ -112,7 +113,7 @@ def step_on_rank(
             wrapped = DistributedDataParallel(model)
         has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
         tier = HostTier.on(torch.device("cpu"), 2**24)
-        engine = ActivationEngine(layer_modules(model), tier) if has_policies else None
+        engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model))) if has_policies else None
         executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"), case.fp32_gradients, engine)
         batch = rank_inputs(plan, rows, pool.rank)
         num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])

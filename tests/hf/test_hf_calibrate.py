@@ -105,10 +105,11 @@ def test_the_text_has_a_line_per_chunk_and_the_errors(calibrated) -> None:
     assert lines[-1].startswith(f"held-out chunks: mean absolute error {calibration.held_out.mean:.1%}")
 
 
-def test_the_catalogues_names_become_llamas_of_their_shapes() -> None:
-    config = model_config("Qwen3 0.6B")
-    assert isinstance(config, LlamaConfig)
-    assert spec_name(ModelSpec.from_config(config.to_dict(), bytes_per_element=2)) == "qwen3-0.6b"
+@pytest.mark.parametrize("name,config_class", [("qwen3-0.6b", Qwen3Config), ("qwen2.5-7b", LlamaConfig)])
+def test_the_catalogues_names_become_models_of_their_shapes(name: str, config_class: type) -> None:
+    config = model_config(name.replace("-", " "))
+    assert isinstance(config, config_class)
+    assert spec_name(ModelSpec.from_config(config.to_dict(), bytes_per_element=2)) == name
 
 
 def test_a_config_file_keeps_its_own_class(tmp_path: Path) -> None:

@@ -41,7 +41,24 @@ def test_spec_by_hand() -> None:
         max_positions=512,
         tied_embeddings=False,
         bytes_per_element=4,
+        qk_norms=True,
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_of_queries_and_keys_are_read_from_the_config_too(family: str) -> None:
+    model = build_model(ModelCase(family))
+    assert ModelSpec.from_config(model.config.to_dict()).qk_norms == model_spec(model).qk_norms == (family == "qwen3")
+
+
+def test_a_projection_of_another_make_is_told_to_the_planner() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    model = build_model(ModelCase())
+    assert model_spec(model).can_keep_qkv
+    model.model.layers[1].self_attn.v_proj.__class__ = Other
+    assert not model_spec(model).can_keep_qkv
 
 
 def test_head_size_is_the_configs_not_a_quotient() -> None:

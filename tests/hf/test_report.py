@@ -22,6 +22,7 @@ from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.specs import PlannerConfig
 from hf_longctx.plan.traffic import Traffic, mean_traffic
 from hf_longctx.plan.types import Action, Chunk, Estimate, GroupShape, Span, StepPlan
+from hf_longctx.runtime.executor import NO_MEMORY, StepMemory
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval
 
@@ -165,6 +166,7 @@ class Finished:
 
     loss: torch.Tensor
     measured: tuple[Interval, ...]
+    memory: StepMemory = NO_MEMORY
 
     def intervals(self) -> list[Interval]:
         return list(self.measured)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
-from hf_longctx.recipes import gpu_smoke
+from hf_longctx.recipes import gpu_smoke, gpu_smoke_memory
+from hf_longctx.runtime import offload, tiles
 
 CPU = torch.device("cpu")
 TOKENS = 96
@@ -37,3 +41,36 @@ def test_a_wrong_merge_fails_the_ring() -> None:
     with patch.object(gpu_smoke, "accumulate_attention_", lambda out, lse, other, other_lse: out.copy_(other)):
         error, _ = gpu_smoke.check_tiles(TOKENS, CPU, 2)
     assert not error <= gpu_smoke.TOLERANCE
+
+
+def test_a_row_of_the_table_with_a_wrong_gradient_fails() -> None:
+    row = next(row for row in tiles.BACKENDS if row.name == "cpu_flash")
+
+    def backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = row.backward(*inputs)
+        return dq, dk * 1.05, dv
+
+    wrong = tuple(replace(r, backward=backward) if r is row else r for r in tiles.BACKENDS)
+    with patch.object(tiles, "BACKENDS", wrong), patch.object(gpu_smoke_memory, "BACKENDS", wrong):
+        error, _ = gpu_smoke_memory.check_backend(TOKENS, CPU, "cpu_flash")
+    assert not error <= gpu_smoke.TOLERANCE
+
+
+def test_blocks_of_the_slab_that_overlap_fail_the_tier() -> None:
+    take = offload.HostSlab.take
+
+    def overlapping(slab: Any, num_bytes: int) -> Any:
+        run = take(slab, num_bytes)
+        return replace(run, offset=0)
+
+    with patch.object(offload.HostSlab, "take", overlapping):
+        error, _ = gpu_smoke_memory.check_tier(CPU)
+    assert error > 0
+
+
+@pytest.mark.parametrize("name", ["attention and inputs on the host", "four slices, attention kept on the host"])
+def test_a_wrong_value_back_from_the_host_fails_a_policy(name: str) -> None:
+    fetch = offload.HostTensor.fetch
+    with patch.object(offload.HostTensor, "fetch", lambda self: fetch(self) * 1.5):
+        error, _ = gpu_smoke_memory.check_policy(TOKENS, CPU, *gpu_smoke_memory.POLICIES[name])
+    assert not error <= 0.1

@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime import checkpointing, kept_attention, token_tiles
+from hf_longctx.runtime import checkpointing, chunk_attention, kept_attention, token_tiles
 from hf_longctx.runtime.checkpointing import ActivationEngine, LayerModules
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
@@ -85,7 +85,7 @@ def counted(model: Any) -> Iterator[Work]:
     """Counts the work of everything that runs inside."""
     layers = layer_modules(model)
     work = Work(mlp_tokens=[0] * len(layers))
-    original = kept_attention.tile_forward
+    original = chunk_attention.tile_forward
 
     def tile_forward(q: Tensor, *rest: Any, **settings: Any) -> Any:
         # once per head
@@ -100,7 +100,7 @@ def counted(model: Any) -> Iterator[Work]:
 
     gates = [next(m for name, m in modules.mlp.named_modules() if name.endswith("gate_proj")) for modules in layers]
     handles = [gate.register_forward_hook(count(index)) for index, gate in enumerate(gates)]
-    with patch.object(kept_attention, "tile_forward", tile_forward):
+    with patch.object(chunk_attention, "tile_forward", tile_forward):
         yield work
     for handle in handles:
         handle.remove()
@@ -347,9 +347,8 @@ def test_adapters_match() -> None:
 REFUSED = {
     "nvme": (TensorShare("attention_output", nvme=0.5, device=0.5), "0.5 of attention_output on NVMe"),
     "input": (TensorShare("layer_input", recompute=0.25, device=0.75), "0.25 of layer_input is recomputed"),
-    "qkv on the host": (TensorShare("qkv", host=0.5, recompute=0.5), "0.5 of qkv on the host"),
     "host": (TensorShare("attention_output", host=0.5, device=0.5), "the engine was given no host memory"),
-    "qkv": (TensorShare("attention_output", recompute=0.5, device=0.5), "1 of qkv is kept beside classes"),
+    "qkv host": (TensorShare("qkv", host=0.5, recompute=0.5), "the engine was given no host memory"),
 }
 
 

@@ -13,11 +13,14 @@ from helpers.models import ModelCase, build_model, random_rows, reference_step, 
 from helpers.steps import group_pool, plan_of, rank_inputs, run_step
 
 from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, refuse_unsupported
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.output_head import OutputHead
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
 CPU = torch.device("cpu")
@@ -264,3 +267,73 @@ def test_evaluation_sums_the_loss_over_all_ranks_and_leaves_no_gradients(ranks) 
     for total, has_gradients in ranks(2).run(evaluated_on_rank, plan_to_json(plan), rows):
         assert total == pytest.approx(mean * num_labels, rel=TOLERANCE)
         assert not has_gradients
+
+
+def tiled_plan(lengths: list[int], chunks: list[tuple[Span, ...]], words: str, tile_tokens: int) -> StepPlan:
+    """One rank, these chunks in the order of `words`, every loss in tiles and everything kept."""
+    plan = plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1)
+    (group,) = plan.micro_batches[0].groups
+    policies = tuple(ActivationPolicy(index, tile_tokens=tile_tokens) for index in range(len(chunks)))
+    group = replace(
+        group,
+        chunks=tuple(Chunk(index, spans) for index, spans in enumerate(chunks)),
+        stages=(replace(group.stages[0], actions=actions(words), activations=policies),),
+    )
+    return validate_plan(replace(plan, micro_batches=(MicroBatch((group,)),)))
+
+
+def tiled_executor(model: Any, has_head: bool = True) -> tuple[StepExecutor, list[int]]:
+    """An executor with an engine, and how many tokens the head got in each of its runs."""
+    seen: list[int] = []
+    original = model.lm_head.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[1])
+        return original(x)
+
+    model.lm_head.forward = forward
+    engine = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model)) if has_head else None)
+    return StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU, engine=engine), seen
+
+
+WHOLE = [(Span(0, 0, 13),), (Span(1, 0, 5), Span(2, 0, 9))]
+SLICED = [(Span(0, 0, 6),), (Span(0, 6, 13), Span(1, 0, 5), Span(2, 0, 9))]
+
+
+# tiles of 5: gradients are computed with the loss where its backward comes next, else by a second run of the head
+@pytest.mark.parametrize(
+    "chunks,words,expected",
+    [
+        (WHOLE, "0F0 0B0 0F1 0B1", [5, 5, 3, 5, 5, 4]),
+        (WHOLE, "0F0 0F1 0B1 0B0", [5, 5, 3, 5, 5, 4, 5, 5, 3]),
+        (WHOLE, "0F0 0F1 0B0 0B1", [5, 5, 3, 5, 5, 4, 5, 5, 3, 5, 5, 4]),
+        (SLICED, "0F0 0F1 0B1 0B0", [5, 1, 5, 5, 5, 5, 5, 1]),
+    ],
+)
+def test_losses_in_tiles_match_and_the_head_runs_as_often_as_needed(
+    chunks: list[tuple[Span, ...]], words: str, expected: list[int]
+) -> None:
+    expected_loss, gradients = reference_step(build_model(ModelCase()), ROWS)
+    model = patched_model()
+    executor, seen = tiled_executor(model)
+    plan = tiled_plan([13, 5, 9], chunks, words, 5)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"], NUM_LABELS)
+    assert float(result.loss) == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert max(relative_error(p.grad, gradients[name]) for name, p in model.named_parameters()) <= TOLERANCE
+    assert seen == expected
+
+
+@pytest.mark.parametrize("has_head,expected", [(True, [5, 5, 3, 5, 5, 4]), (False, [13, 14])])
+def test_an_evaluation_is_tiled_where_there_is_a_head(has_head: bool, expected: list[int]) -> None:
+    mean, _ = reference_step(build_model(ModelCase()), ROWS)
+    executor, seen = tiled_executor(patched_model(), has_head)
+    plan = tiled_plan([13, 5, 9], WHOLE, "0F0 0F1 0B1 0B0", 5)
+    total = executor.evaluate(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"])
+    assert float(total) == pytest.approx(mean * NUM_LABELS, rel=TOLERANCE)
+    assert seen == expected
+
+
+def test_without_tile_tokens_the_loss_is_taken_from_logits() -> None:
+    executor, seen = tiled_executor(patched_model())
+    executor.run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS)
+    assert seen == [18, 9]

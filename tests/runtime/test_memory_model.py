@@ -48,7 +48,8 @@ class Shape:
 
     def spec(self, dtype: torch.dtype) -> ModelSpec:
         sizes = (self.layers, self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.vocabulary)
-        return ModelSpec(*sizes, 2 * NUM_TOKENS, bytes_per_element=dtype.itemsize)
+        norms = self.family == "qwen3"
+        return ModelSpec(*sizes, 2 * NUM_TOKENS, bytes_per_element=dtype.itemsize, qk_norms=norms)
 
     def build(self, dtype: torch.dtype) -> Any:
         config_class, model_class = FAMILIES[self.family]
@@ -121,7 +122,7 @@ def predicted(
     shape: Shape, dtype: torch.dtype, documents: tuple[int, ...], policy: ActivationPolicy | None
 ) -> tuple[ChunkBytes, int]:
     """The model's answer, and what of it the step has before it starts: token ids and labels."""
-    load = Load(NUM_TOKENS, documents, shape.layers, has_qk_norms=shape.family == "qwen3", tiles_loss=False)
+    load = Load(NUM_TOKENS, documents, shape.layers, tiles_loss=False)
     return chunk_bytes(shape.spec(dtype), load, policy), 16 * NUM_TOKENS
 
 
@@ -191,6 +192,6 @@ def test_rounds_hold_and_work_with_what_is_predicted(name: str, shape: Shape, dt
     peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1))
     ((group, stage),) = rank_plan.rounds
     found = round_bytes(shape.spec(dtype), group, stage, tiles_loss=False)
-    assert found.book == result.kv_book_bytes
+    assert found.book == result.memory.kv_book
     assert found.peak == pytest.approx(peak, rel=0.07)
     assert found.saved <= found.peak <= found.saved + found.book + found.workspace

@@ -57,7 +57,7 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
     from hf_longctx.plan.serialize import plan_to_json
 
-    with patch.object(tiles, "tile_backend", lambda queries: "plain"):
+    with patch.object(tiles, "BACKENDS", tiles.BACKENDS[-1:]):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 

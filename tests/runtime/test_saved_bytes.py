@@ -16,12 +16,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, held_bytes, plain_layer_bytes
+from hf_longctx.plan.sharding import HeadShare
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.chunk_attention import ChunkAttention, documents_of
 from hf_longctx.runtime.executor import no_mask
+from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier, PlainCopies
+from hf_longctx.runtime.slices import KVBook, Slice
 
 NUM_TOKENS = 512
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 8, 2, 16, 96, 176
@@ -47,8 +52,9 @@ def build(family: str, dtype: torch.dtype, num_layers: int) -> Any:
     return model_class(config).to(dtype).train()
 
 
-def spec(dtype: torch.dtype) -> ModelSpec:
-    return ModelSpec(1, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, 64, 1024, bytes_per_element=dtype.itemsize)
+def spec(dtype: torch.dtype, family: str = "llama") -> ModelSpec:
+    sizes = (1, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, 64, 1024)
+    return ModelSpec(*sizes, bytes_per_element=dtype.itemsize, qk_norms=family == "qwen3")
 
 
 def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
@@ -85,7 +91,7 @@ def layer_bytes(family: str, dtype: torch.dtype, prepare: Callable[[Any], None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_layers_save_what_is_predicted(family: str, dtype: torch.dtype) -> None:
     measured = layer_bytes(family, dtype, lambda model: None)
-    assert measured == pytest.approx(plain_layer_bytes(spec(dtype), family == "qwen3"), rel=0.01)
+    assert measured == pytest.approx(plain_layer_bytes(spec(dtype, family)), rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -97,13 +103,12 @@ def test_checkpointed_layers_save_what_is_predicted(dtype: torch.dtype) -> None:
 
 
 def policy(host: float, recompute: float, mlp: float) -> LayerPolicy:
+    on_host, on_device = host * (1 - recompute), (1 - host) * (1 - recompute)
     return LayerPolicy(
         (
             TensorShare("layer_input", host=host, device=1 - host),
-            TensorShare(
-                "attention_output", recompute=recompute, host=host * (1 - recompute), device=(1 - host) * (1 - recompute)
-            ),
-            TensorShare("qkv", recompute=1.0),
+            TensorShare("attention_output", recompute=recompute, host=on_host, device=on_device),
+            TensorShare("qkv", recompute=recompute, host=on_host, device=on_device),
             TensorShare("mlp", recompute=mlp, device=1 - mlp),
         )
     )
@@ -134,6 +139,63 @@ def test_policies_hold_exactly_what_is_predicted(dtype: torch.dtype, host: float
     inputs = 0 if host else 3 * HIDDEN * dtype.itemsize * NUM_TOKENS
     assert outside == pytest.approx(inputs + final, rel=0.01)
     assert output.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("host,recompute,mlp", [(0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 0.25, 1.0), (0.0, 0.3, 0.0)])
+def test_slices_under_policies_hold_what_whole_sequences_do_and_the_book_keys_and_values_once(
+    dtype: torch.dtype, host: float, recompute: float, mlp: float
+) -> None:
+    model = build("qwen3", dtype, 3)
+    patch_model(model)
+    engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
+    # a slice alone, then the tail of its sequence with a whole one
+    tail = 300
+    chunks = (
+        Chunk(0, (Span(0, 0, NUM_TOKENS),)),
+        Chunk(1, (Span(0, NUM_TOKENS, NUM_TOKENS + tail), Span(1, 0, NUM_TOKENS - tail))),
+    )
+    pool, book = GroupPool((1,), timeout_s=1.0), KVBook()
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
+    mask, outputs = no_mask(torch.device("cpu")), []
+    for chunk in chunks:
+        chosen = ActivationPolicy(chunk.index, 0, (policy(host, recompute, mlp),) * 3, 64)
+        activations = engine.begin(chosen)
+        context = pool.context(SequenceGroup((0,), "local", chunks, ()), chunk, book)
+        keywords = {"use_cache": False, "longctx": replace(context, activations=activations)}
+        outside, output = saved_bytes(model, lambda k=keywords: model.model(ids, mask, **k).last_hidden_state)
+        assert activations.held_bytes() == held_bytes(spec(dtype), chosen, 3, NUM_TOKENS)
+        inputs = 0 if host else 3 * HIDDEN * dtype.itemsize * NUM_TOKENS
+        assert outside == pytest.approx(inputs + layer_bytes_of_norm(dtype), rel=0.01)
+        outputs.append(output)
+    assert book.num_bytes == 3 * 2 * KV_HEADS * HEAD_DIM * (NUM_TOKENS + tail) * dtype.itemsize
+    for output in reversed(outputs):
+        output.sum().backward()
+    assert (book.num_bytes, engine.tier and engine.tier.stored_bytes) == (0, 0)
+
+
+# places of slices in a row of two documents, and the tokens of whole ones
+@pytest.mark.parametrize("slices,num_whole", [((0,), 5), ((1,), 7), ((), 12), ((0, 1), 0)])
+@pytest.mark.parametrize("recompute", [0.0, 0.4, 1.0])
+def test_attention_saves_the_same_recording_and_replaying(slices: tuple[int, ...], num_whole: int, recompute: float) -> None:
+    bounds = (0, 7, 12)
+    parts = tuple(Slice(index, index, 0, bounds[index + 1] - bounds[index], 20) for index in slices)
+    record = AttentionRecord(TensorShare("attention_output", recompute=recompute, device=1 - recompute))
+    readers = KVReaders.of(HeadShare(0, 4, 0, 2), 2, torch.device("cpu"))
+    q, k, v = (torch.randn(heads, 12, 8, requires_grad=True) for heads in (4, 2, 2))
+    attend = ChunkAttention(readers, 0.3, documents_of(bounds, parts), record, KVBook(), "layer")
+    saved: list[list[tuple[torch.Size, torch.dtype]]] = []
+    for is_replay in (False, True):
+        record.is_replay = is_replay
+        tensors: dict[int, Tensor] = {}
+        with saved_tensors_hooks(lambda x, seen=tensors: seen.setdefault(len(seen), x), lambda x: x):
+            attend(q, k, v)
+        saved.append([(x.shape, x.dtype) for x in tensors.values()])
+        # nothing that is saved holds more than itself
+        assert sum(x.untyped_storage().nbytes() for x in tensors.values()) == sum(x.nbytes for x in tensors.values())
+    # queries, output, LSE; keys and values of whole documents
+    shapes = [(4, 12, 8), (12, 4, 8), (4, 12), *[(2, num_whole, 8)] * (2 if num_whole else 0)]
+    assert saved[0] == saved[1] == [(torch.Size(shape), torch.float32) for shape in shapes]
 
 
 def layer_bytes_of_norm(dtype: torch.dtype) -> int:

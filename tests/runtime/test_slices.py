@@ -20,11 +20,12 @@ from hf_longctx.hf import collator
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.plan.sharding import HeadShare
 from hf_longctx.plan.types import StepPlan
-from hf_longctx.runtime import sequence_parallel
+from hf_longctx.runtime import chunk_attention
+from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.executor import StepExecutor, StepResult, refuse_unsupported
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.slices import KVBook, Slice, slice_attention
+from hf_longctx.runtime.slices import KVBook, Slice
 
 # the tolerance of test_equality.py
 TOLERANCE = 1e-12
@@ -152,12 +153,12 @@ def test_slices_without_labels_pass_on_no_gradient(masked: tuple[int, ...]) -> N
 def test_checkpointed_layers_match_and_run_attention_twice(name: str, use_reentrant: bool) -> None:
     lengths, chunks, words, validated = PACKINGS[name]
     plan, rows = sliced_plan(lengths, chunks, words, validated=validated), random_rows(lengths)
-    with patch.object(sequence_parallel, "slice_attention", side_effect=slice_attention) as counted:
+    with patch.object(chunk_attention, "_rows_forward", side_effect=chunk_attention._rows_forward) as counted:
         plain = check(ModelCase(), plan, rows)
         num_calls = counted.call_count
         checkpointed = check(ModelCase(), plan, rows, patched_model(ModelCase(), use_reentrant))
     assert counted.call_count == 3 * num_calls > 0
-    assert checkpointed.kv_book_bytes == plain.kv_book_bytes
+    assert checkpointed.memory.kv_book == plain.memory.kv_book
 
 
 def test_some_checkpointed_layers_match() -> None:
@@ -335,10 +336,15 @@ def lone_readers(num_heads: int, num_kv: int) -> KVReaders:
     return KVReaders.of(HeadShare(0, num_heads, 0, num_kv), num_heads // num_kv, CPU)
 
 
+def slice_attention(q: Tensor, k: Tensor, v: Tensor, readers: KVReaders, scale: float, book: KVBook, part: Slice) -> Tensor:
+    """Attention of a slice alone in its chunk."""
+    return ChunkAttention(readers, scale, (Document(0, part.stop - part.start, part),), None, book, "layer")(q, k, v)
+
+
 def test_a_backward_cannot_be_repeated() -> None:
     heads = torch.randn(2, 5, 8, requires_grad=True)
     book = KVBook()
-    out = slice_attention(heads, heads, heads, lone_readers(2, 2), 0.3, book, 0, Slice(0, 0, 0, 5, 5))
+    out = slice_attention(heads, heads, heads, lone_readers(2, 2), 0.3, book, Slice(0, 0, 0, 5, 5))
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="book of its sequence was closed; a backward cannot be repeated"):
         out.sum().backward()
@@ -348,12 +354,12 @@ def test_a_forward_behind_the_backward_is_refused() -> None:
     first, last = lone_slices([5, 3])
     book, readers = KVBook(), lone_readers(2, 2)
     parts = {part: torch.randn(2, part.stop - part.start, 8, requires_grad=True) for part in (first, last)}
-    outputs = {part: slice_attention(x, x, x, readers, 0.3, book, 0, part) for part, x in parts.items()}
+    outputs = {part: slice_attention(x, x, x, readers, 0.3, book, part) for part, x in parts.items()}
     outputs[last].sum().backward()
     # the first slice still waits for its backward, so it may be recomputed
-    slice_attention(*[parts[first]] * 3, readers, 0.3, book, 0, first)
+    slice_attention(*[parts[first]] * 3, readers, 0.3, book, first)
     with pytest.raises(RuntimeError, match=r"tokens \[5, 8\) of sequence 0 ran forward after its own backward"):
-        slice_attention(*[parts[last]] * 3, readers, 0.3, book, 0, last)
+        slice_attention(*[parts[last]] * 3, readers, 0.3, book, last)
 
 
 def test_the_book_takes_the_bytes_that_its_docstring_says() -> None:
@@ -362,11 +368,11 @@ def test_the_book_takes_the_bytes_that_its_docstring_says() -> None:
     for dtype, element_bytes, gradient_bytes in ((torch.float64, 8, 8), (torch.float32, 4, 4), (torch.bfloat16, 2, 4)):
         result, _ = lone_step(ModelCase(dtype=dtype), plan, rows)
         # 30 tokens in slices, gradients of the 23 in front of the last slice; whole sequences stay out
-        assert result.kv_book_bytes == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * (30 * element_bytes + 23 * gradient_bytes)
+        assert result.memory.kv_book == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * (30 * element_bytes + 23 * gradient_bytes)
 
 
 def test_a_plan_without_slices_leaves_the_book_alone() -> None:
-    assert check(ModelCase(), sliced_plan([9, 5], [[(0, 0, 9)], [(1, 0, 5)]]), random_rows([9, 5])).kv_book_bytes == 0
+    assert check(ModelCase(), sliced_plan([9, 5], [[(0, 0, 9)], [(1, 0, 5)]]), random_rows([9, 5])).memory.kv_book == 0
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
@@ -393,7 +399,7 @@ def test_frozen_layers_free_their_part_of_the_book() -> None:
     result, gradients = lone_step(ModelCase(), plan, rows, models[0])
     assert worst((float(result.loss), gradients), reference_step(models[1], rows)) <= TOLERANCE
     # no layer's attention ran backward
-    assert result.kv_book_bytes == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 30 * 8
+    assert result.memory.kv_book == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 30 * 8
 
 
 def test_evaluation_matches_and_holds_no_gradients() -> None:
@@ -452,8 +458,7 @@ def test_gradients_of_half_precision_add_up_in_fp32(num_kv: int) -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     book, readers = KVBook(), lone_readers(4, num_kv)
     outputs = [
-        slice_attention(*(x[:, part.start : part.stop] for x in leaves), readers, 0.3, book, 0, part)
-        for part in lone_slices(sizes)
+        slice_attention(*(x[:, part.start : part.stop] for x in leaves), readers, 0.3, book, part) for part in lone_slices(sizes)
     ]
     for part, output in reversed(list(zip(lone_slices(sizes), outputs, strict=True))):
         output.backward(gradient[:, part.start : part.stop].transpose(0, 1), inputs=leaves)

@@ -1,46 +1,70 @@
-"""Tiles: every operator has the output, LSE and gradients of plain matrices; those of CUDA are called as torch declares them."""
+"""Tiles: every row has the output, LSE and gradients of plain matrices; those of CUDA are called as torch declares them."""
 
 from __future__ import annotations
 
-from unittest.mock import patch
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.runtime import tiles
-from hf_longctx.runtime.tiles import tile_backend, tile_backward, tile_forward
+from hf_longctx.runtime.tiles import BACKENDS, attention_backend, choose_backend, tile_backward, tile_forward
 
 SCALE = 0.3
+HALF = [torch.bfloat16, torch.float16]
+HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
 
 
-def tile(num_queries: int, num_keys: int, dtype: torch.dtype) -> list[Tensor]:
-    """Gradient, q, k and v of one tile of three heads of size 8."""
+def tile(num_queries: int, num_keys: int, dtype: torch.dtype, num_kv: int = 6) -> list[Tensor]:
+    """Gradient, q, k and v of one tile of six query heads of size 8."""
     generator = torch.Generator().manual_seed(num_queries * num_keys)
-    sizes = (num_queries, num_queries, num_keys, num_keys)
-    return [torch.randn(3, size, 8, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+    sizes = ((6, num_queries), (6, num_queries), (num_kv, num_keys), (num_kv, num_keys))
+    return [torch.randn(*size, 8, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
 
 
-@pytest.mark.parametrize("num_queries,num_keys,causal", [(7, 7, True), (7, 7, False), (1, 1, True), (5, 9, False), (9, 1, False)])
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+def run(tensors: list[Tensor], causal: bool, backend: str = "") -> list[Tensor]:
+    """Output, LSE and gradients of a tile, these as if another tile had been merged in."""
+    gradient, q, k, v = tensors
+    out, lse = tile_forward(q, k, v, SCALE, causal, backend)
+    # the sum over keys is larger, the output another
+    merged_out, merged_lse = (out * 0.7 + 0.1).to(q.dtype), lse + 0.3
+    return [out, lse, *tile_backward(gradient, q, k, v, merged_out, merged_lse, SCALE, causal, backend)]
+
+
+TILES = [(7, 7, True), (7, 7, False), (1, 1, True), (5, 9, False), (9, 1, False)]
+DTYPES = [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+
+
+@pytest.mark.parametrize("num_queries,num_keys,causal", TILES)
+@pytest.mark.parametrize("dtype,tolerance", DTYPES, ids=str)
+@pytest.mark.parametrize("num_kv", [1, 2, 6])
 def test_operator_of_the_cpu_is_plain_matrices(
-    num_queries: int, num_keys: int, causal: bool, dtype: torch.dtype, tolerance: float
+    num_queries: int, num_keys: int, causal: bool, dtype: torch.dtype, tolerance: float, num_kv: int
 ) -> None:
-    gradient, q, k, v = tile(num_queries, num_keys, dtype)
-    assert tile_backend(q) == "cpu_flash"
-
-    def run() -> list[Tensor]:
-        out, lse = tile_forward(q, k, v, SCALE, causal)
-        # as if another tile had been merged in: the sum over keys is larger, the output another
-        merged_out, merged_lse = (out * 0.7 + 0.1).to(dtype), lse + 0.3
-        return [out, lse, *tile_backward(gradient, q, k, v, merged_out, merged_lse, SCALE, causal)]
-
-    found = run()
-    with patch.object(tiles, "tile_backend", lambda queries: "plain"):
-        expected = run()
-    for ours, plain in zip(found, expected, strict=True):
+    tensors = tile(num_queries, num_keys, dtype, num_kv)
+    assert attention_backend(tensors[1].device, dtype, 8) == "cpu_flash"
+    found, forced = run(tensors, causal), run(tensors, causal, "cpu_flash")
+    assert all(torch.equal(x, y) for x, y in zip(found, forced, strict=True))
+    for ours, plain in zip(found, run(tensors, causal, "plain"), strict=True):
         torch.testing.assert_close(ours.double(), plain.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_queries,num_keys,causal", TILES)
+@pytest.mark.parametrize("backend", ["cpu_flash", "plain"])
+@pytest.mark.parametrize("num_kv", [1, 2, 3])
+def test_grouped_heads_are_heads_that_are_repeated(
+    num_queries: int, num_keys: int, causal: bool, backend: str, num_kv: int
+) -> None:
+    gradient, q, k, v = tile(num_queries, num_keys, torch.float64, num_kv)
+    found = run([gradient, q, k, v], causal, backend)
+    repeated = [gradient, q, *(x.repeat_interleave(6 // num_kv, 0) for x in (k, v))]
+    out, lse, dq, *of_heads = run(repeated, causal, backend)
+    folded = [x.unflatten(0, (num_kv, -1)).sum(1) for x in of_heads]
+    for ours, plain in zip(found, [out, lse, dq, *folded], strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13)
 
 
 def test_plain_matrices_are_autograd_over_one_softmax() -> None:
@@ -50,34 +74,125 @@ def test_plain_matrices_are_autograd_over_one_softmax() -> None:
     scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(~mask, float("-inf"))
     expected = scores.softmax(-1) @ v
     expected.backward(gradient)
-    with patch.object(tiles, "tile_backend", lambda queries: "plain"):
-        out, lse = tile_forward(q.detach(), k.detach(), v.detach(), SCALE, causal=True)
-        found = tile_backward(gradient, q.detach(), k.detach(), v.detach(), out, lse, SCALE, causal=True)
+    out, lse = tile_forward(q.detach(), k.detach(), v.detach(), SCALE, True, "plain")
+    found = tile_backward(gradient, q.detach(), k.detach(), v.detach(), out, lse, SCALE, True, "plain")
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for ours, leaf in zip(found, (q, k, v), strict=True):
         torch.testing.assert_close(ours, leaf.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_operators_of_cuda_are_called_as_torch_declares_them() -> None:
-    # meta tensors run no kernel: they check names, numbers and types of arguments, and give shapes
-    gradient, q, k, v = (torch.empty(4, size, 64, dtype=torch.bfloat16, device="meta") for size in (16, 16, 24, 24))
-    with patch.object(tiles, "tile_backend", lambda queries: "cuda_flash"):
-        out, lse = tile_forward(q, k, v, SCALE, causal=False)
-        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:2], torch.float32)
-        found = tile_backward(gradient, q, k, v, out, lse, SCALE, causal=False)
-        assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+@pytest.mark.parametrize("num_queries,num_keys,causal", [(16, 16, True), (16, 24, False), (1, 24, False), (16, 2, False)])
+@pytest.mark.parametrize("backend", ["cudnn", "flash_attention_2"])
+@pytest.mark.parametrize("num_kv", [1, 2, 8])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_operators_of_cuda_are_called_as_torch_declares_them(
+    num_queries: int, num_keys: int, causal: bool, backend: str, num_kv: int, dtype: torch.dtype
+) -> None:
+    # fake and meta tensors run no kernel: they check names, numbers and types of arguments, and give shapes and dtypes
+    for device, mode in (("cuda", FakeTensorMode()), ("meta", nullcontext())):
+        with mode:
+            # tokens outermost, as they lie in the book and where heads were gathered
+            gradient, q = (torch.empty(num_queries, 8, 64, dtype=dtype, device=device).transpose(0, 1) for _ in range(2))
+            k, v = (torch.empty(num_keys, num_kv, 64, dtype=dtype, device=device).transpose(0, 1) for _ in range(2))
+            out, lse = tile_forward(q, k, v, SCALE, causal, backend)
+            assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (8, num_queries), torch.float32)
+            if device == "meta":
+                # a document's part of a row's, as backward gets it; strides of fake tensors on CUDA cannot change without it
+                lse = torch.empty(8, num_queries + 5, device=device)[:, 5:]
+            found = tile_backward(gradient, q, k, v, out, lse, SCALE, causal, backend)
+            assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+            assert {x.device.type for x in (out, lse, *found)} == {device}
+
+
+class Calls(TorchDispatchMode):
+    """Collects the calls of attention operators with their arguments by the names of the schema."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in operator.name():
+            # torch leaves out what equals its default
+            call = {argument.name: argument.default_value for argument in operator._schema.arguments}
+            self.found.append(call | dict(zip(call, args, strict=False)) | (kwargs or {}))
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash_attention_2"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_arguments_of_operators_of_cuda_are_at_their_places(backend: str, causal: bool) -> None:
+    gradient, q, out = (torch.empty(8, 16, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    k, v = (torch.empty(2, 16 if causal else 24, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    lse = torch.empty(8, 16, device="meta")
+    with Calls() as calls:
+        tile_forward(q, k, v, SCALE, causal, backend)
+        tile_backward(gradient, q, k, v, out, lse, SCALE, causal, backend)
+    forward, backward = calls.found
+    tensors = {"query": q, "key": k, "value": v}
+    for call, expected in (forward, tensors), (backward, tensors | {"grad_out": gradient, "out": out, "logsumexp": lse}):
+        for name, tensor in expected.items():
+            assert call[name]._base is tensor, name
+        assert (call["is_causal"], call["dropout_p"], call["scale"]) == (causal, 0.0, SCALE)
+    assert (backward["max_q"], backward["max_k"], backward["cum_seq_q"], backward["cum_seq_k"]) == (16, k.shape[1], None, None)
+    assert backward["logsumexp"].shape == ((1, 8, 16, 1) if backend == "cudnn" else (1, 8, 16))
+    if backend == "cudnn":
+        assert (forward["attn_bias"], forward["compute_log_sumexp"], backward["attn_bias"]) == (None, True, None)
 
 
 @pytest.mark.parametrize(
-    "dtype,head_dim,backend",
+    "capability,dtype,head_dim,backend",
     [
-        (torch.bfloat16, 128, "cuda_flash"),
-        (torch.float16, 64, "cuda_flash"),
-        (torch.float32, 128, "plain"),
-        (torch.bfloat16, 60, "plain"),
-        (torch.bfloat16, 512, "plain"),
+        (HOPPER, torch.bfloat16, 128, "cudnn"),
+        (HOPPER, torch.float16, 8, "cudnn"),
+        ((12, 0), torch.bfloat16, 64, "cudnn"),
+        (HOPPER, torch.bfloat16, 136, "flash_attention_2"),
+        (HOPPER, torch.bfloat16, 256, "flash_attention_2"),
+        (AMPERE, torch.bfloat16, 128, "flash_attention_2"),
+        ((8, 9), torch.float16, 64, "flash_attention_2"),
+        (HOPPER, torch.float32, 128, "plain"),
+        (HOPPER, torch.float64, 128, "plain"),
+        (HOPPER, torch.bfloat16, 60, "plain"),
+        (HOPPER, torch.bfloat16, 512, "plain"),
+        (TURING, torch.float16, 64, "plain"),
     ],
 )
-def test_cuda_falls_back_to_plain_matrices_where_flash_cannot(dtype: torch.dtype, head_dim: int, backend: str) -> None:
-    with FakeTensorMode():
-        assert tile_backend(torch.empty(2, 4, head_dim, dtype=dtype, device="cuda")) == backend
+def test_the_first_row_that_takes_a_tile_computes_it(
+    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, backend: str
+) -> None:
+    assert choose_backend("cuda", capability, dtype, head_dim).name == backend
+
+
+def test_a_tile_of_one_key_is_none_for_cudnn() -> None:
+    assert choose_backend("cuda", HOPPER, torch.bfloat16, 64, num_keys=1).name == "flash_attention_2"
+
+
+def test_torch_s_own_switches_keep_cudnn_out() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert choose_backend("cuda", HOPPER, torch.bfloat16, 64).name == "flash_attention_2"
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose_backend("cuda", HOPPER, torch.bfloat16, 64).name == "flash_attention_2"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choose_backend("cuda", HOPPER, torch.bfloat16, 64).name == "cudnn"
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "meta"])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
+def test_every_tile_has_a_row(device_type: str, dtype: torch.dtype) -> None:
+    for capability in ((0, 0), TURING, AMPERE, HOPPER):
+        for head_dim in (1, 60, 64, 512):
+            for num_keys in (1, 2):
+                assert choose_backend(device_type, capability, dtype, head_dim, num_keys) in BACKENDS
+
+
+def test_an_unknown_row_is_refused_by_name() -> None:
+    _, q, k, v = tile(3, 3, torch.float32)
+    with pytest.raises(
+        ValueError, match="no attention backend 'xformers'; choose one of cudnn, flash_attention_2, cpu_flash, plain"
+    ):
+        tile_forward(q, k, v, SCALE, True, "xformers")

@@ -1,0 +1,243 @@
+"""The pass that makes room: chunks above what is wholly kept get activation policies, layer-first or slice-first.
+
+Layer-first keeps a group's one chunk: every layer runs over all its tokens once, and linear programs choose for each layer what
+is kept, waits on the host or is computed again. Slice-first cuts the longest sequence into slices with a K/V book, so that a
+layer works on fewer tokens at a time; the program's slots are whole slices then. For every group the way of fewer predicted
+seconds is taken, of those whose bytes fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
+from hf_longctx.plan.activation_memory import held_bytes, layer_slots
+from hf_longctx.plan.chunking import sliced_group
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
+from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.specs import ActivationBudget
+from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, StagePlan, StepPlan, TensorShare
+
+# slices of fewer tokens on a rank leave kernels without work, and more of them gain little (SPPO, arXiv 2503.10377, section 5)
+_LEAST_SLICE_TOKENS = 2048
+_SLICE_COUNTS = (2, 4, 8, 16)
+# how often a program is solved again with less room, where what works beside its policy takes more than it was told
+_ATTEMPTS = 4
+
+# shares of all slots to policies of all chunks
+_Policies = Callable[[Sequence[tuple[TensorShare, ...]]], tuple[ActivationPolicy, ...]]
+
+
+def with_policies(plan: StepPlan, costs: CostModel, budget: ActivationBudget, allows_slices: bool = True) -> StepPlan:
+    """The plan with policies, and slices where `allows_slices`, for every group whose chunk has more than is wholly kept.
+
+    Raises ValueError naming the first group for which nothing fits.
+    """
+    room = _RoomMaker(costs, budget)
+    # ranks that share parameters run one order of actions
+    is_free = plan.parameters != "sharded"
+    return replace(
+        plan,
+        micro_batches=tuple(
+            replace(
+                micro_batch,
+                groups=tuple(
+                    room.for_group(group, allows_slices and (is_free or len(micro_batch.groups) == 1))
+                    for group in micro_batch.groups
+                ),
+            )
+            for micro_batch in plan.micro_batches
+        ),
+    )
+
+
+class _RoomMaker:
+    """Groups with policies; groups alike are solved once."""
+
+    def __init__(self, costs: CostModel, budget: ActivationBudget) -> None:
+        self.costs, self.budget = costs, budget
+        self._known: dict[object, tuple[Chunk, SequenceGroup]] = {}
+
+    def for_group(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
+        """The group with what it needs to fit; raises ValueError where nothing does."""
+        (chunk,) = group.chunks
+        if max(shard_tokens(chunk, group.shape)) <= self.budget.kept_tokens:
+            return group
+        key = (group.shape, tuple(span.num_tokens for span in chunk.spans), allows_slices)
+        if key not in self._known:
+            self._known[key] = chunk, self._choose(group, allows_slices)
+        solved, found = self._known[key]
+        numbers = {old.sequence: new.sequence for old, new in zip(solved.spans, chunk.spans, strict=True)}
+        chunks = tuple(
+            replace(part, spans=tuple(replace(span, sequence=numbers[span.sequence]) for span in part.spans))
+            for part in found.chunks
+        )
+        return replace(found, positions=group.positions, chunks=chunks)
+
+    def _choose(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
+        options = list(self._layer_first(group))
+        if allows_slices and group.shape.num_blocks == 1:
+            options += self._slice_first(group)
+        if not options:
+            (chunk,) = group.chunks
+            raise ValueError(
+                f"{chunk.num_tokens} tokens on {group.degree} ranks do not fit beside the model in "
+                f"{self.budget.device_bytes / 2**30:.2f} GiB of a device and {self.budget.host_bytes / 2**30:.2f} GiB of the "
+                f"host for each, whatever is computed again; allow larger degrees, shorter sequences or more host memory "
+                f"(host_gib), or set tile_tokens"
+            )
+        return min(options, key=lambda option: group_seconds(self.costs, option))
+
+    def _layer_first(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
+        """Everything kept but logits, or else what the program chooses for every layer."""
+        tiled = self._with(group, (ActivationPolicy(0, tile_tokens=self.budget.tile_tokens),))
+        if self._fits(tiled):
+            yield tiled
+            return
+        (chunk,) = group.chunks
+        slots = layer_slots(self.costs, chunk, group.shape)
+
+        def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
+            return (ActivationPolicy(0, 0, tuple(map(_layer_policy, shares)), self.budget.tile_tokens),)
+
+        yield from self._solved(group, slots, policies)
+
+    def _slice_first(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
+        """The longest sequence in slices, one slot of the program for each chunk."""
+        (chunk,) = group.chunks
+        forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
+        pair_s, token_s = forward.pair_s + backward.pair_s, forward.token_s + backward.token_s
+        longest = max(span.num_tokens for span in chunk.spans)
+        for count in _SLICE_COUNTS:
+            if longest < count * _LEAST_SLICE_TOKENS * group.degree:
+                break
+            sliced = sliced_group(group, count, pair_s, token_s)
+            slots = [_one_slot(layer_slots(self.costs, part, group.shape)) for part in sliced.chunks]
+
+            def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
+                num_layers, tile_tokens = self.costs.model.num_layers, self.budget.tile_tokens
+                return tuple(
+                    ActivationPolicy(index, 0, (_layer_policy(chosen),) * num_layers, tile_tokens)
+                    for index, chosen in enumerate(shares)
+                )
+
+            yield from self._solved(sliced, slots, policies)
+
+    def _solved(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies) -> Iterator[SequenceGroup]:
+        """The group under the cheapest policies that fit; under those that need the least where the program finds none."""
+        lean = self._lean(group, 0)
+        needed = self._bytes(lean)
+        # what works beside saved tensors is about the same whatever the policy
+        room_bytes = float(self.budget.device_bytes - (needed.peak - needed.saved))
+        rate = self.costs.cluster.hardware.copy_bytes_per_s
+        for _ in range(_ATTEMPTS):
+            try:
+                choice = choose_policy(slots, MemoryLimits(max(0.0, room_bytes), self.budget.host_bytes, rate))
+            except ValueError:
+                break
+            option = self._with(group, policies(choice.shares))
+            over_bytes = self._bytes(option).peak - self.budget.device_bytes
+            if over_bytes <= 0:
+                yield option
+                return
+            room_bytes = min(room_bytes, choice.outcome.device_bytes) - over_bytes
+        # what arrives from the host takes room too, so that less may need more
+        yield from (option for option in (self._lean(group, self.budget.host_bytes), lean) if self._fits(option))
+
+    def _lean(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
+        """The group with layer inputs kept alone, as many as `host_bytes` hold on the host."""
+        policies = []
+        for chunk in group.chunks:
+            tokens = max(shard_tokens(chunk, group.shape))
+            policy = lean_policy(self.costs.model, tokens, host_bytes, self.budget.tile_tokens)
+            host_bytes -= held_bytes(self.costs.model, policy, len(policy.layers), tokens)[1]
+            policies.append(replace(policy, chunk=chunk.index))
+        return self._with(group, tuple(policies))
+
+    def _with(self, group: SequenceGroup, policies: tuple[ActivationPolicy, ...]) -> SequenceGroup:
+        (stage,) = group.stages
+        return replace(group, stages=(replace(stage, activations=policies),))
+
+    def _fits(self, group: SequenceGroup) -> bool:
+        return self._bytes(group).peak <= self.budget.device_bytes
+
+    def _bytes(self, group: SequenceGroup) -> RoundBytes:
+        # ranks of a group hold as much as the first, which holds the most
+        return round_bytes(self.costs.model, group, group.stages[0])
+
+
+def group_seconds(costs: CostModel, group: SequenceGroup) -> float:
+    """Seconds of a group's chunks, forward and backward, with what its policies add."""
+    (stage,) = group.stages
+    shape, layers = group.shape, stage.num_layers
+    passes_s = sum(costs.forward_s(c, shape, layers) + costs.backward_s(c, shape, layers) for c in group.chunks)
+    return passes_s + sum(sum(added) for added in added_seconds(costs, group, stage).values())
+
+
+def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> dict[int, tuple[float, float]]:
+    """What policies add to the forward and to the backward of each chunk: copies that nothing hides, and what runs again."""
+    policies = {policy.chunk: policy for policy in stage.activations if policy.layers}
+    if not policies:
+        return {}
+    slots: list[Slot] = []
+    shares: list[tuple[TensorShare, ...]] = []
+    owners: list[int] = []
+    is_sliced = len(group.chunks) > 1
+    for chunk in group.chunks:
+        policy = policies.get(chunk.index, ActivationPolicy(chunk.index))
+        of_layers = layer_slots(costs, chunk, group.shape)
+        chosen = [_shares_of(policy, place, slot) for place, slot in enumerate(of_layers)]
+        # slices are slots as a whole, with what their layers do on average
+        slots += [_one_slot(of_layers)] if is_sliced else of_layers
+        shares += [_mean(chosen)] if is_sliced else chosen
+        owners += [chunk.index] * (1 if is_sliced else len(of_layers))
+    array = np.array([(share.recompute, share.host) for chosen in shares for share in chosen])
+    added: dict[int, tuple[float, float]] = {}
+    seconds = slot_seconds(slots, array, costs.cluster.hardware.copy_bytes_per_s)
+    for owner, again_s, out_s, back_s in zip(owners, *(way.tolist() for way in seconds), strict=True):
+        forward_s, backward_s = added.get(owner, (0.0, 0.0))
+        added[owner] = forward_s + out_s, backward_s + back_s + again_s
+    return added
+
+
+def _layer_policy(shares: tuple[TensorShare, ...]) -> LayerPolicy:
+    """Without the classes that stay, which need no name."""
+    return LayerPolicy(tuple(share for share in shares if share.device != share.total))
+
+
+def _shares_of(policy: ActivationPolicy, layer: int, slot: Slot) -> tuple[TensorShare, ...]:
+    """What a policy says of one layer's classes, in the order of the slot."""
+    chosen = policy.layers[layer] if layer < len(policy.layers) else LayerPolicy()
+    return tuple(chosen.share(item.tensor_class) for item in slot.saved)
+
+
+def _one_slot(layers: Sequence[Slot]) -> Slot:
+    """All layers of a chunk as one slot."""
+    return Slot(
+        sum(slot.forward_s for slot in layers),
+        sum(slot.backward_s for slot in layers),
+        tuple(_scaled(item, len(layers)) for item in layers[0].saved),
+    )
+
+
+def _scaled(item: SavedClass, count: int) -> SavedClass:
+    return replace(item, num_bytes=item.num_bytes * count, recompute_s=item.recompute_s * count)
+
+
+def _mean(layers: Sequence[tuple[TensorShare, ...]]) -> tuple[TensorShare, ...]:
+    """The mean over layers of what happens to each class."""
+    count = len(layers)
+    return tuple(
+        TensorShare(
+            of_class[0].tensor_class,
+            recompute=sum(share.recompute for share in of_class) / count,
+            nvme=sum(share.nvme for share in of_class) / count,
+            host=sum(share.host for share in of_class) / count,
+            device=sum(share.device for share in of_class) / count,
+        )
+        for of_class in zip(*layers, strict=True)
+    )

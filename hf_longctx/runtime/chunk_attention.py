@@ -1,0 +1,177 @@
+"""Attention of one chunk's documents as one autograd node, whether they are whole sequences or slices, recorded or not.
+
+A document that is a slice finds the keys and values of earlier slices, its front, in the K/V book. Its queries see the front
+wholly and the slice itself causally: two tiles, merged by their log-sum-exp (LSE); backward of both uses the merged output
+and LSE. No copy of the front is made. A whole document is one causal tile.
+
+With an `AttentionRecord` attention runs forward once under checkpointing: the first run leaves output and LSE there, the
+replay takes them back. The replay recomputes queries, keys and values, which backward needs anyway, and rebuilds the node on
+them. Of an output that is kept in part the *front rows* are dropped: they are the cheapest to recompute, and in every
+document their own keys are its first ones, so that they need no more than causal squares beside the fronts.
+
+The node saves queries, output, LSE, and keys and values of whole documents; those of slices are read from the book, so that
+they are kept once. It saves the same recording and replaying: checkpointing compares number, shapes and dtypes.
+
+Shapes: h query heads and g KV heads of this rank, S tokens of its block, T tokens of one document, U of its front, D head size.
+
+Source of slices: Seq1F1B (arXiv 2406.03488), whose prefix is a list of slices, concatenated for every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_longctx.kernels.merge_attention import accumulate_attention_
+from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import tile_backward, tile_forward
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Tokens [start, stop) of a chunk's row: the slice `part` of a sequence, or without one a whole sequence."""
+
+    start: int
+    stop: int
+    part: Slice | None = None
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Document, ...]:
+    """The documents of a packed row with these boundaries, of which `slices` are some."""
+    parts = {part.document: part for part in slices}
+    bounds = enumerate(itertools.pairwise(cu_seqlens))
+    return tuple(Document(start, stop, parts.get(index)) for index, (start, stop) in bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAttention:
+    """How one layer attends within one chunk. layer: the same object in every chunk; record: None outside replayed layers."""
+
+    readers: KVReaders
+    scale: float
+    documents: tuple[Document, ...]
+    record: AttentionRecord | None
+    book: KVBook
+    layer: Hashable
+
+    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor) -> Tensor:
+        """Causal attention inside each document, shape [S, h, D], differentiable."""
+        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSD, self)
+        return output
+
+
+class _ChunkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, how: ChunkAttention) -> Tensor:
+        kept = None if how.record is None else how.record.take()
+        num_rows = q_hSD.shape[1] if kept is None else kept.start
+        outs, lses = [], []
+        for document in how.documents:
+            k, v = k_gSD[:, document.tokens], v_gSD[:, document.tokens]
+            # a replay writes what is there: later slices that ran since have not changed it
+            front_2gUD = None if document.part is None else _front(document.part, k, v, how)
+            rows = slice(document.start, min(document.stop, num_rows))
+            if rows.start < rows.stop:
+                out_hTD, lse_hT = _rows_forward(q_hSD[:, rows], k, v, front_2gUD, how)
+                outs.append(out_hTD.transpose(0, 1))
+                lses.append(lse_hT)
+        if kept is not None:
+            outs, lses = [*outs, kept.out_ShD], [*lses, kept.lse_hS]
+        out_ShD, lse_hS = _joined(outs, 0), _joined(lses, 1)
+        if kept is None and how.record is not None:
+            how.record.put(out_ShD, lse_hS)
+        ctx.save_for_backward(q_hSD, out_ShD, lse_hS, *_whole_documents(k_gSD, v_gSD, how.documents))
+        ctx.how = how
+        return out_ShD
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q_hSD, out_ShD, lse_hS, *kv_gWD = ctx.saved_tensors
+        how: ChunkAttention = ctx.how
+        dq_hSD = torch.empty_like(q_hSD)
+        dk_gSD, dv_gSD = (q_hSD.new_empty(how.readers.num_kv, *q_hSD.shape[1:]) for _ in range(2))
+        num_whole = 0
+        for document in how.documents:
+            tokens = document.tokens
+            gradient_hTD, out_hTD = gradient_ShD[tokens].transpose(0, 1), out_ShD[tokens].transpose(0, 1)
+            q_hTD, lse_hT = q_hSD[:, tokens], lse_hS[:, tokens]
+            if document.part is not None:
+                found = _slice_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, document.part, how)
+            else:
+                places = slice(num_whole, num_whole + document.stop - document.start)
+                k, v = (how.readers.gather(x[:, places]) for x in kv_gWD)
+                dq, dk, dv = tile_backward(gradient_hTD, q_hTD, k, v, out_hTD, lse_hT, how.scale, causal=True)
+                found = dq, how.readers.fold(dk), how.readers.fold(dv)
+                num_whole = places.stop
+            for gradients, part in zip((dq_hSD, dk_gSD, dv_gSD), found, strict=True):
+                gradients[:, tokens] = part
+        return dq_hSD, dk_gSD, dv_gSD, None
+
+
+def _front(part: Slice, k_gTD: Tensor, v_gTD: Tensor, how: ChunkAttention) -> Tensor:
+    """Keys and values in front of a slice, whose own go into the book, [2, g, U, D]."""
+    return how.book.write(how.layer, part, k_gTD, v_gTD)[:, :, : part.start]
+
+
+def _rows_forward(
+    q_hTD: Tensor, k_gTD: Tensor, v_gTD: Tensor, front_2gUD: Tensor | None, how: ChunkAttention
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the first rows of a document, whose keys and values may be more."""
+    num_rows, gather = q_hTD.shape[1], how.readers.gather
+    k, v = gather(k_gTD[:, :num_rows]), gather(v_gTD[:, :num_rows])
+    out_hTD, lse_hT = tile_forward(q_hTD, k, v, how.scale, causal=True)
+    if front_2gUD is None or not front_2gUD.shape[2]:
+        return out_hTD, lse_hT
+    out_hTD = out_hTD.to(lse_hT.dtype)
+    k, v = map(gather, front_2gUD)
+    accumulate_attention_(out_hTD, lse_hT, *tile_forward(q_hTD, k, v, how.scale, causal=False))
+    return out_hTD.to(q_hTD.dtype), lse_hT
+
+
+def _slice_backward(
+    gradient_hTD: Tensor, q_hTD: Tensor, out_hTD: Tensor, lse_hT: Tensor, part: Slice, how: ChunkAttention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a slice's queries, and of its keys and values with what later slices left for them.
+
+    Adds to the gradients of its front.
+    """
+    kv_2gND, readers = how.book.read(how.layer, part), how.readers
+    front_sum_2gUD, own_sum_2gTD = how.book.gradients(how.layer, part)
+    dq_hTD: Tensor | None = None
+    tiles = [(slice(part.start, part.stop), own_sum_2gTD, True)]
+    if part.start:
+        tiles.append((slice(0, part.start), front_sum_2gUD, False))
+    for keys, sum_2gND, causal in tiles:
+        k, v = (readers.gather(x[:, keys]) for x in kv_2gND)
+        dq, dk, dv = tile_backward(gradient_hTD, q_hTD, k, v, out_hTD, lse_hT, how.scale, causal)
+        dq_hTD = dq.to(lse_hT.dtype) if dq_hTD is None else dq_hTD.add_(dq)
+        readers.fold_into(sum_2gND[0], dk)
+        readers.fold_into(sum_2gND[1], dv)
+    how.book.backward_done(how.layer, part)
+    assert dq_hTD is not None
+    dk_gTD, dv_gTD = own_sum_2gTD
+    return dq_hTD, dk_gTD, dv_gTD
+
+
+def _whole_documents(k_gSD: Tensor, v_gSD: Tensor, documents: tuple[Document, ...]) -> tuple[Tensor, ...]:
+    """Keys and values of the documents that are not slices, behind each other; nothing if there are none."""
+    whole = [document.tokens for document in documents if document.part is None]
+    if len(whole) == len(documents):
+        return k_gSD, v_gSD
+    # copies, since views would hold those of the slices too
+    return tuple(torch.cat([x[:, tokens] for tokens in whole], dim=1) for x in (k_gSD, v_gSD)) if whole else ()
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,92 @@
+"""Projections whose outputs are kept: the replay takes them from the first run instead of multiplying again.
+
+The gradients of y = x W' + b need x and W, not y. So the node saves only those two, in both runs, and its backward is that of
+the whole product, whatever part of y was computed.
+
+Kept is y itself, before a norm of queries and keys and before the rotary embedding, both of which the replay repeats. It takes
+the bytes of rotated heads, and what lies behind a projection finds it filled: it may save what it likes, such as the input of a
+norm, and attention may exchange it as in the first run. Of an output that is kept in part the *front* tokens are computed again.
+
+Shapes: T tokens of this rank, C features in, N out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_longctx.plan.types import TensorShare
+from hf_longctx.runtime.offload import HostTier, SplitTensor
+
+
+class ProjectionRecord:
+    """What one layer's projections leave in one forward for its replay, each under its place among them.
+
+    Filled by the first run, emptied by the first replay: a second one (retain_graph) recomputes. Owned by the layer's slot.
+    """
+
+    def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
+        self.share, self._tier = share, tier
+        self.is_replay = False
+        self._held: dict[int, SplitTensor] = {}
+
+    @property
+    def parts(self) -> tuple[SplitTensor, ...]:
+        return tuple(self._held.values())
+
+    def put(self, place: int, y_TN: Tensor) -> None:
+        """Keeps what the share says of a first run's output; a replay's output is not kept."""
+        if not self.is_replay and self.share.cuts(y_TN.shape[0])[0] < y_TN.shape[0]:
+            self._held[place] = SplitTensor(y_TN, self.share, self._tier)
+
+    def take(self, place: int) -> SplitTensor | None:
+        """What the first run left, given away; None while recording, or if it has been taken."""
+        return self._held.pop(place, None) if self.is_replay else None
+
+
+def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, place: int) -> Tensor:
+    """linear(x), [..., C] in, [..., N] out, whose output goes through `record`."""
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        # outside of the node, so that gradients are cast back as autocast casts them
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+    y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight, bias, record, place)
+    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does, which leaves fp64 alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _multiply(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
+    return F.linear(x_TC, weight_NC, bias_N)
+
+
+class _Projection(torch.autograd.Function):
+    # saves the same tensors recording and replaying: checkpointing compares their number, shapes and dtypes
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None, record: ProjectionRecord, place: int) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x_TC if needs_weight else None, weight_NC if needs_x else None)
+        kept = record.take(place)
+        if kept is not None:
+            front = [_multiply(x_TC[: kept.start], weight_NC, bias_N)] if kept.start else []
+            return kept.fetch(front)
+        y_TN = _multiply(x_TC, weight_NC, bias_N)
+        record.put(place, y_TN)
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        x_TC, weight_NC = ctx.saved_tensors
+        dx_TC = None if weight_NC is None else gradient_TN @ weight_NC
+        dw_NC = None if x_TC is None else gradient_TN.T @ x_TC
+        db_N = gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
+        return dx_TC, dw_NC, db_N, None, None

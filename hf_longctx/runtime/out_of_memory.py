@@ -1,0 +1,42 @@
+"""What to say where the device runs out of memory: what ran, what was predicted, what the device holds, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hf_longctx.plan.types import Action, SequenceGroup
+
+_GIB = 2**30
+
+
+@contextmanager
+def explained(where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
+    """Inside, torch.OutOfMemoryError is raised again with a message that names `where` (step and round) and the action."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(_message(where, action, group, device, predicted_bytes, error)) from error
+
+
+def _message(
+    where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int, error: torch.OutOfMemoryError
+) -> str:
+    chunk = group.chunks[action.chunk]
+    predicted = f"; the plan was predicted to take {predicted_bytes / _GIB:.2f} GiB" if predicted_bytes else ""
+    return (
+        f"{where}, action {action}: out of device memory with chunk {chunk.index} of {chunk.num_tokens} tokens in "
+        f"{len(chunk.spans)} documents on {group.degree} rank(s){predicted}{_held(device)}; lower tokens_per_rank, set "
+        f"activations='auto', or allow more host memory. The device said: {error}"
+    )
+
+
+def _held(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    held = [torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)]
+    total = torch.cuda.get_device_properties(device).total_memory
+    now, peak, have = (num_bytes / _GIB for num_bytes in (*held, total))
+    return f"; {device} holds {now:.2f} GiB in tensors of {have:.2f} GiB, {peak:.2f} GiB at most so far"

@@ -1,0 +1,226 @@
+"""Output head and cross-entropy in token tiles, as one autograd node: logits live for one tile, forward and backward.
+
+The node runs inside the model's own forward, in the place of the head, so that weights are gathered (sharded parameters) or
+wrapped (adapters) as the head finds them. With u the cost of taking all tokens once through the head's weight, it costs
+
+    3 u with `keep_gradients`: the tile's gradients are computed while its logits are there, and backward scales them. Held
+        from forward to backward: [T, C], and the gradients of the head's parameters in at least fp32.
+    4 u without: backward runs the tiles again. Held: the head's input.
+    1 u where no graph is made.
+
+Tiles without any label token are skipped where the labels are on the host: their loss and gradients are exactly zero.
+
+Shapes: T tokens of this rank, t tokens of a tile, C features, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.reduction import HALF_DTYPES
+from hf_longctx.runtime.token_tiles import Run, add_gradients, tiles_of
+
+# nodes of torch that only pass a value on
+_PASSING = ("ToCopyBackward0", "AliasBackward0", "ViewBackward0")
+# the gradient of the input, and those of the parameters: None for one that the head does not use
+Gradients = tuple[Tensor, list[Tensor | None]]
+
+
+@dataclass(slots=True)
+class _Order:
+    """What the head is told for the forward that is running."""
+
+    shift_labels_1T: Tensor
+    tile_tokens: int
+    keep_gradients: bool
+    num_calls: int = 0
+
+
+class OutputHead:
+    """Binds itself to the output head of one model; `unbind` puts everything back.
+
+    Bind it after adapters are added: it is the module whose output is the logits. While `summing`, that module returns the
+    summed cross-entropy in their place; else it runs as it was.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+        self._order: _Order | None = None
+        own = vars(head)
+        # what the instance had itself: nothing where the class's own came through
+        self._before = (own["forward"],) if "forward" in own else ()
+        run = head.forward
+
+        def forward(hidden_1TC: Tensor, *args: Any, **keywords: Any) -> Tensor:
+            order = self._order
+            if order is None:
+                return run(hidden_1TC, *args, **keywords)
+            order.num_calls += 1
+            return _summed(head, lambda x: run(x, *args, **keywords), hidden_1TC, order)
+
+        own["forward"] = forward
+
+    def unbind(self) -> None:
+        vars(self.head).pop("forward", None)
+        vars(self.head).update(("forward", own) for own in self._before)
+
+    @contextmanager
+    def summing(self, shift_labels_1T: Tensor, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:
+        """Inside, one forward of the model returns the summed cross-entropy, a scalar, in the place of logits.
+
+        It is that of `summed_cross_entropy`, in tiles of `tile_tokens` tokens (0: one tile). `shift_labels_1T` may be on the
+        host. `keep_gradients`: backward follows at once, so that gradients may wait for it. Raises RuntimeError unless the
+        model calls its head once.
+        """
+        assert self._order is None, "the head is summing already"
+        order = self._order = _Order(shift_labels_1T, tile_tokens, keep_gradients)
+        try:
+            yield
+        finally:
+            self._order = None
+        if order.num_calls != 1:
+            raise RuntimeError(
+                f"the model called its output head {order.num_calls} times in one forward, a tiled loss needs one call; keep "
+                f"logits for this model (no tile_tokens)"
+            )
+
+
+def check_untouched(loss: Tensor) -> None:
+    """Raises ValueError if the model computed something with what its head returned: what it does to logits would be lost.
+
+    It reads the graph, so that a forward without one is not checked.
+    """
+    node = loss.grad_fn
+    while node is not None and node.name() != _SummedLoss.__name__ + "Backward":
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            # a wrapper's, as DDP's
+            if len(node.next_functions) != 1:
+                return
+        elif node.name() not in _PASSING:
+            raise ValueError(
+                f"the model does something to its logits behind the output head ({node.name()}), which a loss in tiles would "
+                f"leave out; keep logits for this model (no tile_tokens)"
+            )
+        node = node.next_functions[0][0]
+
+
+def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Tensor:
+    if hidden_1TC.shape[:-1] != order.shift_labels_1T.shape:
+        raise ValueError(
+            f"the output head gets hidden states of {tuple(hidden_1TC.shape[:-1])} tokens, but there are labels of "
+            f"{tuple(order.shift_labels_1T.shape)}; the model must send every token to its head"
+        )
+    parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    tiles = _labelled_tiles(order.shift_labels_1T, order.tile_tokens or hidden_1TC.shape[1])
+    labels_1T = order.shift_labels_1T.to(hidden_1TC.device, non_blocking=True)
+    keeps = order.keep_gradients and torch.is_grad_enabled()
+    loss: Tensor = _SummedLoss.apply(hidden_1TC, labels_1T, run, tiles, keeps, *parameters)
+    return loss
+
+
+def _labelled_tiles(shift_labels_1T: Tensor, tile_tokens: int) -> tuple[slice, ...]:
+    """The tiles that hold label tokens, at least one tile; all of them where only the device knows."""
+    tiles = tuple(tiles_of(0, shift_labels_1T.shape[1], tile_tokens))
+    if shift_labels_1T.device.type != "cpu":
+        return tiles
+    return tuple(tile for tile in tiles if bool((shift_labels_1T[:, tile] != IGNORE_INDEX).any())) or tiles[:1]
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...], keeps: bool, *parameters: nn.Parameter
+    ) -> Tensor:
+        device = x_1TC.device.type
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        ctx.settings = run, tiles, parameters
+        ctx.keeps = keeps and any(ctx.needs_input_grad)
+        if not ctx.keeps:
+            ctx.save_for_backward(x_1TC, labels_1T)
+            return _loss_of_tiles(x_1TC, labels_1T, run, tiles)
+        loss, (dx_1TC, sums) = _gradients_of_tiles(x_1TC, labels_1T, run, tiles, parameters)
+        ctx.save_for_backward(dx_1TC, *sums)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        run, tiles, parameters = ctx.settings
+        if ctx.keeps:
+            dx_1TC, *sums = ctx.saved_tensors
+        else:
+            x_1TC, labels_1T = ctx.saved_tensors
+            # backward does not restore autocast by itself
+            device, dtype, is_enabled = ctx.autocast
+            with torch.autocast(device, dtype, is_enabled):
+                _, (dx_1TC, sums) = _gradients_of_tiles(x_1TC, labels_1T, run, tiles, parameters)
+        gradients = (_scaled(total, slope, p.dtype) for total, p in zip(sums, parameters, strict=True))
+        return _scaled(dx_1TC, slope, dx_1TC.dtype), None, None, None, None, *gradients
+
+
+def _scaled(total: Tensor | None, slope: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """total * slope in a new tensor of `dtype` (the old one serves a second backward), rounded once."""
+    return None if total is None else torch.mul(total, slope, out=torch.empty_like(total, dtype=dtype))
+
+
+def _loss_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...]) -> Tensor:
+    losses = [_tile_loss(_log_softmax(run(x_1TC[:, tile])), *_index(labels_1T[:, tile])) for tile in tiles]
+    return torch.stack(losses).sum()
+
+
+def _gradients_of_tiles(
+    x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...], parameters: tuple[nn.Parameter, ...]
+) -> tuple[Tensor, Gradients]:
+    """The loss, and its gradients: those of parameters summed over tiles in at least fp32."""
+    dx_1TC = torch.zeros_like(x_1TC)
+    sums: list[Tensor | None] = [None] * len(parameters)
+    losses = []
+    for tile in tiles:
+        x = x_1TC[:, tile].detach().requires_grad_(True)
+        with torch.enable_grad():
+            logits_1tV = run(x)
+        # the edge holds no logits
+        edge, like = get_gradient_edge(logits_1tV), logits_1tV.dtype
+        log_p_tV = _log_softmax(logits_1tV.detach())
+        shape = logits_1tV.shape
+        del logits_1tV
+        index_t1, is_label_t = _index(labels_1T[:, tile])
+        losses.append(_tile_loss(log_p_tV, index_t1, is_label_t))
+        slope_tV = _tile_slope(log_p_tV, index_t1, is_label_t).to(like).view(shape)
+        del log_p_tV
+        # as in any backward
+        with torch.autocast(x.device.type, enabled=False):
+            dx_1TC[:, tile] = add_gradients(sums, x, edge, parameters, slope_tV)
+    return torch.stack(losses).sum(), (dx_1TC, sums)
+
+
+def _index(labels_1t: Tensor) -> tuple[Tensor, Tensor]:
+    """[t, 1] the label of each token, 0 where it has none, and [t] whether it has one."""
+    labels_t = labels_1t.reshape(-1)
+    is_label_t = labels_t != IGNORE_INDEX
+    return labels_t.where(is_label_t, 0).unsqueeze(1), is_label_t
+
+
+def _log_softmax(logits_1tV: Tensor) -> Tensor:
+    """[t, V] in at least fp32."""
+    logits_tV = logits_1tV.reshape(-1, logits_1tV.shape[-1])
+    return F.log_softmax(logits_tV.float() if logits_tV.dtype in HALF_DTYPES else logits_tV, dim=-1)
+
+
+def _tile_loss(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tensor:
+    return (-log_p_tV.gather(1, index_t1).squeeze(1)).where(is_label_t, 0).sum()
+
+
+def _tile_slope(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tensor:
+    """The gradient of the loss by the logits: probabilities less one at the label. It takes the place of `log_p_tV`."""
+    slope_tV = log_p_tV.exp_()
+    slope_tV.scatter_add_(1, index_t1, slope_tV.new_full(index_t1.shape, -1.0))
+    return slope_tV.masked_fill_(~is_label_t.unsqueeze(1), 0.0)

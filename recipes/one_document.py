@@ -1,0 +1,213 @@
+"""One long document on one rank, forward and backward: by plain Hugging Face, and by a hand-written plan with policies.
+
+What benchmarks and the smoke table share. The plan's road is the package's own: rank plan, executor, engine, group pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.layers import layer_modules, output_head
+from hf_longctx.plan.activation_memory import held_bytes
+from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    LayerPolicy,
+    LayerRange,
+    RankPlan,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    TensorShare,
+)
+from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.executor import ChunkInputs, StepExecutor, no_mask
+from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.output_head import OutputHead
+
+# in names of kernels that compute attention
+_ATTENTION = ("attention", "fmha", "flash", "sdpa")
+
+
+def replayed(attention_host: float = 0.0, attention_recompute: float = 0.0, input_host: float = 0.0) -> LayerPolicy:
+    """A layer that is replayed: queries, keys, values and MLP run again; the rest of its attention output is kept."""
+    return LayerPolicy(
+        (
+            TensorShare("layer_input", host=input_host, device=1 - input_host),
+            TensorShare(
+                "attention_output",
+                recompute=attention_recompute,
+                host=attention_host,
+                device=max(0.0, 1 - attention_host - attention_recompute),
+            ),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=1.0),
+        )
+    )
+
+
+def document_plan(num_tokens: int, layers: tuple[LayerPolicy, ...], tile_tokens: int = 0, num_slices: int = 1) -> RankPlan:
+    """The plan of one document on one rank, in equal slices: all forward, then all backward, last first.
+
+    layers: the policy of each layer of the model.
+    """
+    bounds = [num_tokens * index // num_slices for index in range(num_slices + 1)]
+    chunks = tuple(Chunk(index, (Span(0, start, stop),)) for index, (start, stop) in enumerate(pairwise(bounds)))
+    order = [*(("F", chunk.index) for chunk in chunks), *(("B", chunk.index) for chunk in reversed(chunks))]
+    activations = tuple(ActivationPolicy(chunk.index, 0, layers, tile_tokens) for chunk in chunks if layers or tile_tokens)
+    actions = tuple(Action(kind, 0, chunk) for kind, chunk in order)  # type: ignore[arg-type]
+    stage = StagePlan(0, (LayerRange(0, len(layers)),), actions, activations)
+    return RankPlan(0, 0, "replicated", ((SequenceGroup((0,), "local", chunks, (stage,)), stage),))
+
+
+def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
+    """(device, host) bytes that wait for backward in the decoder layers when all forwards are done, by the plan's formulae."""
+    group, stage = plan.rounds[0]
+    policies = {policy.chunk: policy for policy in stage.activations}
+    found = [
+        held_bytes(spec, policies.get(chunk.index, ActivationPolicy(chunk.index)), spec.num_layers, chunk.num_tokens)
+        for chunk in group.chunks
+    ]
+    return sum(device for device, _ in found), sum(host for _, host in found)
+
+
+def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec, trains_weights: bool = True) -> int:
+    """The most that the plan's chunks take on the device at one moment, beside weights, gradients and optimizer states."""
+    group, stage = plan.rounds[0]
+    return round_bytes(spec, group, stage, trains_weights=trains_weights).peak
+
+
+@dataclass(frozen=True)
+class PlannedDocument:
+    """A document under its plan; `model` runs `longctx` attention and is bound to the engine until `close`.
+
+    With `tile_tokens` in the plan the loss is taken in tiles too.
+    """
+
+    model: Any
+    executor: StepExecutor
+    engine: ActivationEngine
+    plan: RankPlan
+    ids_1T: Tensor
+
+    @classmethod
+    def of(cls, model: Any, ids_1T: Tensor, plan: RankPlan, tier: HostTier | None = None) -> PlannedDocument:
+        patch_model(model)
+        engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model)))
+        pool = GroupPool((1,), timeout_s=60.0)
+        executor = StepExecutor(model, pool, num_attention_layers(model), ids_1T.device, fp32_gradients=False, engine=engine)
+        return cls(model, executor, engine, plan, ids_1T)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.plan.rounds[0][0].chunks
+
+    def step(self) -> Tensor:
+        """Forward and backward; the mean loss over the document's labels."""
+        return self.executor.run(self.plan, [self.inputs()], self.ids_1T.shape[1] - 1).loss
+
+    def inputs(self) -> list[ChunkInputs]:
+        labels = next_tokens(self.ids_1T)
+        positions = torch.arange(self.ids_1T.shape[1], device=self.ids_1T.device)[None]
+        spans = [chunk.spans[0] for chunk in self.chunks]
+        return [ChunkInputs(*(x[:, span.start : span.stop] for x in (self.ids_1T, positions, labels))) for span in spans]
+
+    def saved_bytes(self) -> int:
+        """What really waits for backward in the decoder of a whole document: torch's hooks and the engine's count."""
+        group, stage = self.plan.rounds[0]
+        (inputs,) = self.inputs()
+        context = self.executor.pool.context(group, group.chunks[0])
+        activations = self.engine.begin(stage.activations[0])
+        context = replace(context, activations=activations)
+        mask = no_mask(self.ids_1T.device)
+        hooked, _kept = saved_bytes(
+            self.model,
+            lambda: self.model.model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=mask,
+                use_cache=False,
+                longctx=context,
+            ),
+        )
+        # hooks see whole layer inputs too
+        whole_inputs = sum(slot.whole_input_bytes for slot in activations.slots if slot is not None)
+        return hooked - final_norm_bytes(self.model, self.ids_1T.shape[1]) + sum(activations.held_bytes()) - whole_inputs
+
+    def close(self) -> None:
+        """Puts the layers back as they were; attention keeps the registered function, which without a plan is the old one."""
+        self.engine.unbind()
+
+
+def next_tokens(ids_1T: Tensor) -> Tensor:
+    """The label of every position: the token behind it, none for the last."""
+    return torch.cat([ids_1T[:, 1:], torch.full_like(ids_1T[:, :1], IGNORE_INDEX)], dim=1)
+
+
+def plain_step(model: Any, ids_1T: Tensor) -> Tensor:
+    """The same by Hugging Face's model with its own loss."""
+    loss: Tensor = model(input_ids=ids_1T, labels=ids_1T, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def plain_saved_bytes(model: Any, ids_1T: Tensor) -> int:
+    """What waits for backward in the decoder layers of a plain or checkpointed model."""
+    hooked, _kept = saved_bytes(model, lambda: model.model(input_ids=ids_1T, use_cache=False))
+    return hooked - final_norm_bytes(model, ids_1T.shape[1])
+
+
+def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes of all storages that a forward saves and that are no parameters or buffers, and what it returned."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(seen.values()), result
+
+
+def final_norm_bytes(model: Any, num_tokens: int) -> int:
+    """What a decoder saves behind its layers: the last norm's fp32 input, product and root mean square; and the token ids."""
+    return num_tokens * (model.config.hidden_size * (4 + model.dtype.itemsize) + 4 + 8)
+
+
+def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference over all tensors, relative to each tensor's largest value."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in pairs)
+
+
+def attention_kernel(function: Callable[[], Any], device: torch.device) -> str:
+    """The name of the kernel (on the CPU: operator) of attention that took the longest in a call; '-' if none was seen."""
+    is_cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as found:
+        function()
+        if is_cuda:
+            torch.cuda.synchronize(device)
+    events = [event for event in found.key_averages() if any(word in event.key.lower() for word in _ATTENTION)]
+    # nodes of autograd hold kernels' and operators' time too
+    kind = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
+    events = [e for e in events if e.device_type == kind and (is_cuda or e.key.startswith("aten::"))]
+    longest = max(events, key=lambda e: e.self_device_time_total if is_cuda else e.self_cpu_time_total, default=None)
+    return "-" if longest is None else longest.key.removeprefix("aten::")[:60]

@@ -1,0 +1,47 @@
+"""Copies between device and host that come as late as their contract allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class LateCopies:
+    """The latest copies that the contract allows: out at once or when waited for, back only when somebody waits.
+
+    A copy runs after those it must follow. Its source on the device may be overwritten by anyone later, as on CUDA, where
+    record_stream keeps it: so it is cloned. Until a copy back is done its target holds NaN.
+    """
+
+    def __init__(self, out_is_late: bool) -> None:
+        self.out_is_late = out_is_late
+
+    def to_host(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+        kept = source.clone()
+        ticket = Late(lambda: target.copy_(kept), after)
+        if not self.out_is_late:
+            ticket.run()
+        return ticket
+
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+        target.fill_(float("nan"))
+        return Late(lambda: target.copy_(source), after)
+
+    def wait(self, ticket: Any) -> None:
+        ticket.run()
+
+
+class Late:
+    """One copy that has not been made yet."""
+
+    def __init__(self, copy: Callable[[], Any], after: tuple[Any, ...]) -> None:
+        self.copy, self.after, self.is_done = copy, after, False
+
+    def run(self) -> None:
+        if not self.is_done:
+            self.is_done = True
+            for ticket in self.after:
+                ticket.run()
+            self.copy()

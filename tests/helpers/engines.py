@@ -1,0 +1,96 @@
+"""One rank's tiny model under an activation engine, step by step, with the work that is really done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.steps import plan_of, rank_inputs
+from torch import Tensor
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.layers import layer_modules
+from hf_longctx.plan.types import ActivationPolicy, LayerPolicy
+from hf_longctx.runtime import kept_attention, kept_projections
+from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostTier
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Work:
+    """Squared rows of attention tiles, tokens that were multiplied by projections under the engine, tokens of all MLPs."""
+
+    pairs: int = 0
+    projected: int = 0
+    mlp_tokens: int = 0
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[Work]:
+    """Counts the work of everything that runs inside."""
+    work = Work()
+    tile_forward, multiply = kept_attention.tile_forward, kept_projections._multiply
+
+    def counted_tile(q: Tensor, *rest: Any, **settings: Any) -> Any:
+        # once per head
+        work.pairs += q.shape[1] ** 2
+        return tile_forward(q, *rest, **settings)
+
+    def counted_product(x: Tensor, *rest: Any) -> Tensor:
+        work.projected += x.shape[0]
+        return multiply(x, *rest)
+
+    def count_mlp(module: Any, inputs: Any, output: Tensor) -> None:
+        work.mlp_tokens += output.shape[1]
+
+    gates = [module for name, module in model.named_modules() if name.endswith("gate_proj")]
+    handles = [gate.register_forward_hook(count_mlp) for gate in gates]
+    products = patch.object(kept_projections, "_multiply", counted_product)
+    with products, patch.object(kept_attention, "tile_forward", counted_tile):
+        yield work
+    for handle in handles:
+        handle.remove()
+
+
+class EngineStep:
+    """One rank's model under an engine with a host tier, against plain HF; `build` makes the model, each time the same."""
+
+    def __init__(self, tier: HostTier | None, lengths: list[int], build: Any = None) -> None:
+        build = build or (lambda: build_model(ModelCase(promoted=True)))
+        self.rows = random_rows(lengths)
+        self.expected_loss, self.expected = reference_step(build(), self.rows)
+        self.model = build()
+        patch_model(self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model)
+        self.engine = ActivationEngine(layer_modules(self.model), tier)
+        layers = num_attention_layers(self.model)
+        self.executor = StepExecutor(self.model, GroupPool((1,), timeout_s=1.0), layers, CPU, engine=self.engine)
+        self.plan = plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1)
+        self.num_labels = sum(label != -100 for row in self.rows for label in row["labels"][1:])
+        self.documents = [span.num_tokens for span in self.plan.micro_batches[0].groups[0].chunks[0].spans]
+
+    def forward(self, layers: tuple[LayerPolicy, ...], tile_tokens: int = 8) -> tuple[Tensor, ChunkActivations]:
+        """A loss whose backward gives the gradients of the step, and what waits for it."""
+        (chunk,) = rank_inputs(self.plan, self.rows, 0)["chunks"][0]
+        (group,) = self.plan.micro_batches[0].groups
+        activations = self.engine.begin(ActivationPolicy(0, 0, layers, tile_tokens))
+        context = replace(self.executor.pool.context(group, group.chunks[0]), activations=activations)
+        logits = self.executor.forward_chunk(chunk, context)
+        loss = torch.nn.functional.cross_entropy(logits[0], chunk.shift_labels[0], ignore_index=-100, reduction="sum")
+        return loss / self.num_labels, activations
+
+    def error(self, num_backwards: int = 1) -> float:
+        """The worst error of the loss's gradients after some backwards, which are taken away; of all that plain HF has."""
+        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        assert found.keys() == self.expected.keys()
+        errors = [relative_error(gradient / num_backwards, self.expected[name]) for name, gradient in found.items()]
+        self.model.zero_grad()
+        return float("nan") if any(error != error for error in errors) else max(errors)

@@ -1,0 +1,69 @@
+"""Slices of equal time: they cover the sequence, balance seconds, and the sliced group is a valid plan."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longctx.plan.chunking import slice_bounds, sliced_group
+from hf_longctx.plan.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.validate import validate_plan
+
+# per pair or token: nothing, or what some device may take
+SECONDS = st.just(0.0) | st.floats(1e-15, 1e-3)
+
+
+def seconds(start: int, stop: int, pair_s: float, token_s: float) -> float:
+    return pair_s * (stop * stop - start * start) / 2 + token_s * (stop - start)
+
+
+@given(st.integers(1, 200_000), st.integers(1, 20), SECONDS, SECONDS)
+def test_bounds_cover_the_sequence_and_balance_seconds(num_tokens: int, count: int, pair_s: float, token_s: float) -> None:
+    bounds = slice_bounds(num_tokens, count, pair_s, token_s)
+    assert bounds[0] == 0 and bounds[-1] == num_tokens and list(bounds) == sorted(set(bounds))
+    assert len(bounds) == min(count, num_tokens) + 1 or num_tokens < 50 * count
+    share_s = seconds(0, num_tokens, pair_s, token_s) / count
+    # a bound is rounded to a token, so that a slice gains or loses no more than one at either end
+    token_s_at_most = pair_s * num_tokens + token_s
+    if len(bounds) == count + 1:
+        for start, stop in pairwise(bounds):
+            assert abs(seconds(start, stop, pair_s, token_s) - share_s) <= 2 * token_s_at_most * (1 + 1e-6)
+
+
+def test_slices_get_shorter_where_attention_counts_and_stay_equal_where_it_does_not() -> None:
+    # pairs alone: equal areas of a triangle
+    assert slice_bounds(1000, 4, 1.0, 0.0) == (0, 500, 707, 866, 1000)
+    assert slice_bounds(1000, 4, 0.0, 1.0) == (0, 250, 500, 750, 1000)
+
+
+def test_no_slices_of_nothing() -> None:
+    with pytest.raises(ValueError, match="0 tokens cannot be cut into 2 slices"):
+        slice_bounds(0, 2, 1.0, 1.0)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(1, 6))
+def test_a_sliced_group_is_a_valid_plan_of_the_same_tokens(lengths: list[int], count: int) -> None:
+    spans = tuple(Span(i, 0, length) for i, length in enumerate(lengths))
+    stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
+    group = sliced_group(SequenceGroup((0,), "local", (Chunk(0, spans),), (stage,)), count, 1e-9, 1e-6)
+    validate_plan(StepPlan(0, tuple(lengths), 1, 1, "replicated", (MicroBatch((group,)),)))
+    longest = max(range(len(lengths)), key=lambda i: lengths[i])
+    slices = [chunk for chunk in group.chunks if chunk.spans[0].sequence == longest]
+    room = max(chunk.num_tokens for chunk in slices)
+    assert len(slices) <= count
+    assert all(chunk.num_tokens <= room or len(chunk.spans) == 1 for chunk in group.chunks)
+
+
+def test_slices_run_backward_last_first_and_packs_behind_them() -> None:
+    stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
+    chunk = Chunk(0, (Span(0, 0, 7), Span(1, 0, 100), Span(2, 0, 30)))
+    group = sliced_group(SequenceGroup((0,), "local", (chunk,), (stage,)), 2, 0.0, 1.0)
+    assert [c.spans for c in group.chunks] == [
+        (Span(1, 0, 50),),
+        (Span(1, 50, 100),),
+        (Span(0, 0, 7), Span(2, 0, 30)),
+    ]
+    assert " ".join(map(str, group.stages[0].actions)) == "0F0 0F1 0B1 0B0 0F2 0B2"

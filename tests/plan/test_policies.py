@@ -1,0 +1,164 @@
+"""The pass that makes room: plans stay valid and fit, nothing is changed that fits, and less memory is never faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.memory import most_tokens, round_bytes
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.policies import added_seconds, group_seconds, with_policies
+from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.specs import GENERIC_GPU, ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.validate import validate_plan
+
+MODEL = ModelSpec(4, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
+LARGE = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 1 << 20, bytes_per_element=2)
+
+
+def costs_of(model: ModelSpec, num_ranks: int = 1, copy_bytes_per_s: float = 5e10, parameters: str = "replicated") -> CostModel:
+    hardware = replace(GENERIC_GPU, copy_bytes_per_s=copy_bytes_per_s)
+    cluster = ClusterSpec(num_ranks, num_ranks, hardware)
+    return CostModel(model, cluster, default_coefficients(model, cluster), parameters=parameters, shard_ranks=num_ranks)
+
+
+def config_of(costs: CostModel, device_bytes: int, host_bytes: int = 0, tile_tokens: int = 2048, **settings) -> PlannerConfig:
+    """Memory for saved tensors on every rank, as a run works it out."""
+    model, num_ranks = costs.model, costs.cluster.num_ranks
+    budget = ActivationBudget(device_bytes // model.saved_bytes_per_token, device_bytes, host_bytes, tile_tokens)
+    most = max(1, most_tokens(model, device_bytes, host_bytes, tile_tokens, is_shared=num_ranks > 1))
+    degrees = tuple(d for d in (1, 2, 4, 8) if d <= num_ranks)
+    return PlannerConfig(most, degrees, activations=budget, **settings)
+
+
+def check_memory(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> None:
+    """Every group is within the budget: by the memory model, or by the formula for what is wholly kept."""
+    for micro_batch in plan.micro_batches:
+        for group in micro_batch.groups:
+            (stage,) = group.stages
+            if not stage.activations and len(group.chunks) == 1:
+                assert max(shard_tokens(group.chunks[0], group.shape)) <= max(1, budget.kept_tokens)
+                continue
+            for position in range(group.degree):
+                used = round_bytes(costs.model, group, stage, position)
+                assert used.peak <= budget.device_bytes and used.host <= budget.host_bytes
+
+
+@given(
+    st.lists(st.integers(1, 30_000), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.integers(24, 29).map(lambda bits: 1 << bits),
+    st.sampled_from([0, 1 << 26]),
+    st.sampled_from([0, 512, 2048]),
+    st.sampled_from(["replicated", "sharded"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_plans_are_valid_and_fit(
+    lengths: list[int], num_ranks: int, device_bytes: int, host_bytes: int, tile_tokens: int, parameters: str
+) -> None:
+    costs = costs_of(MODEL, num_ranks, parameters=parameters)
+    config = config_of(costs, device_bytes, host_bytes, tile_tokens)
+    lengths = [min(length, config.tokens_per_rank * config.degrees[-1]) for length in lengths]
+    plan = plan_step(0, lengths, costs, config)
+    validate_plan(plan)
+    assert config.activations is not None
+    check_memory(plan, costs, config.activations)
+    assert plan.estimate.lower_bound_s <= plan.estimate.step_s * (1 + 1e-9)
+    assert plan_step(0, lengths, costs, config).digest == plan.digest
+
+
+@given(st.lists(st.integers(1, 4_000), min_size=1, max_size=8), st.sampled_from([1, 2]))
+@settings(max_examples=20, deadline=None)
+def test_what_fits_as_it_is_keeps_everything(lengths: list[int], num_ranks: int) -> None:
+    costs = costs_of(MODEL, num_ranks)
+    config = config_of(costs, 4_000 * MODEL.saved_bytes_per_token)
+    kept = plan_step(0, lengths, costs, replace(config, activations=None, tokens_per_rank=4_000))
+    assert plan_step(0, lengths, costs, config).digest == kept.digest
+
+
+def test_one_long_sequence_is_recomputed_and_short_ones_are_not() -> None:
+    costs = costs_of(MODEL)
+    config = config_of(costs, 4_000 * MODEL.saved_bytes_per_token)
+    plan = plan_step(0, [20_000, 900, 800, 700], costs, config)
+    policies = {
+        tuple(sorted(span.sequence for chunk in group.chunks for span in chunk.spans)): group.stages[0].activations
+        for micro_batch in plan.micro_batches
+        for group in micro_batch.groups
+    }
+    assert policies[1, 2, 3] == ()
+    assert policies[0,]
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 34])
+def test_more_memory_is_never_predicted_slower(host_bytes: int) -> None:
+    costs = costs_of(LARGE)
+    seconds = []
+    for gib in (12, 16, 24, 32, 48, 64, 96, 160):
+        config = config_of(costs, gib << 30, host_bytes)
+        if config.tokens_per_rank >= 32_768:
+            seconds.append(plan_step(0, [32_768], costs, config).estimate.step_s)
+    assert len(seconds) > 4
+    assert seconds == sorted(seconds, reverse=True)
+    # in the end nothing is left to compute again but the tiles
+    assert seconds[0] > seconds[-1] * 1.05
+
+
+def test_the_host_is_used_where_copies_hide_and_refused_where_they_do_not() -> None:
+    fast, slow = costs_of(LARGE, copy_bytes_per_s=5e10), costs_of(LARGE, copy_bytes_per_s=1e7)
+    config = config_of(fast, 24 << 30, 64 << 30)
+    with_host = plan_step(0, [65_536], fast, config)
+    without = plan_step(0, [32_768], slow, config)
+    assert with_host.estimate.host_bytes > 1 << 30
+    # what little hides
+    assert without.estimate.host_bytes < with_host.estimate.host_bytes / 20
+
+
+def test_what_cannot_fit_is_named() -> None:
+    costs = costs_of(MODEL)
+    config = replace(config_of(costs, 1 << 26), tokens_per_rank=1 << 20)
+    with pytest.raises(ValueError, match=r"1000000 tokens on 1 ranks do not fit .* 0.06 GiB of a device and 0.00 GiB"):
+        plan_step(0, [1_000_000], costs, config)
+
+
+def test_the_judge_counts_what_policies_add() -> None:
+    costs = costs_of(MODEL)
+    config = config_of(costs, 2_000 * MODEL.saved_bytes_per_token)
+    plan = plan_step(0, [16_000], costs, config)
+    plain = replace(
+        plan,
+        micro_batches=tuple(
+            replace(mb, groups=tuple(replace(g, stages=(replace(g.stages[0], activations=()),)) for g in mb.groups))
+            for mb in plan.micro_batches
+        ),
+    )
+    ((group,),) = (micro_batch.groups for micro_batch in plan.micro_batches)
+    added = sum(map(sum, added_seconds(costs, group, group.stages[0]).values()))
+    run, kept = evaluate_plan(plan, costs), evaluate_plan(plain, costs)
+    assert added > 0
+    assert run.step_s == pytest.approx(kept.step_s + added, rel=1e-12)
+    assert group_seconds(costs, group) == pytest.approx(run.step_s - run.once_s, rel=1e-12)
+    assert run.peak_bytes < kept.peak_bytes
+
+
+def test_slices_come_where_a_layer_does_not_fit_as_a_whole() -> None:
+    """Untiled, one layer of all tokens works on more than there is; slices work on a part of it."""
+    costs = costs_of(MODEL)
+    config = config_of(costs, 512 << 20, tile_tokens=0)
+    length = config.tokens_per_rank + 4_000
+    plan = plan_step(0, [length], costs, replace(config, tokens_per_rank=length))
+    ((group,),) = (micro_batch.groups for micro_batch in plan.micro_batches)
+    assert len(group.chunks) > 1
+    validate_plan(plan)
+    with pytest.raises(ValueError, match="do not fit"):
+        with_policies(
+            plan_step(0, [length], costs, replace(config, tokens_per_rank=length, activations=None)),
+            costs,
+            config.activations,
+            allows_slices=False,
+        )

@@ -1,0 +1,362 @@
+"""Slices under activation policies: any cut and any shares give one plain process, and attention runs no row more than it must.
+
+Counted are the query-key pairs that really run: all once, and those of the front rows that a policy recomputes once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step
+from helpers.sliced import Chunks, cut, random_slicings, sliced_plan
+from helpers.steps import rank_inputs, step_on_rank
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from test_slices import CUTS, NUM_LAYERS, PACKINGS, with_lora, worst
+from torch import Tensor
+
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.layers import layer_modules
+from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.runtime import chunk_attention
+from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.executor import StepExecutor, StepResult
+from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.slices import KVBook, Slice
+
+TOLERANCE = 1e-12
+CPU = torch.device("cpu")
+PROMOTED = ModelCase(promoted=True)
+
+
+def replayed(recompute: float, host: float = 0.0, mlp: float = 1.0, input_host: float = 0.0) -> LayerPolicy:
+    """A replayed layer: shares of its attention output that are recomputed and on the host, of its MLP, of its input."""
+    return LayerPolicy(
+        (
+            TensorShare("layer_input", host=input_host, device=1 - input_host),
+            TensorShare("attention_output", recompute=recompute, host=host, device=1 - recompute - host),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=mlp, device=1 - mlp),
+        )
+    )
+
+
+@st.composite
+def layer_policies(draw: st.DrawFn) -> LayerPolicy:
+    """Shares in hundredths that sum to 1; now and then a layer that keeps everything."""
+    if draw(st.integers(0, 7)) == 7:
+        return LayerPolicy()
+    recompute = draw(st.sampled_from([0, 100]) | st.integers(0, 100))
+    host = draw(st.sampled_from([0, 100 - recompute]) | st.integers(0, 100 - recompute))
+    mlp, input_host = draw(st.integers(0, 100)), draw(st.sampled_from([0, 50, 100]))
+    return replayed(recompute / 100, host / 100, mlp / 100, input_host / 100)
+
+
+@st.composite
+def policies_for(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
+    """The plan with a policy of its own for every chunk; a chunk may have none."""
+    (group,) = plan.micro_batches[0].groups
+    chosen = []
+    for chunk in group.chunks:
+        layers = tuple(draw(st.lists(layer_policies(), max_size=NUM_LAYERS)))
+        chosen.append(ActivationPolicy(chunk.index, 0, layers, draw(st.sampled_from([0, 1, 5, 64]))))
+    return with_policies(plan, chosen)
+
+
+def with_policies(plan: StepPlan, policies: list[ActivationPolicy]) -> StepPlan:
+    """The plan of one group with these policies."""
+    (group,) = plan.micro_batches[0].groups
+    group = replace(group, stages=(replace(group.stages[0], activations=tuple(policies)),))
+    return replace(plan, micro_batches=(MicroBatch((group,)),))
+
+
+def same_policy(plan: StepPlan, *layers: LayerPolicy, tile_tokens: int = 0) -> StepPlan:
+    """The plan with the same policy for every chunk."""
+    (group,) = plan.micro_batches[0].groups
+    return with_policies(plan, [ActivationPolicy(chunk.index, 0, layers, tile_tokens) for chunk in group.chunks])
+
+
+def pairs_of_rows(chunk: Chunk, num_ranks: int) -> list[int]:
+    """What each row of a chunk sees: its sequence up to itself; a rank without tokens adds a dummy that sees itself."""
+    rows = [token + 1 for span in chunk.spans for token in range(span.start, span.stop)]
+    return [*rows, *[1] * (num_ranks - len(rows))]
+
+
+def expected_pairs(plan: StepPlan) -> int:
+    """What attention must run: every row once, and the recomputed front rows of every replayed layer once more."""
+    (group,) = plan.micro_batches[0].groups
+    policies = {policy.chunk: policy for policy in group.stages[0].activations}
+    total = 0
+    for chunk in group.chunks:
+        rows = pairs_of_rows(chunk, plan.num_ranks)
+        has_slices = any(span.start or span.stop < plan.lengths[span.sequence] for span in chunk.spans)
+        layers = policies[chunk.index].layers
+        for layer in [*layers, *[LayerPolicy()] * (NUM_LAYERS - len(layers))]:
+            if not layer.keeps_everything:
+                front, _, _ = layer.share("attention_output").cuts(len(rows))
+                total += sum(rows) + sum(rows[:front])
+            elif has_slices:
+                total += sum(rows)
+    return total
+
+
+@contextmanager
+def counted_pairs() -> Iterator[list[int]]:
+    """Collects the query-key pairs of every attention tile that runs inside, one head's."""
+    pairs: list[int] = []
+    original = chunk_attention.tile_forward
+
+    def tile_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Any:
+        num_queries, num_keys = q.shape[1], k.shape[1]
+        pairs.append(num_queries * (num_queries + 1) // 2 if causal else num_queries * num_keys)
+        return original(q, k, v, scale, causal)
+
+    with patch.object(chunk_attention, "tile_forward", tile_forward):
+        yield pairs
+
+
+def policy_step(model: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[StepResult, dict[str, Tensor], int]:
+    """A step of a one-rank plan in this process: its result, its gradients, and the pairs that ran."""
+    tier = HostTier.on(CPU, 2**24)
+    executor = StepExecutor(model, GroupPool((1,), 1.0), NUM_LAYERS, CPU, engine=ActivationEngine(layer_modules(model), tier))
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    with counted_pairs() as pairs:
+        result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+    assert tier.stored_bytes == 0
+    return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sum(pairs)
+
+
+def check(case: ModelCase, plan: StepPlan, seed: int = 0) -> StepResult:
+    """Asserts the loss and gradients of one plain process, and that attention ran what it must and no more."""
+    rows = random_rows(list(plan.lengths), seed)
+    model = build_model(case)
+    patch_model(model)
+    result, gradients, num_pairs = policy_step(model, plan, rows)
+    assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
+    assert num_pairs == expected_pairs(plan)
+    return result
+
+
+def few(max_examples: int) -> Any:
+    return settings(max_examples=max_examples, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", CUTS)
+@few(4)
+@given(data=st.data())
+def test_slices_of_one_sequence_match(name: str, family: str, data: st.DataObject) -> None:
+    plan = sliced_plan([96], [[span] for span in cut(0, CUTS[name])])
+    check(ModelCase(family, promoted=True), data.draw(policies_for(plan)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", PACKINGS)
+@few(8)
+@given(data=st.data())
+def test_slices_among_other_sequences_match(name: str, family: str, data: st.DataObject) -> None:
+    lengths, chunks, words, validated = PACKINGS[name]
+    plan = sliced_plan(lengths, chunks, words, validated=validated)
+    check(ModelCase(family, promoted=True), data.draw(policies_for(plan)))
+
+
+@few(60)
+@given(random_slicings(), st.data())
+def test_random_cuts_chunks_orders_and_policies_match(
+    slicing: tuple[list[int], list[list[tuple[int, int, int]]], str], data: st.DataObject
+) -> None:
+    lengths, chunks, words = slicing
+    check(PROMOTED, data.draw(policies_for(sliced_plan(lengths, chunks, words))))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_stock_norms_match_too(family: str) -> None:
+    lengths, chunks, words, _ = PACKINGS["slices, hybrids and packs"]
+    policy = (replayed(0.4, 0.3, 0.5, 0.5), replayed(1.0, mlp=0.0))
+    check(ModelCase(family), same_policy(sliced_plan(lengths, chunks, words), *policy, tile_tokens=8))
+
+
+HYBRID: Chunks = [*([span] for span in cut(0, [12, 11])), [(0, 23, 30), (1, 0, 7), (2, 0, 5)]]
+
+
+def test_recomputed_rows_are_the_front_of_the_chunk() -> None:
+    plan = same_policy(sliced_plan([30, 7, 5], HYBRID), replayed(0.0), replayed(0.5))
+    # every row sees its sequence up to itself
+    once = 30 * 31 // 2 + 7 * 8 // 2 + 5 * 6 // 2
+    # half of 12 tokens, of 11 (six behind twelve), and of 19: the slice of seven behind 23, and three of the next sequence
+    front = (6 * 7 // 2) + (6 * 12 + 6 * 7 // 2) + (7 * 23 + 7 * 8 // 2 + 3 * 4 // 2)
+    assert expected_pairs(plan) == 2 * once + front
+    check(PROMOTED, plan)
+
+
+@pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 3)])
+def test_grouped_query_heads_match(num_heads: int, num_kv_heads: int) -> None:
+    case = ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, promoted=True)
+    check(case, same_policy(sliced_plan([30, 7, 5], HYBRID), replayed(0.3, 0.3), replayed(0.6)))
+
+
+def test_the_book_takes_no_more_than_without_a_policy() -> None:
+    plan = sliced_plan([30, 7, 5], HYBRID)
+    plain = check(PROMOTED, same_policy(plan))
+    assert check(PROMOTED, same_policy(plan, replayed(0.5), replayed(0.0))).memory.kv_book == plain.memory.kv_book > 0
+
+
+def test_lora_matches() -> None:
+    rows = random_rows([30, 7, 5])
+    patch_model(model := build_model(ModelCase()))
+    plan = same_policy(sliced_plan([30, 7, 5], HYBRID), replayed(0.4), replayed(0.0, 0.5), tile_tokens=4)
+    result, gradients, _ = policy_step(with_lora(model), plan, rows)
+    assert worst((float(result.loss), gradients), reference_step(with_lora(build_model(ModelCase())), rows)) <= TOLERANCE
+
+
+def counted_step_on_rank(case: ModelCase, plan_json: str, rows: Any) -> tuple[float, dict[str, Tensor], int]:
+    """`step_on_rank` with the pairs that ran."""
+    with counted_pairs() as pairs:
+        loss, gradients = step_on_rank(case, plan_json, rows)
+    assert plan_from_json(plan_json).num_ranks > 1
+    return loss, gradients, sum(pairs)
+
+
+def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plan: StepPlan) -> None:
+    rows = random_rows(list(plan.lengths))
+    expected = reference_step(build_model(case), rows)
+    for loss, gradients, num_pairs in ranks(num_ranks).run(counted_step_on_rank, case, plan_to_json(plan), rows):
+        assert worst((loss, gradients), expected) <= TOLERANCE
+        # every rank has some heads of all rows
+        assert num_pairs == expected_pairs(plan)
+
+
+@few(10)
+@given(slicing=random_slicings(), data=st.data())
+def test_ulysses_groups_match(
+    ranks, slicing: tuple[list[int], list[list[tuple[int, int, int]]], str], data: st.DataObject
+) -> None:
+    lengths, chunks, words = slicing
+    check_groups(ranks, 2, PROMOTED, data.draw(policies_for(sliced_plan(lengths, chunks, words, num_ranks=2))))
+
+
+def test_uneven_heads_match(ranks) -> None:
+    # 3 ranks share 4 query heads and 2 KV heads unevenly; a slice of one token leaves ranks with dummy tokens
+    chunks = [[(0, 0, 12)], [(0, 12, 13)], [(0, 13, 30), (1, 0, 7), (2, 0, 5)]]
+    plan = same_policy(sliced_plan([30, 7, 5], chunks, num_ranks=3), replayed(0.5, 0.25), replayed(0.0))
+    check_groups(ranks, 3, PROMOTED, plan)
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_sharded_parameters_match(ranks, parameters: Any) -> None:
+    plan = sliced_plan([30, 7, 5], HYBRID, num_ranks=2, parameters=parameters)
+    check_groups(ranks, 2, PROMOTED, same_policy(plan, replayed(0.5, 0.25, 0.5, 0.5), replayed(0.2)))
+
+
+# what goes wrong, and what the check must notice
+def _dropped_gradients() -> Any:
+    original = KVBook.gradients
+
+    def gradients(book: KVBook, layer: Any, part: Slice) -> tuple[Tensor, Tensor]:
+        front, own = original(book, layer, part)
+        return front, torch.zeros_like(own)
+
+    return patch.object(KVBook, "gradients", gradients)
+
+
+def _stale_entries() -> Any:
+    original, first_step = KVBook.write, {}
+
+    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor) -> Tensor:
+        # as a book would that outlives its step and takes what is there for what it is given
+        return original(book, layer, part, *first_step.setdefault((layer.layer_idx, part), (k.clone(), v.clone())))
+
+    return patch.object(KVBook, "write", write)
+
+
+def _keys_of_another_sequence() -> Any:
+    original = KVBook.write
+
+    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor) -> Tensor:
+        found = original(book, layer, part, k, v)
+        others = [entry for (of, sequence), entry in book._entries.items() if of is layer and sequence != part.sequence]
+        for entry in others:
+            entry.kv_2SGD[:, : part.stop - part.start] = book._entries[layer, part.sequence].kv_2SGD[:, part.start : part.stop]
+        return found
+
+    return patch.object(KVBook, "write", write)
+
+
+def _output_of_another_document() -> Any:
+    original = AttentionRecord.take
+
+    def take(record: AttentionRecord) -> Any:
+        kept = original(record)
+        return kept and replace(kept, out_ShD=kept.out_ShD.roll(7, 0), lse_hS=kept.lse_hS.roll(7, 1))
+
+    return patch.object(AttentionRecord, "take", take)
+
+
+def _output_of_the_slice_before() -> Any:
+    original, last = AttentionRecord.put, {}
+
+    def put(record: AttentionRecord, out: Tensor, lse: Tensor) -> None:
+        before = last.get(out.shape, (out, lse))
+        last[out.shape] = (out.clone(), lse.clone())
+        original(record, *before)
+
+    return patch.object(AttentionRecord, "put", put)
+
+
+def _lse_of_the_slice_alone() -> Any:
+    original = chunk_attention.tile_backward
+
+    def tile_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **how: Any) -> Any:
+        (scale, causal) = (*rest, *how.values())
+        alone = chunk_attention.tile_forward(q, k, v, scale, causal)[1] if causal else lse
+        return original(gradient, q, k, v, out, alone, scale, causal)
+
+    return patch.object(chunk_attention, "tile_backward", tile_backward)
+
+
+def _front_left_out_of_recomputed_rows() -> Any:
+    original = chunk_attention._rows_forward
+
+    def rows_forward(q: Tensor, k: Tensor, v: Tensor, front: Tensor | None, how: Any) -> Any:
+        is_partial = front is not None and q.shape[1] < k.shape[1]
+        return original(q, k, v, None if is_partial else front, how)
+
+    return patch.object(chunk_attention, "_rows_forward", rows_forward)
+
+
+BUGS = {
+    "gradients of later slices dropped": _dropped_gradients,
+    "stale book entry": _stale_entries,
+    "keys of another sequence": _keys_of_another_sequence,
+    "kept output of another document": _output_of_another_document,
+    "kept output of the slice before": _output_of_the_slice_before,
+    "merged LSE dropped in backward": _lse_of_the_slice_alone,
+    "recomputed rows do not see the front": _front_left_out_of_recomputed_rows,
+}
+
+
+@pytest.mark.parametrize("bug", ["", *BUGS])
+def test_planted_bug_is_noticed(bug: str) -> None:
+    # two sequences in slices of one size at a time, and whole ones
+    chunks = [[(0, 0, 10)], [(0, 10, 20)], [(1, 0, 10)], [(1, 10, 17), (2, 0, 7)], [(0, 20, 30), (3, 0, 9)]]
+    policies = (replayed(0.3), replayed(0.0, 0.5))
+
+    def steps() -> None:
+        for seed in (0, 1):
+            check(PROMOTED, same_policy(sliced_plan([30, 17, 7, 9], chunks), *policies), seed)
+
+    if not bug:
+        steps()
+        return
+    # the gradients are wrong, not the count
+    with BUGS[bug](), pytest.raises(AssertionError, match=r"<= 1e-12"):
+        steps()
