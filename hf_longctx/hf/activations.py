@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,18 +14,19 @@ from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.output_head import OutputHead
 
-logger = logging.getLogger(__name__)
+_PROBE_BYTES = 2**26
 
 
 class ActivationRuntime:
     """Executes activation policies on the layers and the output head of one model at a time.
 
     host_bytes: what saved tensors may take of the host, in one slab that is allocated (and pinned on CUDA) for the first plan
-    that offloads. A model whose plans keep everything is never touched.
+    that offloads. A model whose plans keep everything is never touched. on_pageable: told bytes per second, as measured, where
+    that slab was to be pinned and the system refused, so that later plans count on slower copies.
     """
 
-    def __init__(self, device: torch.device, host_bytes: int) -> None:
-        self.device, self.host_bytes = device, host_bytes
+    def __init__(self, device: torch.device, host_bytes: int, on_pageable: Callable[[float], None]) -> None:
+        self.device, self.host_bytes, self._on_pageable = device, host_bytes, on_pageable
         self._engine: ActivationEngine | None = None
         self._model: nn.Module | None = None
 
@@ -39,6 +41,8 @@ class ActivationRuntime:
             self._engine, self._model = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model))), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):
             self._engine.tier = HostTier.on(self.device, self.host_bytes)
+            if self.device.type == "cuda" and not self._engine.tier.slab.is_pinned:
+                self._on_pageable(slab_rate(self._engine.tier, self.device))
         return self._engine
 
     @property
@@ -51,6 +55,20 @@ class ActivationRuntime:
         if self._engine is not None:
             self._engine.unbind()
         self._engine = self._model = None
+
+
+def slab_rate(tier: HostTier, device: torch.device) -> float:
+    """Bytes a second between the tier's slab, pinned or not, and the device: the slower way of both."""
+    home = tier.slab.memory[:_PROBE_BYTES]
+    away = torch.zeros(home.numel(), dtype=torch.uint8, device=device)
+    slowest_s = 1e-9
+    for target, source in ((home, away), (away, home)):
+        start_s = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        slowest_s = max(slowest_s, time.perf_counter() - start_s)
+    return home.numel() / slowest_s
 
 
 def activation_problem(model: nn.Module) -> str:

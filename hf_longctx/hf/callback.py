@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from accelerate import PartialState
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -25,7 +26,7 @@ from hf_longctx.hf.exchange import SequenceExchange
 from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.refusals import argument_problems
 from hf_longctx.hf.resume import check_resumed
-from hf_longctx.hf.setup import check_setup, plan_source, planning_setup
+from hf_longctx.hf.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stock_collators import collator_problems
 from hf_longctx.hf.trainer import LongContextMixin
 
@@ -116,12 +117,14 @@ class LongContextCallback(TrainerCallback):
             )
         degrees = check_setup(config, model, args, processing_class, problems, control)
         setup = planning_setup(config, model, args, degrees, control)
-        source = plan_source(config, replace(setup, planner=replace(setup.planner, one_micro_batch=True)), control)
+        setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))
+        source = plan_source(config, setup, control, args.device)
         undo.callback(source.pool.close)
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
         budget = setup.planner.activations
-        activations = ActivationRuntime(args.device, budget.host_bytes if budget is not None else 0)
+        host_bytes = budget.host_bytes if budget is not None else 0
+        activations = ActivationRuntime(args.device, host_bytes, source.copies_take)
         undo.callback(activations.close)
         self.exchange = SequenceExchange(
             source, activations, setup.max_length, num_attention_layers(model), config.collective_timeout_s
@@ -132,6 +135,8 @@ class LongContextCallback(TrainerCallback):
             model.register_forward_hook(self.exchange.after_forward, always_call=True),
         ):
             undo.callback(handle.remove)
+        if args.process_index == 0 and config.report_steps:
+            tqdm.write(opening_line(setup, args, model))
         if args.process_index == 0 and (idle := _without_effect(config)):
             logger.warning("%s: no effect on a callback that is not attached to its trainer", ", ".join(idle))
 
@@ -239,7 +244,7 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
 def _without_effect(config: LongContextConfig) -> list[str]:
     """Settings that were changed although nothing measures or reports the forwards of a stock trainer."""
     idle = (
-        *("calibration_steps", "fp32_gradients", "report_steps", "timeline_steps"),
+        *("calibration_steps", "fp32_gradients", "timeline_steps"),
         *("lookahead_batches", "micro_batch_trials"),
     )
     return [field.name for field in fields(config) if field.name in idle and getattr(config, field.name) != field.default]

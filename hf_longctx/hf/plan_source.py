@@ -83,6 +83,12 @@ class PlanSource:
         # what was made dear on purpose says nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
+    def copies_take(self, bytes_per_s: float) -> None:
+        """Plans solved from now on count on copies of this speed between device and host."""
+        cluster = self.costs.cluster
+        hardware = replace(cluster.hardware, copy_bytes_per_s=bytes_per_s)
+        self.costs = replace(self.costs, cluster=replace(cluster, hardware=hardware))
+
     def _explores(self, explore: bool) -> bool:
         is_known = self.costs.coefficients.is_measured or bool(self.config.static_degree)
         return explore and self._explore_steps > 0 and not is_known

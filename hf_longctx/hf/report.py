@@ -176,11 +176,12 @@ class StepRecord:
 class RunReport(TrainerCallback):
     """Listens to finished steps: prints them, keeps the cost model fitted, writes summary and timeline at the end.
 
-    `on_step_end` and `on_train_end` hold collectives on the pool's control group: every rank has one of these callbacks.
+    `opening` is said once, when training begins. `on_step_end` and `on_train_end` hold collectives on the pool's control
+    group: every rank has one of these callbacks.
     """
 
-    def __init__(self, config: LongContextConfig, source: PlanSource) -> None:
-        self.config, self.source = config, source
+    def __init__(self, config: LongContextConfig, source: PlanSource, opening: str = "") -> None:
+        self.config, self.source, self.opening = config, source, opening
         self._pending: list[tuple[StepPlan, StepResult]] = []
         self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
         # bounded, for runs that never log
@@ -198,6 +199,8 @@ class RunReport(TrainerCallback):
         self._pending = []
         # ranks read checkpoints and open trackers at their own pace: as in on_save
         PartialState().wait_for_everyone()
+        if self.config.report_steps and state.is_world_process_zero and self.opening:
+            tqdm.write(self.opening)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []

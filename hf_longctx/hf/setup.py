@@ -25,7 +25,9 @@ from hf_longctx.plan.hardware import read_profile
 from hf_longctx.plan.memory import most_tokens
 from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.types import Parameters
+from hf_longctx.runtime.calibrate import copy_rate
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.tiles import attention_backend
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +189,34 @@ def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parame
     return config.parameters, config.shard_ranks or num_ranks
 
 
-def plan_source(config: LongContextConfig, setup: PlanningSetup, control: dist.ProcessGroup | None) -> PlanSource:
+def plan_source(
+    config: LongContextConfig, setup: PlanningSetup, control: dist.ProcessGroup | None, device: torch.device
+) -> PlanSource:
     """The group pool of the run and its plans; creates groups, so every rank calls it at the same point."""
     pool = GroupPool(block_sizes(setup.planner.degrees, setup.costs), config.collective_timeout_s, control)
     # one more than are fitted: the first step pays for start-up and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
-    return PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=config.collective_timeout_s / 3)
+    source = PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=config.collective_timeout_s / 3)
+    budget = setup.planner.activations
+    if budget is not None and budget.host_bytes and not setup.costs.cluster.hardware.source:
+        # nobody measured the link before: all ranks copy at once, as they will
+        source.copies_take(copy_rate(pool, device))
+    return source
+
+
+def opening_line(setup: PlanningSetup, args: TrainingArguments, model: Any) -> str:
+    """What a run should say once: the attention operator of tiles, and where memory makes it recompute or offload."""
+    dtype = torch.bfloat16 if args.bf16 else model.dtype
+    name = attention_backend(args.device, dtype, setup.costs.model.head_dim)
+    line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
+    if (budget := setup.planner.activations) is None:
+        return f"{line} | everything is kept, up to {setup.planner.tokens_per_rank:,} tokens on a rank"
+    host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
+    return (
+        f"{line} | everything is kept up to {min(budget.kept_tokens, setup.planner.tokens_per_rank):,} tokens on a rank, "
+        f"recomputed by need up to {setup.planner.tokens_per_rank:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the "
+        f"model{host}"
+    )
 
 
 # what may differ between ranks: places, names and how much is said

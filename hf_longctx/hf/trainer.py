@@ -36,7 +36,7 @@ from hf_longctx.hf.refusals import (
 )
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
-from hf_longctx.hf.setup import PlanningSetup, check_setup, plan_source, planning_setup
+from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.runtime.executor import StepExecutor
 
 
@@ -189,14 +189,17 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         self._executor = None
         # the groups of shards before the groups of sequences
         self._prepare_mesh()
-        self._source = plan_source(self.longctx_config, setup, self._control)
+        self._source = plan_source(self.longctx_config, setup, self._control, self.args.device)
         self._pool = self._source.pool
         budget = setup.planner.activations
-        self._activations = ActivationRuntime(self.args.device, budget.host_bytes if budget is not None else 0)
+        self._activations = ActivationRuntime(
+            self.args.device, budget.host_bytes if budget is not None else 0, self._source.copies_take
+        )
         self._recorder = DataRecorder()
         # before the report, which lets the other ranks go on after a checkpoint
         self.add_callback(self._recorder)
-        self._report = RunReport(self.longctx_config, self._source)
+        opening = opening_line(setup, self.args, self.model)
+        self._report = RunReport(self.longctx_config, self._source, opening)
         self.add_callback(self._report)
 
     def _training_executor(self) -> StepExecutor:

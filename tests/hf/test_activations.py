@@ -10,15 +10,20 @@ import datasets
 import pytest
 import torch
 from helpers.models import ModelCase, build_model, random_rows, relative_error
-from helpers.steps import whole
+from helpers.steps import tiny_costs, whole
 from helpers.stock import make_stock_trainer, quiet_config
 from helpers.training import LossRecorder, make_trainer, plain_training
 from transformers import Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback
+from hf_longctx.hf.activations import slab_rate
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.plan.specs import PlannerConfig
 from hf_longctx.plan.types import RankPlan, StepPlan
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostTier, PlainCopies
 
 CASE = ModelCase(promoted=True)
 LENGTHS = [61, 13, 50, 5, 44, 8, 21, 34, 3, 58, 13, 8, 5, 21, 40, 3]
@@ -65,9 +70,11 @@ def uses(plans: list[StepPlan]) -> set[str]:
     return found
 
 
-def train(
-    config: dict[str, Any], arguments: dict[str, Any] | None = None
-) -> tuple[list[float], set[str], dict[str, torch.Tensor]]:
+# losses of all steps, what the plans used, the weights behind them
+Training = tuple[list[float], set[str], dict[str, torch.Tensor]]
+
+
+def train(config: dict[str, Any], arguments: dict[str, Any] | None = None) -> Training:
     recorder = PlanRecorder()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(CASE, random_rows(LENGTHS), folder, config, arguments)
@@ -185,8 +192,26 @@ def test_step_lines_compare_predicted_and_measured_bytes(tmp_path, capsys) -> No
 
 
 def test_a_device_without_room_for_a_token_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="leave no room for a token in 0.00043"):
+    with pytest.raises(ValueError, match=r"leave no room for a token in 0\.00043"):
         make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), {"device_gib": gib_of_tokens(0)})
+
+
+def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> None:
+    config = {"device_gib": gib_of_tokens(30), "tile_tokens": 16, "report_steps": True}
+    make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 1}).train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention: ")]
+    assert lines == [
+        "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers | everything is "
+        "kept up to 30 tokens on a rank, recomputed by need up to 64, in 0.0 GiB beside the model"
+    ]
+
+
+def test_copies_over_a_slab_are_measured_and_later_plans_count_on_them() -> None:
+    rate = slab_rate(HostTier(2**20, PlainCopies()), torch.device("cpu"))
+    assert rate > 1e6
+    source = PlanSource(GroupPool((1,), timeout_s=1.0), tiny_costs(1), PlannerConfig(64, (1,)))
+    source.copies_take(rate)
+    assert source.costs.cluster.hardware.copy_bytes_per_s == rate
 
 
 def _no_plan() -> RankPlan:
