@@ -19,14 +19,18 @@ from hf_longctx.plan.types import TENSOR_CLASSES, ActivationPolicy, Chunk, Group
 
 
 def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
-    """Bytes of one class per token and layer, as the activation engine holds it."""
-    e, d = model.bytes_per_element, model.hidden_size
+    """Bytes of one class per token and layer, as the activation engine holds it.
+
+    Under autocast what comes out of matrices has fewer bytes than what the layers pass on; copies of weights that a kept MLP
+    holds then are not counted.
+    """
+    e, d, s = model.bytes_per_element, model.hidden_size, model.bytes_sent_per_element or model.bytes_per_element
     a, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
     return {
         "layer_input": e * d,
-        "attention_output": e * a + max(4, e) * model.num_heads,
-        "qkv": e * (a + 2 * k),
+        "attention_output": s * a + max(4, s) * model.num_heads,
+        "qkv": s * (a + 2 * k),
         # with the input of its first matrices
         "mlp": e * (d + inner),
     }[tensor_class]

@@ -76,33 +76,42 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
-    """`candidates` at the fewest tokens on a rank at which the longest sequence fits, everything kept if that does.
+    """`candidates` under every limit on a rank's tokens that may turn out fastest: computing again costs, sharing too.
 
-    What is computed again gains nothing but room, so no more is asked for. Where the longest sequences need more than is
-    wholly kept, they are planned alone too, and the others as if they were not there.
+    Where every sequence fits on one rank with everything kept: that limit alone. Else also the fewest tokens at which the
+    longest sequence fits its largest group, and the most that policies make room for, which needs smaller groups. Sequences
+    that fit no group with everything kept are planned apart from the others too.
     """
     budget = config.activations
     if budget is None or budget.kept_tokens >= problem.capacity or not problem.lengths:
         return candidates(problem, costs, config)
-    needed = -(-max(problem.lengths) // problem.degrees[-1])
-    if needed <= budget.kept_tokens:
-        kept = replace(problem, capacity=budget.kept_tokens)
-        try:
-            return candidates(kept, costs, config)
-        except ValueError:
-            # a single micro-batch must hold everything
-            return candidates(problem, costs, config)
-    least = replace(problem, capacity=problem.capacity if config.one_micro_batch else needed)
-    found = candidates(least, costs, config)
-    room = budget.kept_tokens * problem.degrees[-1]
-    num_long = sum(length > room for length in problem.lengths)
-    if budget.kept_tokens and not config.one_micro_batch and num_long < len(problem.lengths):
+    longest, kept = max(problem.lengths), budget.kept_tokens
+    needed = -(-longest // problem.degrees[-1])
+    limits = [max(kept, needed)] if longest <= kept else [max(kept, needed), problem.capacity]
+    found = [each for limit in dict.fromkeys(limits) for each in _candidates_or_none(problem, limit, costs, config)]
+    if not found:
+        # a single micro-batch must hold everything
+        return candidates(problem, costs, config)
+    num_long = sum(length > kept * problem.degrees[-1] for length in problem.lengths)
+    if kept and not config.one_micro_batch and 0 < num_long < len(problem.lengths):
         # sorted longest first
         long, others = range(num_long), range(num_long, len(problem.lengths))
-        rest = replace(problem.part(others), capacity=budget.kept_tokens)
-        [(first, name), *_], [(second, _), *_] = candidates(least.part(long), costs, config), candidates(rest, costs, config)
+        [(first, name), *_] = candidates(replace(problem.part(long), capacity=needed), costs, config)
+        [(second, _), *_] = candidates(replace(problem.part(others), capacity=kept), costs, config)
         found.append(([*renumber(first, long), *renumber(second, others)], f"{name}, long ones apart"))
     return found
+
+
+def _candidates_or_none(
+    problem: GroupingProblem, tokens_per_rank: int, costs: CostModel, config: PlannerConfig
+) -> list[tuple[PlacedLayout, str]]:
+    """`candidates` with at most so many tokens on a rank; none where a single micro-batch does not hold all."""
+    try:
+        return candidates(replace(problem, capacity=tokens_per_rank), costs, config)
+    except ValueError:
+        if config.one_micro_batch:
+            return []
+        raise
 
 
 def candidates(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:

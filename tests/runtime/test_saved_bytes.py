@@ -114,11 +114,18 @@ def policy(host: float, recompute: float, mlp: float) -> LayerPolicy:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+POLICIES = [(0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 0.25, 1.0), (1.0, 0.0, 0.5), (0.0, 0.3, 0.0)]
+
+
 @pytest.mark.parametrize(
-    "host,recompute,mlp", [(0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 0.25, 1.0), (1.0, 0.0, 0.5), (0.0, 0.3, 0.0)]
+    "dtype,is_autocast,host,recompute,mlp",
+    [(dtype, False, *shares) for dtype in (torch.bfloat16, torch.float32, torch.float64) for shares in POLICIES]
+    # a kept MLP also holds copies of its weights under autocast
+    + [(torch.float32, True, *shares) for shares in POLICIES if shares[2] == 1.0],
 )
-def test_policies_hold_exactly_what_is_predicted(dtype: torch.dtype, host: float, recompute: float, mlp: float) -> None:
+def test_policies_hold_exactly_what_is_predicted(
+    dtype: torch.dtype, is_autocast: bool, host: float, recompute: float, mlp: float
+) -> None:
     model = build("qwen3", dtype, 3)
     patch_model(model)
     engine = ActivationEngine(layer_modules(model), HostTier(2**24, PlainCopies()))
@@ -129,10 +136,14 @@ def test_policies_hold_exactly_what_is_predicted(dtype: torch.dtype, host: float
     context = replace(context, activations=activations)
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
     mask = no_mask(torch.device("cpu"))
-    outside, output = saved_bytes(
-        model, lambda: model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=context).last_hidden_state
-    )
-    on_device, on_host = held_bytes(spec(dtype), chosen, 3, NUM_TOKENS)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            return model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=context).last_hidden_state
+
+    outside, output = saved_bytes(model, forward)
+    shapes = replace(spec(dtype), bytes_sent_per_element=2 if is_autocast else 0)
+    on_device, on_host = held_bytes(shapes, chosen, 3, NUM_TOKENS)
     assert activations.held_bytes() == (on_device, on_host)
     # what hooks see beside the engine: layer inputs that stay whole, and the final norm
     final = layer_bytes_of_norm(dtype)
