@@ -28,6 +28,8 @@ class Load:
     the other. front_tokens: tokens before the chunk's first document, whose keys and values lie in the book; sliced_tokens:
     new ones that go there. has_head: final norm, logits and loss are here. trains_weights: false for LoRA, whose base has
     no gradients. is_shared: queries, keys and values travel between ranks. tiles_loss: the loss runs in the policy's token tiles.
+    keeps_gradients: the backward comes next, so that a loss in tiles makes its gradients at once. groups_heads: attention's
+    operator reads a KV head for many query heads and takes strided tensors, as those of GPUs do.
     """
 
     num_tokens: int
@@ -39,6 +41,8 @@ class Load:
     trains_weights: bool = True
     is_shared: bool = False
     tiles_loss: bool = True
+    keeps_gradients: bool = True
+    groups_heads: bool = False
 
     @classmethod
     def document(cls, num_tokens: int, num_layers: int, trains_weights: bool = True) -> Load:
@@ -78,11 +82,13 @@ class LayerBytes:
     def _plain_held(self) -> tuple[int, int]:
         load, (_, a, k, _) = self.load, self._sizes
         held = plain_layer_bytes(self.model) * self.tokens
-        whole = self.tokens - load.sliced_tokens
-        # keys and values of slices lie in the book; others are saved as many times as query heads read them
-        held += 2 * (a - k) * whole - 2 * k * load.sliced_tokens
-        # outputs of documents, and all of them in one piece
-        return held + a * self.tokens, 0
+        if load.sliced_tokens:
+            # keys and values of slices lie in the book; an output that was merged lies heads first, and is copied tokens first,
+            # where it is not put together with others
+            is_copied = len(load.documents) == 1
+            return held - 2 * k * load.sliced_tokens + (a * self.tokens if is_copied else 0), 0
+        # keys and values are saved as many times as query heads read them, and outputs once more in one piece
+        return held + (2 * (a - k) + a) * self.tokens, 0
 
     def _split_held(self) -> tuple[int, int]:
         device = host = 0
@@ -130,9 +136,9 @@ class LayerBytes:
         if self.is_plain:
             return self.held + d * self.tokens
         documents = self.load.documents
-        expanded = 2 * a if a != k else 0
-        # outputs of several documents are put together behind the last of them
-        joined = a * self.tokens + expanded * documents[-1] if len(documents) > 1 else 0
+        expanded = 2 * a if a != k and not self.load.groups_heads else 0
+        # outputs of several documents are put together
+        joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
         attention += self._exchange + self._cut_bytes + self._unrotated
         # queries, and three more like them while they are rotated
@@ -214,20 +220,25 @@ class LayerBytes:
         outside = self._replayed_attention - self._held_mlp + (d + 2 * a) * self.tokens + self._exchange
         if self.is_plain:
             outside -= self._replayed_norm * self.tokens
-        outside += 2 * k * self._wide * (self.tokens - load.sliced_tokens)
+        outside += 2 * k * self.tokens
         most = 0
         for before, document in pairwise((0, *load.documents)):
+            # those of the document before, whose gradients of keys and values are summed over heads in fp32
+            found = (a + 2 * k * self._wide) * before
+            if load.groups_heads:
+                # gradients for expanded heads inside, and one of the queries in fp32
+                most = max(most, found + ((3 + self._wide) * a + 2 * k) * document)
+                continue
             expanded = 2 * a * document if a != k else 0
             # operators take dense queries, outputs and gradients, return gradients for expanded heads, and have inside one
             # more tensor like the queries, in fp32
-            inside = expanded + (6 + self._wide) * a * document + 3 * a * before
-            folding = expanded + 3 * a * document + (self._wide > 1) * self._wide * a * document + self._wide * k * document
-            most = max(most, inside, folding)
+            inside = expanded + (6 + self._wide) * a * document
+            most = max(most, found + inside)
         if load.sliced_tokens:
+            # sums of the slice's own keys and values; of the front, which comes behind the slice itself, gradients too
             own = 2 * k * self._wide * load.sliced_tokens
-            # the tile of the front comes behind the causal one, and what that expanded is gone by then
-            front = (6 + 2 * self._wide) * a * load.sliced_tokens + 2 * k * load.front_tokens
-            most = own + max(most, front)
+            front = 2 * k * (1 + (self._wide > 1)) * load.front_tokens + (5 + 2 * self._wide) * a * load.sliced_tokens
+            most = own + max(most, front if load.front_tokens else 0)
         return outside + most
 
     def _fused_attention_backward(self) -> int:
@@ -261,10 +272,12 @@ class OutsideBytes:
         weights = vocabulary * d if load.trains_weights else 0
         if tile_tokens:
             tile = min(tile_tokens, tokens) * vocabulary
-            # input gradients and, in fp32, those of the weights are made in the forward
-            self.head = norm + hidden + wide * weights
-            self.forward = max(inside, self.head + hidden + tile * (e + 3 * wide))
-            self.backward = max(normed, self.head + hidden + e * weights)
+            # logits, their fp32 copy, log-probabilities; gradients of the weights of one tile, and their sum in fp32
+            work = tile * (e + wide + (wide if e < 4 else 0)) + (e + wide) * weights
+            # the norm's output, and its gradient
+            self.head = norm + hidden + (wide * weights if load.keeps_gradients else 0)
+            self.forward = max(inside, norm + hidden + (hidden + work if load.keeps_gradients else tile * (e + 2 * wide)))
+            self.backward = max(normed, norm + 2 * hidden + ((wide + e) * weights if load.keeps_gradients else work))
             return
         logits = tokens * vocabulary
         self.head = norm + (hidden if load.trains_weights else 0) + wide * logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hf_longctx.plan.activation_memory import class_bytes
 from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
@@ -96,16 +97,16 @@ def round_bytes(
         trains_weights=trains_weights,
         tiles_loss=tiles_loss,
     )
-    chunks = {
-        chunk.index: chunk_bytes(model, chunk_load(group, chunk, position, common), policies.get(chunk.index))
-        for chunk in group.chunks
-    }
+    passes = [action for action in stage.actions if action.kind in ("F", "B")]
+    at_once = {one.chunk for one, other in pairwise(passes) if one.chunk == other.chunk and one.kind == "F"}
+    chunks = {}
+    for chunk in group.chunks:
+        load = chunk_load(group, chunk, position, replace(common, keeps_gradients=chunk.index in at_once))
+        chunks[chunk.index] = chunk_bytes(model, load, policies.get(chunk.index))
     book = _Book(model, group, stage.num_layers, position)
     in_flight: dict[int, ChunkBytes] = {}
     moments: list[tuple[int, int, int, int, int]] = []
-    for action in stage.actions:
-        if action.kind not in ("F", "B"):
-            continue
+    for action in passes:
         one, chunk = chunks[action.chunk], group.chunks[action.chunk]
         if action.kind == "F":
             in_flight[action.chunk] = one
@@ -225,18 +226,19 @@ def most_tokens(
     tile_tokens: int,
     trains_weights: bool = True,
     is_shared: bool = False,
+    groups_heads: bool = False,
 ) -> int:
     """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
     device_bytes: what weights, gradients and optimizer states leave of the device. is_shared: as a rank of a group, whose
-    exchanges take room, holding so many tokens of it.
+    exchanges take room, holding so many tokens of it. groups_heads: see `Load`.
     """
 
     def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
         # copies that arrive take room too, so that with few layers the host may not pay
         return tuple(lean_policy(model, num_tokens, limit, tile_tokens) for limit in {0, host_bytes})
 
-    return longest_document(model, device_bytes, host_bytes, policies, trains_weights, is_shared)
+    return longest_document(model, device_bytes, host_bytes, policies, trains_weights, is_shared, groups_heads)
 
 
 def longest_document(
@@ -246,11 +248,13 @@ def longest_document(
     policies: Callable[[int], Sequence[ActivationPolicy | None]],
     trains_weights: bool = True,
     is_shared: bool = False,
+    groups_heads: bool = False,
 ) -> int:
     """The most tokens of one document on one rank for which one of the policies (None: keep everything) fits, by bisection."""
 
     def fits(num_tokens: int) -> bool:
-        load = replace(Load.document(num_tokens, model.num_layers, trains_weights), is_shared=is_shared)
+        load = Load.document(num_tokens, model.num_layers, trains_weights)
+        load = replace(load, is_shared=is_shared, groups_heads=groups_heads)
         found = (chunk_bytes(model, load, policy) for policy in policies(num_tokens))
         return any(one.device + one.workspace <= device_bytes and one.host <= host_bytes for one in found)
 

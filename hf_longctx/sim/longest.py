@@ -88,7 +88,9 @@ def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
     num_layers, degree = costs.model.num_layers, budget.degree
 
     def fits(num_tokens: int) -> bool:
-        load = replace(Load.document(num_tokens, num_layers, budget.trains_weights), is_shared=degree > 1)
+        load = Load.document(num_tokens, num_layers, budget.trains_weights)
+        # attention of GPUs takes half precision alone
+        load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2)
         found = chunk_bytes(costs.model, load, switches.policy(costs, num_tokens), switches.loss_tile)
         return found.device + found.workspace <= budget.device_bytes and found.host <= budget.host_bytes
 

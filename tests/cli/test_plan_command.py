@@ -84,7 +84,8 @@ def test_adapters_leave_more_room_than_all_weights_and_ranks_add_up(capsys) -> N
         for name, arguments in (("all", one), ("lora", [*one, "--lora-rank", "16"]), ("eight", [*eight, "--lora-rank", "16"]))
     }
     assert best["lora"] > 2 * best["all"]
-    assert best["eight"] == pytest.approx(8 * best["lora"], rel=0.03)
+    # their exchanges take room
+    assert best["eight"] == pytest.approx(8 * best["lora"], rel=0.05)
 
 
 def test_host_memory_that_is_not_known_is_not_counted(capsys) -> None:

@@ -14,6 +14,7 @@ from hf_longctx.plan.activation import (
     MemoryLimits,
     SavedClass,
     Slot,
+    _Problem,
     choose_policy,
     greedy_shares,
     hidden_shares,
@@ -151,6 +152,16 @@ def test_the_front_of_a_triangle_is_cheap_to_run_again() -> None:
     assert np.allclose([share for share, _, _ in shares_of(choice)], 0.5, atol=1e-3)
     greedy = greedy_shares(slots, MemoryLimits(10.001, 0, 1.0))
     assert greedy is not None and np.allclose(greedy[:, 0], 0.5, atol=1e-3)
+
+
+def test_the_program_fills_cheap_segments_before_other_classes() -> None:
+    # ten of twenty bytes go: a triangle's front until its next eighth costs as much as a class of three seconds, 8 / 4^2 and
+    # three quarters of three
+    slots = [Slot(1.0, 2.0, (attention(10.0, 8.0, (0, 100)), saved(10.0, 3.0)))]
+    limits = MemoryLimits(10.0, 0, 1.0)
+    solved = _Problem(slots, limits).solve(10.0)
+    assert solved is not None
+    assert outcome_of(slots, solved, limits).recompute_s == pytest.approx(8 / 16 + 0.75 * 3, rel=1e-3)
 
 
 def test_a_slice_s_front_costs_what_its_prefix_says() -> None:

@@ -24,14 +24,14 @@ def test_rows_fit_and_hold_no_token_more() -> None:
     for row, host, keeps in ((rows[3], 0, False), (rows[4], 0, True), (rows[5], 2**28, False), (rows[6], 2**28, True)):
         for tokens, fits in ((row.tokens, True), (row.tokens + 1, False)):
             policy = lean_policy(MODEL, tokens, host, TILE_TOKENS, keeps_attention=keeps)
-            found = chunk_bytes(MODEL, Load.document(tokens, 16), policy)
+            found = chunk_bytes(MODEL, replace(Load.document(tokens, 16), groups_heads=True), policy)
             assert found.host <= host
             assert (found.device + found.workspace <= BUDGET.device_bytes) == fits
 
 
 def test_the_row_with_host_memory_is_that_of_most_tokens() -> None:
     rows = longest_rows(COSTS, BUDGET)
-    assert rows[5].tokens == most_tokens(MODEL, BUDGET.device_bytes, BUDGET.host_bytes, TILE_TOKENS)
+    assert rows[5].tokens == most_tokens(MODEL, BUDGET.device_bytes, BUDGET.host_bytes, TILE_TOKENS, groups_heads=True)
 
 
 def test_keeping_attention_saves_its_seconds() -> None:
