@@ -69,7 +69,8 @@ class Case:
     @property
     def spec(self) -> ModelSpec:
         spec = TOY if self.is_toy else named_model(self.model, 2)
-        return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False)
+        # Llama's architecture in these shapes
+        return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ POLICIES: dict[str, tuple[LayerPolicy, int, int]] = {
         64,
         1,
     ),
+    "part of queries, keys and values kept": (
+        LayerPolicy((TensorShare("qkv", recompute=0.5, host=0.25, device=0.25), TensorShare("mlp", recompute=1.0))),
+        64,
+        1,
+    ),
     "loss in tiles, everything kept": (LayerPolicy(), 64, 1),
     "four slices, everything kept": (LayerPolicy(), 0, 4),
     "four slices, attention kept on the host": (replayed(attention_host=1.0), 64, 4),
