@@ -52,6 +52,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states live")
     how.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
     how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, of weights and saved activations")
+    how.add_argument("--lora-rank", type=int, default=0, help="of adapters on all matrices; 0 trains all weights (default)")
+    how.add_argument("--host-gib", type=float, help="host memory for each rank's saved tensors (default: the profile's)")
     how.add_argument("--degrees", type=_degrees, default=(), help="allowed sizes of sequence groups, for example 1,2,4,8")
     how.add_argument("--method", choices=("auto", "ulysses", "ring", "hybrid"), default="auto", help="how groups share attention")
     how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")
@@ -143,6 +145,8 @@ def _forecast(options: argparse.Namespace) -> Forecast:
 def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
     from hf_longctx.sim.scenario import Request
 
+    if options.host_gib is not None and options.host_gib < 0:
+        raise ValueError(f"--host-gib is {options.host_gib:g}; give 0 or more, or leave it out")
     return Request(
         model=options.model,
         hardware=options.hardware,
@@ -157,6 +161,8 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         tokens_per_rank=options.tokens_per_rank,
         solver_time_limit_s=options.solver_time_limit,
         longest_tokens=longest_tokens,
+        lora_rank=options.lora_rank,
+        host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
 
 

@@ -93,10 +93,10 @@ def planning_setup(
         room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
         fitting = max(fitting, most_tokens(spec, *room, is_shared=degrees[-1] > 1))
     if config.tokens_per_rank is None and fitting < 1:
-        gib = cluster.hardware.device_bytes / 2**30
+        gib = config.device_gib or cluster.hardware.device_bytes / 2**30
         raise ValueError(
             f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters ({parameters}) leave "
-            f"no room for a token in {gib:.1f} GiB; set parameters='sharded' with more ranks, or use a smaller model or a "
+            f"no room for a token in {gib:.3g} GiB; set parameters='sharded' with more ranks, or use a smaller model or a "
             f"larger device"
         )
     planner = PlannerConfig(

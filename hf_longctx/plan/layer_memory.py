@@ -134,7 +134,7 @@ class LayerBytes:
         # outputs of several documents are put together behind the last of them
         joined = a * self.tokens + expanded * documents[-1] if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
-        attention += self._exchange + self._cut_bytes
+        attention += self._exchange + self._cut_bytes + self._unrotated
         # queries, and three more like them while they are rotated
         rotation = (2 * d + 4 * a + 2 * k) * self.tokens
         norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
@@ -151,6 +151,13 @@ class LayerBytes:
             stop = self.policy.share(name).cuts(self.tokens)[2]
             num_bytes += class_bytes(self.model, name) * (self.tokens - stop) if stop else 0
         return num_bytes
+
+    @property
+    def _unrotated(self) -> int:
+        """What is kept of projections, beside the queries and keys that are made of it; values are the same unless cut."""
+        _, a, k, _ = self._sizes
+        stop = self.policy.share("qkv").cuts(self.tokens)[2]
+        return (a + (2 * k if stop else k)) * (self.tokens - stop)
 
     @property
     def _exchange(self) -> int:
@@ -218,8 +225,9 @@ class LayerBytes:
             most = max(most, inside, folding)
         if load.sliced_tokens:
             own = 2 * k * self._wide * load.sliced_tokens
-            front = 2 * k * load.front_tokens + a * self._wide * load.sliced_tokens
-            most += own + front
+            # the tile of the front comes behind the causal one, and what that expanded is gone by then
+            front = (6 + 2 * self._wide) * a * load.sliced_tokens + 2 * k * load.front_tokens
+            most = own + max(most, front)
         return outside + most
 
     def _fused_attention_backward(self) -> int:

@@ -48,14 +48,17 @@ class RoundBytes:
     peak: int
 
 
-def chunk_bytes(model: ModelSpec, load: Load, policy: ActivationPolicy | None = None) -> ChunkBytes:
-    """What one chunk holds and works with under `policy`; without one everything is kept."""
+def chunk_bytes(model: ModelSpec, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
+    """What one chunk holds and works with under `policy`; without one everything is kept.
+
+    loss_tile_tokens: a tile of the loss alone, where the policy has none.
+    """
     tile_tokens = policy.tile_tokens if policy else 0
     policies = [*(policy.layers if policy else ()), *[LayerPolicy()] * load.num_layers][: load.num_layers]
     # layers alike are counted once
     distinct = {layer: LayerBytes(model, load, layer, tile_tokens) for layer in set(policies)}
     layers = [distinct[layer] for layer in policies]
-    outside = OutsideBytes(model, load, tile_tokens if load.tiles_loss else 0)
+    outside = OutsideBytes(model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
     host = sum(layer.held_host for layer in layers)
     # the model's forward holds the embeddings to its end, wherever the first layer's input lies
     embeddings = round(layers[0].policy.share("layer_input").host * load.num_tokens) * model.hidden_size * model.bytes_per_element
@@ -179,23 +182,34 @@ class _Book:
         return [span for span in chunk.spans if span.start or span.stop < self.ends[span.sequence]]
 
 
-def lean_policy(model: ModelSpec, num_tokens: int, host_bytes: int, tile_tokens: int, num_layers: int = 0) -> ActivationPolicy:
+def lean_policy(
+    model: ModelSpec,
+    num_tokens: int,
+    host_bytes: int,
+    tile_tokens: int,
+    num_layers: int = 0,
+    keeps_attention: bool = False,
+) -> ActivationPolicy:
     """The policy with the least device memory for a chunk of so many tokens on a rank: only layer inputs are kept.
 
-    As many as fit go to the host, those of the first layers, whose backward is last.
+    As many as fit go to the host, those of the first layers, whose backward is last. keeps_attention: attention outputs are
+    kept too and go the same way, so that attention is not run again.
     """
     num_layers = num_layers or model.num_layers
     input_bytes = class_bytes(model, "layer_input") * num_tokens
+    if keeps_attention:
+        input_bytes += class_bytes(model, "attention_output") * num_tokens
     layers = []
     for index in range(num_layers):
         part = min(1.0, max(0.0, host_bytes / input_bytes - index)) if input_bytes else 0.0
         # shares are cut at whole tokens, never above the limit
         part = int(part * num_tokens) / max(1, num_tokens)
+        attention = TensorShare("attention_output", host=part, device=1 - part)
         layers.append(
             LayerPolicy(
                 (
                     TensorShare("layer_input", host=part, device=1 - part),
-                    TensorShare("attention_output", recompute=1.0),
+                    attention if keeps_attention else TensorShare("attention_output", recompute=1.0),
                     TensorShare("qkv", recompute=1.0),
                     TensorShare("mlp", recompute=1.0),
                 )

@@ -102,7 +102,9 @@ class _RoomMaker:
         slots = layer_slots(self.costs, chunk, group.shape)
 
         def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
-            return (ActivationPolicy(0, 0, tuple(map(_layer_policy, shares)), self.budget.tile_tokens),)
+            # a ring has run its tiles for all of its tokens or for none
+            chosen = [tuple(map(_all_or_none, layer)) for layer in shares] if group.shape.num_blocks > 1 else shares
+            return (ActivationPolicy(0, 0, tuple(map(_layer_policy, chosen)), self.budget.tile_tokens),)
 
         yield from self._solved(group, slots, policies)
 
@@ -202,6 +204,12 @@ def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> d
         forward_s, backward_s = added.get(owner, (0.0, 0.0))
         added[owner] = forward_s + out_s, backward_s + back_s + again_s
     return added
+
+
+def _all_or_none(share: TensorShare) -> TensorShare:
+    """The share, with all tokens of an attention output recomputed where some of them are."""
+    is_partial = share.tensor_class == "attention_output" and share.recompute > 0
+    return TensorShare("attention_output", recompute=1.0) if is_partial else share
 
 
 def _layer_policy(shares: tuple[TensorShare, ...]) -> LayerPolicy:

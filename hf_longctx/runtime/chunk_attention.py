@@ -99,8 +99,10 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q_hSD, out_ShD, lse_hS, *kv_gWD = ctx.saved_tensors
         how: ChunkAttention = ctx.how
-        dq_hSD = torch.empty_like(q_hSD)
-        dk_gSD, dv_gSD = (q_hSD.new_empty(how.readers.num_kv, *q_hSD.shape[1:]) for _ in range(2))
+        # unfilled, and not made for a lone document, whose gradients are all there is
+        num_made = q_hSD.shape[1] if len(how.documents) > 1 else 0
+        num_kv, head_dim = how.readers.num_kv, q_hSD.shape[2]
+        dq_hSD, dk_gSD, dv_gSD = (q_hSD.new_empty(heads, num_made, head_dim) for heads in (q_hSD.shape[0], num_kv, num_kv))
         num_whole = 0
         for document in how.documents:
             tokens = document.tokens
@@ -114,6 +116,9 @@ class _ChunkAttention(torch.autograd.Function):
                 dq, dk, dv = tile_backward(gradient_hTD, q_hTD, k, v, out_hTD, lse_hT, how.scale, causal=True)
                 found = dq, how.readers.fold(dk), how.readers.fold(dv)
                 num_whole = places.stop
+            if len(how.documents) == 1:
+                dq, dk, dv = (x.to(q_hSD.dtype) for x in found)
+                return dq, dk, dv, None
             for gradients, part in zip((dq_hSD, dk_gSD, dv_gSD), found, strict=True):
                 gradients[:, tokens] = part
         return dq_hSD, dk_gSD, dv_gSD, None

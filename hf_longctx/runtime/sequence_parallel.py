@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.sharding import HeadShare, head_shares
-from hf_longctx.runtime.chunk_attention import ChunkAttention, documents_of
+from hf_longctx.runtime.chunk_attention import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.ring import ring_attention
@@ -62,8 +62,20 @@ def _attention(
     if not context.slices and context.kept is None:
         return packed_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens)
     documents = documents_of(context.cu_seqlens, context.slices)
-    attend = ChunkAttention(readers, scale, documents, context.kept, context.book, layer)
-    return attend(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
+    if context.kept is not None:
+        attend = ChunkAttention(readers, scale, documents, context.kept, context.book, layer)
+        return attend(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
+    outputs = []
+    for document in documents:
+        q, k, v = (x[:, :, document.tokens] for x in (q_1hSD, k_1gSD, v_1gSD))
+        num_tokens = document.stop - document.start
+        if document.part is None:
+            outputs.append(packed_attention(q, k, v, readers, scale, (0, num_tokens)))
+        else:
+            alone = (Document(0, num_tokens, document.part),)
+            outputs.append(ChunkAttention(readers, scale, alone, None, context.book, layer)(q[0], k[0], v[0]).unsqueeze(0))
+    # a copy of a lone slice would be kept for backward beside the output itself
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def packed_attention(

@@ -16,6 +16,7 @@ from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.specs import GroupMethod, PlannerConfig
 from hf_longctx.plan.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.sim.execution import Execution, execute_plan
+from hf_longctx.sim.longest import ENGINE_SHARE, Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory import Remedy, remedies, wider_job
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
@@ -66,8 +67,9 @@ class DegreeUse:
 class Forecast:
     """Everything the report says. Without lengths there are no steps, but memory and the longest sequence are known.
 
-    longest_s: of a step with nothing but one longest sequence. alternatives: other degrees and methods for the first step.
-    context_limit: the tokens that a run with one degree for all its steps must be able to hold.
+    longest: what the activation engine makes of one sequence, by its switches; a planned step keeps everything.
+    alternatives: other degrees and methods for the first step. context_limit: the tokens that a run with one degree for all its
+    steps must be able to hold.
     """
 
     scenario: Scenario
@@ -76,8 +78,13 @@ class Forecast:
     steps: tuple[StepForecast, ...]
     alternatives: tuple[Choice, ...]
     remedies: tuple[Remedy, ...]
-    longest_s: float
+    longest: tuple[LongestRow, ...]
     context_limit: int = 0
+
+    @property
+    def longest_row(self) -> LongestRow:
+        """The row with the most tokens, the fastest of equals."""
+        return max(self.longest, key=lambda row: (row.tokens, -row.step_s))
 
     @property
     def step_s(self) -> float:
@@ -131,15 +138,14 @@ class Forecast:
 def make_forecast(scenario: Scenario, workload: Workload | None, num_steps: int, global_batch: int, seed: int) -> Forecast:
     """Plans `num_steps` steps of the workload and compares them; raises ValueError when a sequence fits nowhere."""
     longer = remedies(scenario.memory, scenario.placement)
-    costs = scenario.costs
-    longest_s = _alone_s(scenario.longest_tokens, scenario.placement.degrees[-1], costs)
+    longest = _longest(scenario)
     if workload is None:
-        return Forecast(scenario, None, seed, (), (), longer, longest_s)
+        return Forecast(scenario, None, seed, (), (), longer, longest)
     _check_longest(scenario, workload, longer)
     batches = workload.draw_steps(num_steps, global_batch, seed)
     steps = tuple(_forecast_step(number, lengths, scenario, workload.limit) for number, lengths in enumerate(batches))
     alternatives = (*_static_degrees(batches[0], scenario), *_other_methods(steps[0].plan, scenario))
-    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest_s, workload.limit)
+    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, workload.limit)
 
 
 def folded_layout(plan: StepPlan) -> str:
@@ -266,9 +272,15 @@ def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Reme
     )
 
 
-def _alone_s(num_tokens: int, degree: int, costs: CostModel) -> float:
-    shape = costs.best_shape(degree, num_tokens)
-    return float(costs.sequences_s([num_tokens], shape)[0]) + costs.group_s(shape) + costs.coefficients.step_s
+def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
+    """Of the largest group. What is gathered beside shards comes by formula, where measured bytes hold it elsewhere."""
+    memory, placement = scenario.memory, scenario.placement
+    ways = (memory, replace(memory, state_bytes_per_parameter=0))
+    states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
+    device_bytes = int(memory.device_bytes * ENGINE_SHARE) - states
+    return longest_rows(
+        scenario.costs, Budget(placement.degrees[-1], device_bytes, scenario.host_bytes, trains_weights=not memory.lora_rank)
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -17,7 +17,8 @@ class MemoryModel:
     """Bytes of one model on one kind of device.
 
     usable_bytes: for states and saved tensors. state_bytes_per_parameter: as measured, of weights, gradients and optimizer
-    (0: by the formula of `ModelSpec`).
+    (0: by the formula of `ModelSpec`). lora_rank: of adapters on all matrices of the layers, everything else frozen (0: all
+    weights are trained).
     """
 
     model: ModelSpec
@@ -25,6 +26,7 @@ class MemoryModel:
     usable_bytes: int
     saved_bytes_per_token: int
     state_bytes_per_parameter: int = 0
+    lora_rank: int = 0
 
     @classmethod
     def by_formula(cls, model: ModelSpec, device_bytes: int) -> MemoryModel:
@@ -37,6 +39,8 @@ class MemoryModel:
 
     def state_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
         """Bytes on a rank of weights, gradients and optimizer states, and of weights that are gathered beside their shards."""
+        if self.lora_rank:
+            return self._lora_bytes(parameters, shard_ranks)
         if not self.is_measured:
             return self.model.state_bytes(parameters, shard_ranks)
         whole = self.model.num_parameters * self.state_bytes_per_parameter
@@ -45,6 +49,25 @@ class MemoryModel:
         # what "sharded" gathers layer by layer is part of what was measured
         gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
         return -(-whole // shard_ranks) + gathered
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Of two matrices of `lora_rank` for each matrix of a layer."""
+        model = self.model
+        d, f = model.hidden_size, model.intermediate_size
+        a, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        sides = 2 * (d + a) + 2 * (d + k) + (3 if model.gated_mlp else 2) * (d + f)
+        return model.num_layers * self.lora_rank * sides
+
+    def _lora_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Frozen weights, and adapters with gradients and two fp32 moments."""
+        model, e = self.model, self.model.bytes_per_element
+        weights, adapters = model.num_parameters * e, self.adapter_parameters * (2 * e + 8)
+        if parameters == "replicated":
+            return weights + adapters
+        unit = model.num_parameters - max(0, model.num_layers - 2) * model.layer_parameters
+        gathered = unit if parameters == "sharded" else model.num_parameters
+        return -(-(weights + adapters) // shard_ranks) + gathered * e
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
         """Most tokens that a rank holds beside the states; 0 when these alone do not fit."""

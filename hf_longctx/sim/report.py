@@ -190,21 +190,27 @@ def _memory(forecast: Forecast) -> list[str]:
 
 
 def _longest(forecast: Forecast) -> list[str]:
-    scenario = forecast.scenario
-    longest, positions = scenario.longest_tokens, scenario.costs.model.max_positions
-    ranks = _ranks(scenario.placement.degrees[-1])
+    scenario, best = forecast.scenario, forecast.longest_row
+    planned, positions = scenario.longest_tokens, scenario.costs.model.max_positions
+    degree = scenario.placement.degrees[-1]
+    trained = f"LoRA of rank {scenario.memory.lora_rank}" if scenario.memory.lora_rank else "all weights trained"
+    rows = [(row.switches, f"{row.tokens:,}", _seconds(row.step_s) if row.tokens else "-", "") for row in forecast.longest]
     lines = [
-        f"LONGEST SEQUENCE  {longest:,} tokens ({ranks} of {scenario.tokens_per_rank:,} tokens); "
-        f"a step with one alone takes {_seconds(forecast.longest_s)}"
+        f"LONGEST SEQUENCE  {best.tokens:,} tokens on {_ranks(degree)}, {trained}; "
+        f"a step with one alone takes {_seconds(best.step_s)}",
+        *_table(("what the activation engine does", "tokens", "step", ""), rows),
     ]
-    if longest > positions:
+    if best.tokens > positions:
         lines.append(
             f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"
         )
+    how = "as was measured" if scenario.memory.is_measured else "everything kept, a fifth of the device left alone"
+    lines.append(f"  planned steps hold {planned:,} tokens ({_ranks(degree)} of {scenario.tokens_per_rank:,}): {how}")
     rows = [
-        (remedy.change, f"{remedy.longest_tokens:,}", f"{remedy.longest_tokens / longest:.1f}x") for remedy in forecast.remedies
+        (remedy.change, f"{remedy.longest_tokens:,}", f"{remedy.longest_tokens / planned:.1f}x", "")
+        for remedy in forecast.remedies
     ]
-    return [*lines, *_table(("what would lengthen it", "tokens", ""), rows)] if rows else lines
+    return [*lines, *_table(("what would lengthen a planned one", "tokens", "", ""), rows)] if rows else lines
 
 
 def execution_text(plan: StepPlan, execution: Execution, memory: MemoryModel, shard_ranks: int) -> str:

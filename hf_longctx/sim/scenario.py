@@ -31,7 +31,10 @@ _LEAST_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for; empty strings, zeros and () mean: choose. longest_tokens: of the sequences to be planned."""
+    """What the user asked for; empty strings, zeros and () mean: choose. longest_tokens: of the sequences to be planned.
+
+    lora_rank: of adapters, 0 for all weights. host_bytes: for each rank, less than 0 for the profile's.
+    """
 
     model: str
     hardware: str
@@ -46,11 +49,16 @@ class Request:
     tokens_per_rank: int = 0
     longest_tokens: int = 0
     solver_time_limit_s: float = 10.0
+    lora_rank: int = 0
+    host_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A model on a cluster with all choices made; `notes` say which ones, in sentences. hardware_name: as it was asked for."""
+    """A model on a cluster with all choices made; `notes` say which ones, in sentences. hardware_name: as it was asked for.
+
+    host_bytes: for saved tensors of each rank, 0 where none is counted.
+    """
 
     model_name: str
     hardware_name: str
@@ -60,6 +68,7 @@ class Scenario:
     solver: Solver
     notes: tuple[str, ...] = ()
     solver_time_limit_s: float = 10.0
+    host_bytes: int = 0
 
     @property
     def tokens_per_rank(self) -> int:
@@ -83,6 +92,10 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     model, notes = _model(request, calibration)
     cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
+    if request.lora_rank < 0:
+        raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
+    memory = replace(memory, lora_rank=request.lora_rank)
+    host_bytes = _host_bytes(request, cluster, notes)
     if not calibration:
         notes.append(
             f"{request.model} was not measured on {profile.spec.name}: seconds come from operation counts and the rates of "
@@ -109,7 +122,9 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         shard_ranks=placement.shard_ranks,
     )
     limit_s = request.solver_time_limit_s
-    scenario = Scenario(request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s)
+    scenario = Scenario(
+        request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s, host_bytes
+    )
     if must_fit:
         _check_fits(scenario)
     return scenario
@@ -166,6 +181,14 @@ def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSp
             f"divisor of --gpus"
         )
     return replace(cluster, ranks_per_node=ranks_per_node)
+
+
+def _host_bytes(request: Request, cluster: ClusterSpec, notes: list[str]) -> int:
+    if request.host_bytes >= 0:
+        return request.host_bytes
+    if not cluster.hardware.host_bytes:
+        notes.append("host memory is not known and not counted; --host-gib says how much each rank may use")
+    return cluster.hardware.host_bytes
 
 
 def _measured_or_assumed(

@@ -42,8 +42,8 @@ def test_json_is_all_that_is_printed_and_holds_what_a_script_needs(lengths: str,
     assert {choice["name"] for choice in data["baselines"]} >= {"static", "BatchAda", "Megatron hybrid-CP", "FCP"}
     for choice in data["baselines"]:
         assert choice["step_s"] is None or choice["step_s"] >= data["estimate"]["lower_bound_s"] * (1 - 1e-9)
-    assert data["longest_context_tokens"] == 8 * data["tokens_per_rank"]
-    assert all(remedy["longest_tokens"] > data["longest_context_tokens"] for remedy in data["longer_context"])
+    assert data["planned_context_tokens"] == 8 * data["tokens_per_rank"] < data["longest_context_tokens"]
+    assert all(remedy["longest_tokens"] > data["planned_context_tokens"] for remedy in data["longer_context"])
 
 
 def test_without_lengths_the_longest_sequence_is_answered(capsys) -> None:
@@ -51,6 +51,49 @@ def test_without_lengths_the_longest_sequence_is_answered(capsys) -> None:
     assert data["longest_context_tokens"] > 0 and data["longest_context_s"] > 0
     assert data["plan"] is None
     assert f"LONGEST SEQUENCE  {data['longest_context_tokens']:,} tokens" in printed(["plan", *MACHINE], capsys)
+
+
+def longest(arguments: list[str], capsys) -> dict[str, dict[str, Any]]:
+    """The rows of the longest sequence by their switches, those with attention kept after the row before them."""
+    rows = json.loads(printed(["plan", "--model", "llama-3.1-8b", *arguments, "--json"], capsys))["longest_context"]
+    names = [row["switches"].strip() for row in rows]
+    return {name if names.count(name) == 1 else f"{names[place - 1]}, {name}": rows[place] for place, name in enumerate(names)}
+
+
+def test_every_switch_of_the_engine_lengthens_the_longest_sequence(capsys) -> None:
+    machine = ["--gpus", "1", "--hardware", "h200", "--lora-rank", "16"]
+    rows = longest(machine, capsys)
+    tokens = [row["tokens"] for name, row in rows.items() if "attention kept" not in name]
+    assert tokens == sorted(set(tokens)) and len(tokens) == 5
+    # attention costs 12.6 KB per token, layer and byte of the host, and a 4.5th of its seconds less
+    kept = [
+        (row, list(rows.values())[place - 1]) for place, row in enumerate(rows.values()) if "attention kept" in row["switches"]
+    ]
+    assert len(kept) == 2 and all(row["tokens"] < before["tokens"] for row, before in kept)
+    # host memory is the profile's unless it is given
+    assert "+ 112 GiB of host memory a rank" in rows
+    assert longest([*machine, "--host-gib", "112"], capsys) == rows
+    more = longest([*machine, "--host-gib", "224"], capsys)
+    assert more["+ 224 GiB of host memory a rank"]["tokens"] > rows["+ 112 GiB of host memory a rank"]["tokens"]
+
+
+def test_adapters_leave_more_room_than_all_weights_and_ranks_add_up(capsys) -> None:
+    one, eight = ["--hardware", "h200", "--gpus", "1"], ["--hardware", "h200", "--gpus", "8"]
+    best = {
+        name: max(row["tokens"] for row in longest(arguments, capsys).values())
+        for name, arguments in (("all", one), ("lora", [*one, "--lora-rank", "16"]), ("eight", [*eight, "--lora-rank", "16"]))
+    }
+    assert best["lora"] > 2 * best["all"]
+    assert best["eight"] == pytest.approx(8 * best["lora"], rel=0.03)
+
+
+def test_host_memory_that_is_not_known_is_not_counted(capsys) -> None:
+    data = json.loads(printed(["plan", *MACHINE, "--json"], capsys))
+    assert data["host_bytes"] == 0 and not any("host" in row["switches"] for row in data["longest_context"])
+    assert any("host memory is not known" in note for note in data["notes"])
+    given = json.loads(printed(["plan", *MACHINE, "--host-gib", "64", "--json"], capsys))
+    assert given["host_bytes"] == 2**36 and not any("host memory is not known" in note for note in given["notes"])
+    assert given["longest_context_tokens"] > data["longest_context_tokens"]
 
 
 def test_the_same_request_gives_the_same_plan_and_another_seed_another(capsys) -> None:
@@ -161,6 +204,8 @@ def refused(arguments: list[str], capsys) -> str:
         (["--tokens-per-rank", "-3"], "--tokens-per-rank is -3"),
         (["--lengths", "LENGTHS", "--tokens-per-rank", "100"], "leave --tokens-per-rank out"),
         (["--shard-ranks", "3"], "--shard-ranks 3 does not divide the 8 ranks"),
+        (["--lora-rank", "-1"], "--lora-rank is -1"),
+        (["--host-gib", "-2"], "--host-gib is -2"),
         (["--dtype", "int8"], "dtype 'int8' is not one of bfloat16, float32"),
     ],
 )

@@ -78,13 +78,13 @@ WIDE_HIDDEN = Shape(hidden=256, inner=64, heads=2, vocabulary=8)
 WIDE_LOSS = Shape(inner=32, vocabulary=1024)
 
 
-def layer(host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0) -> LayerPolicy:
+def layer(host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0, qkv: float = 1.0) -> LayerPolicy:
     kept = 1 - recompute
     return LayerPolicy(
         (
             TensorShare("layer_input", host=host, device=1 - host),
             TensorShare("attention_output", recompute=recompute, host=host * kept, device=(1 - host) * kept),
-            TensorShare("qkv", recompute=1.0),
+            TensorShare("qkv", recompute=qkv, host=host * (1 - qkv), device=(1 - host) * (1 - qkv)),
             TensorShare("mlp", recompute=mlp, device=1 - mlp),
         )
     )
@@ -143,6 +143,11 @@ CASES = {
     "host": (Shape(), layer(host=1.0, recompute=0.0), 256, WHOLE),
     "split": (Shape(layers=8), layer(host=0.5, recompute=0.25), 256, WHOLE),
     "mlp-kept": (Shape(), layer(mlp=0.5), 64, WHOLE),
+    "qkv-kept": (Shape(), layer(recompute=0.0, qkv=0.0), 256, WHOLE),
+    "qkv-kept-heads": (WIDE_HEADS, layer(recompute=0.0, qkv=0.0), 256, WHOLE),
+    "qkv-kept-qwen3": (Shape(family="qwen3"), layer(recompute=0.0, qkv=0.0), 256, WHOLE),
+    "qkv-cut-heads": (WIDE_HEADS, layer(recompute=0.0, qkv=0.5), 256, WHOLE),
+    "qkv-host-heads": (WIDE_HEADS, layer(host=1.0, recompute=0.0, qkv=0.0), 256, WHOLE),
     "plain": (Shape(), PLAIN, 0, WHOLE),
     "plain-mlp": (WIDE_MLP, PLAIN, 0, WHOLE),
     "plain-packed": (Shape(), PLAIN, 0, PACKED),

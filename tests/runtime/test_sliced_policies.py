@@ -98,14 +98,16 @@ def expected_pairs(plan: StepPlan) -> int:
     total = 0
     for chunk in group.chunks:
         rows = pairs_of_rows(chunk, plan.num_ranks)
-        has_slices = any(span.start or span.stop < plan.lengths[span.sequence] for span in chunk.spans)
+        # in layers that keep everything, whole documents go another way
+        slices = [s for s in chunk.spans if s.start or s.stop < plan.lengths[s.sequence]]
+        of_slices = sum(token + 1 for s in slices for token in range(s.start, s.stop))
         layers = policies[chunk.index].layers
         for layer in [*layers, *[LayerPolicy()] * (NUM_LAYERS - len(layers))]:
             if not layer.keeps_everything:
                 front, _, _ = layer.share("attention_output").cuts(len(rows))
                 total += sum(rows) + sum(rows[:front])
-            elif has_slices:
-                total += sum(rows)
+            else:
+                total += of_slices
     return total
 
 

@@ -139,9 +139,11 @@ def test_without_lengths_memory_and_the_longest_sequence_are_known() -> None:
     found = make_forecast(scenario(), None, 3, 512, seed=0)
     assert found.steps == () and found.alternatives == () and length_bins(found) == ()
     assert found.scenario.longest_tokens == 4 * 44 and found.peak_tokens == 44
-    # one sequence of 176 tokens on four ranks
-    exchange_s = 2 * 44 * 3 / 4 * 16 * 16 * 1e-6
-    assert found.longest_s == pytest.approx(0.25 + 0.02 + 176 * 3e-3 / 4 + exchange_s)
+    assert found.longest_row.tokens == max(row.tokens for row in found.longest) > 0
+    # one sequence on four ranks, everything kept: 16 bytes of each of 16 elements go round, 3 of 4 parts of them
+    row = found.longest[0]
+    exchange_s = 2 * row.tokens / 4 * 3 / 4 * 16 * 16 * 1e-6
+    assert row.step_s == pytest.approx(0.25 + 0.02 + row.tokens * 3e-3 / 4 + exchange_s)
 
 
 def test_a_sequence_that_fits_nowhere_is_refused_with_what_would_hold_it() -> None:

@@ -26,7 +26,7 @@ def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequenc
     # of the degrees that are too small only the largest is shown
     assert "all groups of 2 or fewer" in text and "does not fit: the longest sequence has 120 tokens, 2 rank(s) hold 88" in text
     assert "1 rank(s) hold 44" not in text
-    assert "LONGEST SEQUENCE  176 tokens (4 ranks of 44 tokens)" in text
+    assert "planned steps hold 176 tokens (4 ranks of 44): everything kept" in text
     assert "2 times the ranks: --gpus 8" not in text
     assert "beyond them its RoPE or position embeddings must be extended" in text
 
@@ -40,7 +40,7 @@ def test_no_line_ends_in_blanks_and_no_table_is_empty() -> None:
 def test_without_lengths_nothing_is_said_of_steps() -> None:
     text = forecast_text(make_forecast(scenario(), None, 1, 1, 0))
     assert "STEP" not in text and "BASELINES" not in text
-    assert "MEMORY" in text and "LONGEST SEQUENCE  176 tokens" in text
+    assert "MEMORY" in text and "planned steps hold 176 tokens" in text and "LONGEST SEQUENCE" in text
 
 
 def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:

@@ -29,7 +29,7 @@ def test_a_reader_finds_seconds_bound_plan_and_baselines() -> None:
     assert {choice["name"]: choice["step_s"] for choice in data["baselines"]} == {
         choice.name: choice.step_s if choice.is_possible else None for choice in found.steps[0].baselines
     }
-    assert data["longest_context_tokens"] == 176
+    assert data["planned_context_tokens"] == 176
     assert data["workload"]["num_tokens"] == sum(LENGTHS) and data["workload"]["global_batch"] == len(LENGTHS)
     assert [step["num_sequences"] for step in data["steps"]] == [len(LENGTHS)]
 
@@ -44,7 +44,7 @@ def test_memory_adds_up_to_what_can_be_used() -> None:
 def test_without_lengths_every_key_is_there() -> None:
     empty = json.loads(json.dumps(forecast_record(make_forecast(scenario(), None, 3, 512, seed=0))))
     assert set(empty) == set(record())
-    assert empty["longest_context_tokens"] == 176
+    assert empty["planned_context_tokens"] == 176
     assert empty["plan"] is empty["estimate"] is empty["workload"] is empty["mean"] is None
     assert empty["baselines"] == empty["steps"] == []
 

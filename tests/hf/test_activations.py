@@ -1,0 +1,193 @@
+"""Activation policies and slices from a trainer's own plans: whatever memory forces, training is that of plain HF."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, relative_error
+from helpers.steps import whole
+from helpers.stock import make_stock_trainer, quiet_config
+from helpers.training import LossRecorder, make_trainer, plain_training
+from transformers import Trainer, TrainerCallback
+
+from hf_longctx import LongContextCallback
+from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.plan.types import RankPlan, StepPlan
+
+CASE = ModelCase(promoted=True)
+LENGTHS = [61, 13, 50, 5, 44, 8, 21, 34, 3, 58, 13, 8, 5, 21, 40, 3]
+# of one rank: so many tokens are kept wholly, and most of the longer rows are not
+KEPT_TOKENS = 30
+
+
+def gib_of_tokens(tokens: int, num_ranks: int = 1, shards: int = 1) -> float:
+    """GiB of a device that keeps everything of so many tokens of the tiny model."""
+    spec = model_spec(build_model(CASE))
+    parameters = "sharded" if shards > 1 else "replicated"
+    return (spec.state_bytes(parameters, shards) + tokens * spec.saved_bytes_per_token) / 2**30
+
+
+class PlanRecorder(LossRecorder):
+    """Losses and plans of all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans: list[StepPlan] = []
+        self.lines: list[str] = []
+
+    def attach(self, trainer: Any) -> None:
+        super().attach(trainer)
+        recorded = trainer._report.step_done
+
+        def step_done(plan: StepPlan, result: Any) -> None:
+            self.plans.append(plan)
+            recorded(plan, result)
+
+        trainer._report.step_done = step_done
+
+
+def uses(plans: list[StepPlan]) -> set[str]:
+    """What the plans did with chunks that did not fit."""
+    found = set()
+    for group in (group for plan in plans for micro_batch in plan.micro_batches for group in micro_batch.groups):
+        found |= {"slices"} if len(group.chunks) > 1 else set()
+        for policy in group.stages[0].activations:
+            found |= {"tiles"} if policy.tile_tokens else set()
+            shares = [share for layer in policy.layers for share in layer.shares]
+            found |= {"recompute" for share in shares if share.recompute}
+            found |= {"host" for share in shares if share.host}
+    return found
+
+
+def train(
+    config: dict[str, Any], arguments: dict[str, Any] | None = None
+) -> tuple[list[float], set[str], dict[str, torch.Tensor]]:
+    recorder = PlanRecorder()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(CASE, random_rows(LENGTHS), folder, config, arguments)
+        recorder.attach(trainer)
+        trainer.train()
+    # the model has its own layers back
+    assert all("forward" not in vars(modules.mlp) for modules in layer_modules(trainer.model))
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    return recorder.losses, uses(recorder.plans), weights
+
+
+def expect_plain(losses: list[float], weights: dict[str, torch.Tensor]) -> None:
+    expected_losses, expected = plain_training(CASE, random_rows(LENGTHS))
+    assert losses == pytest.approx(expected_losses, rel=1e-10)
+    assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
+
+
+# name -> (ranks, settings, what the plans must have used)
+RUNS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
+    "recompute": (1, {"device_gib": gib_of_tokens(KEPT_TOKENS), "tile_tokens": 16}, {"recompute", "tiles"}),
+    "untiled": (1, {"device_gib": gib_of_tokens(42), "tile_tokens": 0}, {"recompute"}),
+    "host": (1, {"device_gib": gib_of_tokens(30), "tile_tokens": 16, "host_gib": 0.01}, {"recompute", "tiles", "host"}),
+    "two ranks": (2, {"device_gib": gib_of_tokens(20), "tile_tokens": 8, "degrees": [1, 2]}, {"tiles"}),
+    "two shards": (
+        2,
+        {"device_gib": gib_of_tokens(20, 2, 2), "tile_tokens": 8, "parameters": "sharded"},
+        {"tiles"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_under_policies_follows_one_plain_process(ranks, name: str) -> None:
+    num_ranks, config, expected = RUNS[name]
+    for losses, used, weights in ranks(num_ranks).run(train, config):
+        assert used >= expected
+        expect_plain(losses, weights)
+
+
+def test_everything_is_kept_if_asked_for(ranks) -> None:
+    ((_, used, _),) = ranks(1).run(train, {"device_gib": gib_of_tokens(70), "activations": "keep"})
+    assert used == set()
+
+
+class _Plans(TrainerCallback):
+    """Collects the plans of a callback alone."""
+
+    def __init__(self, callback: LongContextCallback, plans: list[StepPlan]) -> None:
+        self.callback, self.plans = callback, plans
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.callback.exchange is not None and self.callback.exchange.last_plan is not None:
+            self.plans.append(self.callback.exchange.last_plan)
+
+    on_step_end = on_substep_end
+
+
+def train_stock(mode: str, config: dict[str, Any]) -> Training:
+    """A stock trainer in one process with the callback attached or alone."""
+    callback = LongContextCallback(quiet_config(**config))
+    recorder, plans = PlanRecorder(), []
+    with tempfile.TemporaryDirectory() as folder:
+        # two batches of four, so that a step of the callback alone is several plans
+        arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        trainer = make_stock_trainer(
+            CASE, random_rows(LENGTHS), folder, arguments, callbacks=[callback] if mode == "alone" else []
+        )
+        if mode == "attached":
+            callback.attach(trainer)
+            recorder.attach(trainer)
+        trainer.add_callback(_Plans(callback, plans))
+        trainer.train()
+    assert type(trainer) is Trainer
+    assert all("forward" not in vars(modules.mlp) for modules in layer_modules(trainer.model))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return losses, uses(plans + recorder.plans), weights
+
+
+@pytest.mark.parametrize("tile_tokens", [16, 0])
+@pytest.mark.parametrize("mode", ["attached", "alone"])
+def test_the_callback_brings_it_to_a_stock_trainer_in_one_process(mode: str, tile_tokens: int) -> None:
+    # alone, a batch is one micro-batch
+    tokens = 42 if mode == "attached" else 100
+    losses, used, weights = train_stock(mode, {"device_gib": gib_of_tokens(tokens), "tile_tokens": tile_tokens})
+    assert used >= {"recompute"} | ({"tiles"} if tile_tokens else set())
+    expected_losses, expected = plain_training(CASE, random_rows(LENGTHS))
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
+
+
+def test_evaluation_of_long_rows_makes_no_logits_as_a_whole(tmp_path) -> None:
+    rows = random_rows(LENGTHS)
+    config = {"device_gib": gib_of_tokens(KEPT_TOKENS), "tile_tokens": 16}
+    wide = make_trainer(CASE, rows, str(tmp_path), {}, eval_dataset=datasets.Dataset.from_list(rows))
+    narrow = make_trainer(CASE, rows, str(tmp_path), config, eval_dataset=datasets.Dataset.from_list(rows))
+    assert narrow.evaluate()["eval_loss"] == pytest.approx(wide.evaluate()["eval_loss"], rel=1e-12)
+    assert narrow._activations.tier is None and wide._activations.engine(wide.model, _no_plan()) is None
+
+
+def test_more_host_memory_than_there_is_is_refused_before_anything_starts(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"host_gib is 100000.0 for each of 1 ranks of a node, which has .* GiB available"):
+        make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), {"host_gib": 1e5})
+
+
+def test_step_lines_compare_predicted_and_measured_bytes(tmp_path, capsys) -> None:
+    config = {"device_gib": gib_of_tokens(30), "tile_tokens": 16, "host_gib": 0.01, "report_steps": True}
+    make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 2}).train()
+    found = re.findall(
+        r"held ([\d.]+) MiB predicted, ([\d.]+) MiB measured, ([\d.]+) MiB of ([\d.]+) on the host", capsys.readouterr().out
+    )
+    assert len(found) == 2
+    for predicted, measured, host, expected_host in found:
+        assert predicted == measured and host == expected_host
+
+
+def test_a_device_without_room_for_a_token_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="leave no room for a token in 0.00043"):
+        make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), {"device_gib": gib_of_tokens(0)})
+
+
+def _no_plan() -> RankPlan:
+    return RankPlan(0, 0, "replicated", ())

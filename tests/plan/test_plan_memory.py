@@ -1,0 +1,162 @@
+"""The memory model by hand and at random: held bytes, the book, what more tokens and less keeping do, the longest document."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.activation_memory import class_bytes, held_bytes
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import chunk_bytes, lean_policy, longest_document, most_tokens, round_bytes
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    LayerPolicy,
+    LayerRange,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    TensorShare,
+)
+
+# Llama-3.1-8B, and a small model with half as many KV heads as heads
+LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)
+SMALL = ModelSpec(4, 64, 128, 4, 2, 16, 256, 4096, bytes_per_element=4)
+GIB = 2**30
+
+
+def group_of(chunks: list[list[tuple[int, int, int]]], words: str, degree: int = 1, policies: tuple = ()) -> SequenceGroup:
+    stage = StagePlan(0, (LayerRange(0, 4),), tuple(map(Action.parse, words.split())), policies)
+    spans = tuple(Chunk(index, tuple(Span(*span) for span in chunk)) for index, chunk in enumerate(chunks))
+    return SequenceGroup(tuple(range(degree)), "ulysses" if degree > 1 else "local", spans, (stage,))
+
+
+def test_recomputed_bytes_by_hand() -> None:
+    # fp32 head: hidden input, product and output of the last norm with its root, log-probabilities; rotary tables, ids, labels
+    policy = lean_policy(SMALL, 1000, 0, 0)
+    found = chunk_bytes(SMALL, Load.document(1000, 4), policy)
+    assert found.device == 1000 * (4 * 4 * 64 + (3 * 4 * 64 + 4) + 4 * 256 + (2 * 4 * 16 + 16))
+    assert found.host == 0
+    # in tiles: no log-probabilities, but the gradient of the last hidden states and that of the matrix in fp32
+    tiled = chunk_bytes(SMALL, Load.document(1000, 4), replace(policy, tile_tokens=100))
+    assert tiled.device == found.device - 1000 * (4 * 256) + 4 * 256 * 64
+    assert tiled.workspace < found.workspace
+
+
+def test_frozen_weights_need_no_gradients_of_the_head() -> None:
+    policy = lean_policy(SMALL, 1000, 0, 100)
+    trained, frozen = (chunk_bytes(SMALL, Load.document(1000, 4, trains_weights=value), policy) for value in (True, False))
+    assert trained.device - frozen.device == 1000 * 4 * 64 + 4 * 256 * 64
+
+
+def test_slices_by_hand() -> None:
+    # 300 tokens in three slices on four layers; a layer's book: 2 * 32 * 4 bytes a token, as much again in front of the last
+    chunks = [[(0, start, start + 100)] for start in (0, 100, 200)]
+    group = group_of(chunks, "0F0 0F1 0F2 0B2 0B1 0B0")
+    found = round_bytes(SMALL, group, group.stages[0])
+    assert found.book == 4 * 256 * (300 + 200)
+    single = group_of([[(0, 0, 100)]], "0F0 0B0")
+    alone = round_bytes(SMALL, single, single.stages[0])
+    # keys and values expanded to all heads are saved with a sequence that runs whole, those of slices lie in the book
+    assert found.saved == 3 * (alone.saved - 100 * 4 * 2 * 4 * 64)
+    assert found.peak <= found.saved + found.book + found.workspace
+
+
+def test_two_ranks_hold_half_each() -> None:
+    chunks = [[(0, 0, 128)], [(0, 128, 256)]]
+    one, two = (group_of(chunks, "0F0 0F1 0B1 0B0", degree) for degree in (1, 2))
+    whole, half = (round_bytes(SMALL, group, group.stages[0]) for group in (one, two))
+    assert half.book == whole.book / 2 and half.saved == whole.saved / 2
+
+
+def test_chunks_that_run_one_by_one_are_not_in_flight_together() -> None:
+    chunks = [[(0, 0, 100)], [(1, 0, 100)]]
+    stages = [group_of(chunks, words) for words in ("0F0 0B0 0F1 0B1", "0F0 0F1 0B1 0B0")]
+    apart, together = (round_bytes(SMALL, group, group.stages[0]) for group in stages)
+    assert together.saved == 2 * apart.saved and apart.workspace == together.workspace
+    assert together.peak - apart.peak == apart.saved
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> LayerPolicy:
+    if draw(st.booleans()):
+        return LayerPolicy()
+    parts = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+    host, recompute, mlp = draw(parts), draw(parts), draw(parts)
+    kept = 1 - recompute
+    return LayerPolicy(
+        (
+            TensorShare("layer_input", host=host, device=1 - host),
+            TensorShare("attention_output", recompute=recompute, host=host * kept, device=(1 - host) * kept),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=mlp, device=1 - mlp),
+        )
+    )
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(policies(), min_size=4, max_size=4), st.sampled_from([0, 64]), st.integers(1, 400), st.sampled_from([2, 4, 8]))
+def test_held_bytes_are_those_of_the_engine_and_more_tokens_never_need_less(
+    layers: list[LayerPolicy], tile_tokens: int, num_tokens: int, bytes_per_element: int
+) -> None:
+    model = replace(SMALL, bytes_per_element=bytes_per_element)
+    policy = ActivationPolicy(0, 0, tuple(layers), tile_tokens)
+    found, more = (chunk_bytes(model, Load.document(tokens, 4), policy) for tokens in (num_tokens, num_tokens + 8))
+    none, _ = held_bytes(model, ActivationPolicy(0, 0, tuple(layers)), 4, num_tokens)
+    head = chunk_bytes(model, Load.document(num_tokens, 4), lean_policy(model, num_tokens, 0, tile_tokens))
+    inputs = 4 * class_bytes(model, "layer_input") * num_tokens
+    # plain layers save keys and values once per query head, and attention's output once more
+    plain = sum(layer.keeps_everything for layer in layers) * num_tokens * bytes_per_element * (2 * 32 + 64)
+    assert found.device == none + plain + head.device - inputs
+    assert found.host == held_bytes(model, policy, 4, num_tokens)[1]
+    assert more.device + more.workspace >= found.device + found.workspace
+    assert more.host >= found.host
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(1, 500), st.integers(0, 1 << 20))
+def test_the_lean_policy_holds_its_host_limit_and_the_least_on_the_device(num_tokens: int, host_bytes: int) -> None:
+    load = Load.document(num_tokens, 4)
+    found = chunk_bytes(SMALL, load, lean_policy(SMALL, num_tokens, host_bytes, 16))
+    assert found.host <= host_bytes
+    inputs = 4 * class_bytes(SMALL, "layer_input") * num_tokens
+    assert found.host >= min(inputs, host_bytes) - 2 * class_bytes(SMALL, "layer_input")
+    without = chunk_bytes(SMALL, load, lean_policy(SMALL, num_tokens, 0, 16))
+    assert found.device == without.device - found.host
+    kept = chunk_bytes(SMALL, load, lean_policy(SMALL, num_tokens, 0, 16, keeps_attention=True))
+    assert without.device < kept.device
+
+
+def test_the_longest_document_is_the_last_that_fits() -> None:
+    for host_bytes in (0, GIB):
+        tokens = most_tokens(SMALL, GIB, host_bytes, 256)
+        fits = [
+            min(
+                found.device + found.workspace
+                for limit in (0, host_bytes)
+                for found in [chunk_bytes(SMALL, Load.document(count, 4), lean_policy(SMALL, count, limit, 256))]
+            )
+            <= GIB
+            for count in (tokens, tokens + 1)
+        ]
+        assert fits == [True, False]
+    assert most_tokens(SMALL, 0, GIB, 256) == 0
+    assert longest_document(SMALL, GIB, 0, lambda _: [None]) < most_tokens(SMALL, GIB, 0, 256)
+
+
+def test_an_8b_model_on_one_h200_by_hand() -> None:
+    # 16 GB of frozen weights; 256 KiB a token for the inputs, and the worst moment of one layer, that of attention's backward
+    device = int(136 * GIB - 2 * LLAMA.num_parameters)
+    tokens = most_tokens(LLAMA, device, 0, 2048, trains_weights=False)
+    a, d, k = 2 * 4096, 2 * 4096, 2 * 1024
+    # per token: queries, keys, values, first norm's output, output with LSE; the residual's, the output's and the queries'
+    # gradient; keys' and values' in fp32; expanded keys and values; dense queries, output and gradient, three gradients, one fp32
+    layer = a + 2 * k + d + (a + 4 * 32) + (d + 2 * a) + 4 * k + 2 * a + 8 * a
+    outside = 2 * 2 * 128 + 16
+    assert tokens == pytest.approx(device / (32 * d + layer + outside), rel=1e-3)
+    assert most_tokens(LLAMA, device, 112 * GIB, 2048, trains_weights=False) > 1.7 * tokens

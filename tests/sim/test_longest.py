@@ -1,0 +1,63 @@
+"""The longest sequence by switches: the row's own policy fits, one token more does not, and seconds add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.steps import tiny_costs
+
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import chunk_bytes, lean_policy, most_tokens
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import Chunk, GroupShape, Span
+from hf_longctx.sim.longest import TILE_TOKENS, Budget, longest_rows
+
+MODEL = ModelSpec(16, 256, 1024, 8, 4, 32, 4096, 8192, bytes_per_element=2)
+COSTS = tiny_costs(1, MODEL)
+BUDGET = Budget(1, 2**30, 2**28)
+
+
+def test_rows_fit_and_hold_no_token_more() -> None:
+    rows = longest_rows(COSTS, BUDGET)
+    assert len(rows) == 7 and all(row.tokens > 0 and row.step_s > 0 for row in rows)
+    for row, host, keeps in ((rows[3], 0, False), (rows[4], 0, True), (rows[5], 2**28, False), (rows[6], 2**28, True)):
+        for tokens, fits in ((row.tokens, True), (row.tokens + 1, False)):
+            policy = lean_policy(MODEL, tokens, host, TILE_TOKENS, keeps_attention=keeps)
+            found = chunk_bytes(MODEL, Load.document(tokens, 16), policy)
+            assert found.host <= host
+            assert (found.device + found.workspace <= BUDGET.device_bytes) == fits
+
+
+def test_the_row_with_host_memory_is_that_of_most_tokens() -> None:
+    rows = longest_rows(COSTS, BUDGET)
+    assert rows[5].tokens == most_tokens(MODEL, BUDGET.device_bytes, BUDGET.host_bytes, TILE_TOKENS)
+
+
+def test_keeping_attention_saves_its_seconds() -> None:
+    recomputed, kept = longest_rows(COSTS, replace(BUDGET, host_bytes=0))[3:5]
+    assert kept.tokens < recomputed.tokens
+    forward, backward = COSTS.coefficients.forward, COSTS.coefficients.backward
+
+    def passes_s(tokens: int) -> float:
+        pairs = tokens * tokens / 2
+        both = (forward.pair_s + backward.pair_s) * pairs + (forward.token_s + backward.token_s) * tokens
+        return both + forward.chunk_s + backward.chunk_s
+
+    # all tokens' matrices run again
+    assert kept.step_s == pytest.approx(passes_s(kept.tokens) + forward.token_s * kept.tokens)
+    again = forward.token_s * recomputed.tokens + forward.pair_s * recomputed.tokens**2 / 2
+    assert recomputed.step_s == pytest.approx(passes_s(recomputed.tokens) + again)
+
+
+def test_frozen_weights_spare_half_of_the_backward_s_matrices() -> None:
+    trained, frozen = (longest_rows(COSTS, replace(BUDGET, trains_weights=value))[0] for value in (True, False))
+    assert frozen.tokens >= trained.tokens
+    spared = COSTS.coefficients.backward.token_s / 2 * frozen.tokens
+    whole = COSTS.forward_s, COSTS.backward_s
+    chunk = Chunk(0, (Span(0, 0, frozen.tokens),))
+    assert frozen.step_s == pytest.approx(sum(one(chunk, GroupShape(1), 16) for one in whole) - spared)
+
+
+def test_without_room_nothing_fits() -> None:
+    assert all(row.tokens == 0 and row.step_s == 0 for row in longest_rows(COSTS, replace(BUDGET, device_bytes=0)))
