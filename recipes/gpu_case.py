@@ -69,7 +69,8 @@ class Case:
     @property
     def spec(self) -> ModelSpec:
         spec = TOY if self.is_toy else named_model(self.model, 2)
-        return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False)
+        # Llama's architecture in these shapes
+        return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,9 @@ def _run(case: Case, device: torch.device) -> Outcome:
     if "Liger" in case.method:
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
     model = build(case, device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5) if case.has_optimizer else None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # fused on CUDA: the other forms hold copies of all states while they work
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=is_cuda) if case.has_optimizer else None
     probe = METHODS[case.method](model, tokens(case, min(PROBE_TOKENS, case.num_tokens), device), case)
     kernel = attention_kernel(probe.step, device)
     model.zero_grad(set_to_none=True)

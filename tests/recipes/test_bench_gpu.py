@@ -28,6 +28,7 @@ def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["case"]["num_tokens"] == other["case"]["num_tokens"]
 
 
+@pytest.mark.slow
 def test_what_can_run_on_the_cpu_runs_and_agrees(bench: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     bench["main"](["--toy", "--json", str(file)])
@@ -68,6 +69,10 @@ def test_failures_are_rows(bench: dict[str, Any]) -> None:
     section = bench["Section"]("B", -1.0)
     assert section.run(case).state == "skipped: the section's time is up"
     assert bench["in_process"](replace(case, method="no such"), 120.0).state == "failed: KeyError: 'no such'"
+
+
+def test_models_with_other_norms_are_measured_as_llamas() -> None:
+    assert not Case("B", gpu_case.OURS, 64, model="qwen3-8b").spec.qk_norms
 
 
 def test_operations_count_causal_pairs_once() -> None:
