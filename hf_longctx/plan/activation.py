@@ -124,8 +124,11 @@ class PolicyChoice:
     reason: str
 
 
-def choose_policy(slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0) -> PolicyChoice:
-    """The cheapest shares under the limits; raises ValueError if none fit. Never dearer than `greedy_shares`."""
+def choose_policy(slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0, explains: bool = True) -> PolicyChoice:
+    """The cheapest shares under the limits; raises ValueError if none fit. Never dearer than `greedy_shares`.
+
+    `explains`: whether a reason is given, for which another program may have to be solved.
+    """
     _check(limits)
     problem = _Problem(slots, limits)
     found = [("keep", np.array([[float(not item.can_keep), 0.0] for slot in slots for item in slot.saved]).reshape(-1, 2))]
@@ -139,7 +142,8 @@ def choose_policy(slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: flo
         raise ValueError(_nothing_fits(slots, limits))
     # a copy that hides nothing is no gain, so of equal costs the one that moves less
     name, shares, outcome = min(fitting, key=lambda entry: (round(entry[2].cost_s, 12), entry[2].host_bytes))
-    return PolicyChoice(_as_shares(slots, shares), outcome, name, _reason(slots, limits, outcome, time_limit_s))
+    reason = _reason(slots, limits, outcome, time_limit_s) if explains else ""
+    return PolicyChoice(_as_shares(slots, shares), outcome, name, reason)
 
 
 def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...]:

@@ -20,11 +20,11 @@ from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
+from hf_longctx.plan.sppo import slice_counts
 from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, StagePlan, StepPlan, TensorShare
 
-# slices of fewer tokens on a rank leave kernels without work, and more of them gain little (SPPO, arXiv 2503.10377, section 5)
-_LEAST_SLICE_TOKENS = 2048
-_SLICE_COUNTS = (2, 4, 8, 16)
+# how many slices are tried, as far as SPPO's bounds allow them
+_SLICE_COUNTS = (2, 4, 8, 16, 32, 64)
 # how often a program is solved again with less room, where what works beside its policy takes more than it was told
 _ATTEMPTS = 4
 
@@ -114,9 +114,7 @@ class _RoomMaker:
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
         pair_s, token_s = forward.pair_s + backward.pair_s, forward.token_s + backward.token_s
         longest = max(span.num_tokens for span in chunk.spans)
-        for count in _SLICE_COUNTS:
-            if longest < count * _LEAST_SLICE_TOKENS * group.degree:
-                break
+        for count in (count for count in _SLICE_COUNTS if count in slice_counts(longest, group.degree)):
             sliced = sliced_group(group, count, pair_s, token_s)
             slots = [_one_slot(layer_slots(self.costs, part, group.shape)) for part in sliced.chunks]
 
@@ -138,7 +136,7 @@ class _RoomMaker:
         rate = self.costs.cluster.hardware.copy_bytes_per_s
         for _ in range(_ATTEMPTS):
             try:
-                choice = choose_policy(slots, MemoryLimits(max(0.0, room_bytes), self.budget.host_bytes, rate))
+                choice = choose_policy(slots, MemoryLimits(max(0.0, room_bytes), self.budget.host_bytes, rate), explains=False)
             except ValueError:
                 break
             option = self._with(group, policies(choice.shares))
