@@ -62,7 +62,7 @@ class LongContextConfig:
         default=None,
         metadata={
             "help": "GiB of host memory for saved tensors, for each rank, taken (and pinned on CUDA) when the first plan needs "
-            "them; 0: none are offloaded. Default: half of what is available, shared by the node's ranks; on CPU ranks 0."
+            "them; 0: none are offloaded. Default: half of the machine's memory, shared by its ranks; for ranks on CPU 0."
         },
     )
     tile_tokens: int = field(

@@ -31,6 +31,9 @@ from hf_longctx.runtime.tiles import attention_backend
 
 logger = logging.getLogger(__name__)
 
+# of a machine's memory that its ranks may fill with saved tensors where nothing else is said
+_HOST_SHARE = 0.5
+
 
 @dataclass(frozen=True)
 class PlanningSetup:
@@ -128,12 +131,14 @@ def _budget(
 ) -> ActivationBudget:
     """What every rank has beside the model's states; collective. Raises ValueError for more host memory than there is."""
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
-    own_available_bytes = psutil.virtual_memory().available // cluster.ranks_per_node
-    everyone = gather_objects((own_bytes, own_available_bytes), control)
-    usable_bytes, available_bytes = (min(column) for column in zip(*everyone, strict=True))
+    machine = psutil.virtual_memory()
+    own_host_bytes = (machine.available // cluster.ranks_per_node, machine.total // cluster.ranks_per_node)
+    everyone = gather_objects((own_bytes, *own_host_bytes), control)
+    usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
     left_bytes = max(0, usable_bytes - spec.state_bytes(parameters, shard_ranks))
     if config.host_gib is None:
-        host_bytes = available_bytes // 2 if device.type == "cuda" else 0
+        # of the whole, so that a run that resumes finds the same unless others took it
+        host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0
     else:
         host_bytes = int(config.host_gib * 2**30)
     if host_bytes > available_bytes:

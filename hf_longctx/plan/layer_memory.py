@@ -216,11 +216,13 @@ class LayerBytes:
         load = self.load
         if self.is_plain and not load.sliced_tokens:
             return self._fused_attention_backward()
-        # the residual's gradient, that of the output and that of the queries
-        outside = self._replayed_attention - self._held_mlp + (d + 2 * a) * self.tokens + self._exchange
+        # the residual's gradient and that of the output; sums over heads in fp32 for a lone document, else gradients of queries,
+        # keys and values as a whole
+        is_lone = len(load.documents) == 1 and not load.sliced_tokens
+        outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange
         if self.is_plain:
             outside -= self._replayed_norm * self.tokens
-        outside += 2 * k * self.tokens
+        outside += (2 * k * self._wide if is_lone else a + 2 * k) * self.tokens
         most = 0
         for before, document in pairwise((0, *load.documents)):
             # those of the document before, whose gradients of keys and values are summed over heads in fp32
