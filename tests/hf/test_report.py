@@ -19,7 +19,8 @@ from hf_longctx.hf.report import RunReport, StepRecord, folded_layout
 from hf_longctx.plan.calibration import ChunkSample, PassSample
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.specs import PlannerConfig
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
 from hf_longctx.plan.traffic import Traffic, mean_traffic
 from hf_longctx.plan.types import Action, Chunk, Estimate, GroupShape, Span, StepPlan
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory
@@ -144,6 +145,23 @@ def test_samples_tell_several_chunks_of_a_group_apart() -> None:
     first, second = StepRecord(plan, 0, 0.0, intervals).samples(tiny_costs(1)).values()
     assert (first.forward.num_tokens, first.forward.seconds, first.backward.seconds) == (4, 1.0, 8.0)
     assert (second.forward.num_tokens, second.forward.seconds, second.backward.seconds) == (6, 2.0, 4.0)
+
+
+@pytest.mark.parametrize("rate", [1.0, 3.0])
+def test_samples_leave_out_what_policies_add(rate: float) -> None:
+    """Also where the device is slower than the model says: what was added is taken off at the rate of the forward."""
+    costs = tiny_costs(1)
+    budget = ActivationBudget(32, 60 * costs.model.saved_bytes_per_token, 2**20, 16)
+    plan = plan_step(0, [120], costs, PlannerConfig(240, (1,), activations=budget))
+    assert any(policy.layers for policy in plan.micro_batches[0].groups[0].stages[0].activations)
+    intervals = tuple(replace(i, start_s=rate * i.start_s, stop_s=rate * i.stop_s) for i in intervals_of(plan, costs, 0))
+    (sample,) = StepRecord(plan, 0, 0.0, intervals).samples(costs).values()
+    ((group, _),) = plan.for_rank(0).rounds
+    for measured, kept_s in (
+        (sample.forward, costs.forward_s(group.chunks[0], group.shape, costs.model.num_layers)),
+        (sample.backward, costs.backward_s(group.chunks[0], group.shape, costs.model.num_layers)),
+    ):
+        assert measured.seconds == pytest.approx(rate * kept_s, rel=1e-9)
 
 
 def test_events_carry_rank_times_and_what_ran() -> None:
