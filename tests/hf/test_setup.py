@@ -21,6 +21,7 @@ from hf_longctx.hf.setup import PlanningSetup, check_setup, planning_setup
 from hf_longctx.plan.catalog import spec_name
 from hf_longctx.plan.cost import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.hardware import HardwareProfile, ModelCalibration, profile_to_json, read_profile
+from hf_longctx.plan.memory import most_tokens
 from hf_longctx.plan.specs import HardwareSpec
 
 
@@ -159,3 +160,18 @@ def test_all_degrees_are_every_number_of_ranks_unless_the_method_has_none(ranks,
     assert ranks(4).run(degrees_of_run, {}, str(tmp_path)) == [(1, 2, 4)] * 4
     for found in ranks(4).run(degrees_of_run, {"degrees": "all", "method": "ulysses"}, str(tmp_path)):
         assert "degree 3 is neither a power of two nor all 4 ranks, and Ulysses takes no other; use method 'auto'" in found
+
+
+def test_room_counts_the_exchanges_of_groups_and_what_is_kept_does_not() -> None:
+    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=2)
+    spec = model_spec(build_model(ModelCase()))
+    config = LongContextConfig(device_gib=(spec.state_bytes() + 40 * spec.saved_bytes_per_token) / 2**30, tile_tokens=16)
+    alone, shared = (
+        planning_setup(config, build_model(ModelCase()), arguments, degrees, None).planner for degrees in [(1,), (1, 2)]
+    )
+    for planner, is_shared in ((alone, False), (shared, True)):
+        budget = planner.activations
+        assert budget is not None and budget.kept_tokens == 40
+        room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
+        assert planner.tokens_per_rank == most_tokens(spec, *room, is_shared=is_shared)
+    assert 40 < shared.tokens_per_rank < alone.tokens_per_rank
