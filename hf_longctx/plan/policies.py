@@ -89,7 +89,8 @@ class _RoomMaker:
 
     def _choose(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
         options = list(self._layer_first(group))
-        if allows_slices and group.shape.num_blocks == 1:
+        # a rank without sequences runs a dummy chunk, of which there is nothing to cut
+        if allows_slices and group.shape.num_blocks == 1 and group.chunks[0].spans:
             options += self._slice_first(group)
         if not options:
             (chunk,) = group.chunks

@@ -86,6 +86,12 @@ def test_a_full_host_is_not_exceeded_by_rounding(num_tokens: int, device_bytes: 
     assert 0.9 * host_bytes < plan.estimate.host_bytes <= host_bytes
 
 
+def test_ranks_without_sequences_need_no_slices_where_nothing_is_wholly_kept() -> None:
+    config = PlannerConfig(4_000, (1,), activations=ActivationBudget(0, 1 << 26, 0, 512))
+    plan = plan_step(0, [500], costs_of(MODEL, 4), config)
+    assert plan.layout == "<1,1,1,1>"
+
+
 @given(st.lists(st.integers(1, 4_000), min_size=1, max_size=8), st.sampled_from([1, 2]))
 @settings(max_examples=20, deadline=None)
 def test_what_fits_as_it_is_keeps_everything(lengths: list[int], num_ranks: int) -> None:
