@@ -128,6 +128,14 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential, under plans."""
+        try:
+            return self._evaluate_plans(dataloader, metric_key_prefix)
+        finally:
+            # within a training its steps go on under the same engine
+            if not self.is_in_train:
+                self._activations.close()
+
+    def _evaluate_plans(self, dataloader: DataLoader[Any], metric_key_prefix: str) -> EvalLoopOutput:
         model = self._placed_model()
         model.eval()
         self._switch_optimizer("eval")

@@ -14,14 +14,23 @@ from dataclasses import replace
 import numpy as np
 
 from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
-from hf_longctx.plan.activation_memory import held_bytes, layer_slots
+from hf_longctx.plan.activation_memory import class_bytes, held_bytes, layer_slots
 from hf_longctx.plan.chunking import sliced_group
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
 from hf_longctx.plan.sppo import slice_counts
-from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, StagePlan, StepPlan, TensorShare
+from hf_longctx.plan.types import (
+    TENSOR_CLASSES,
+    ActivationPolicy,
+    Chunk,
+    LayerPolicy,
+    SequenceGroup,
+    StagePlan,
+    StepPlan,
+    TensorShare,
+)
 
 # how many slices are tried, as far as SPPO's bounds allow them
 _SLICE_COUNTS = (2, 4, 8, 16, 32, 64)
@@ -80,7 +89,8 @@ class _RoomMaker:
 
     def _choose(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
         options = list(self._layer_first(group))
-        if allows_slices and group.shape.num_blocks == 1:
+        # a rank without sequences runs a dummy chunk, of which there is nothing to cut
+        if allows_slices and group.shape.num_blocks == 1 and group.chunks[0].spans:
             options += self._slice_first(group)
         if not options:
             (chunk,) = group.chunks
@@ -133,10 +143,14 @@ class _RoomMaker:
         needed = self._bytes(lean)
         # what works beside saved tensors is about the same whatever the policy
         room_bytes = float(self.budget.device_bytes - (needed.peak - needed.saved))
+        # the host has no more than its slab, and shares are cut at whole tokens: one for the cut, one for an uneven shard
+        model, num_chunks = self.costs.model, len(group.chunks)
+        token_bytes = num_chunks * model.num_layers * sum(class_bytes(model, name) for name in TENSOR_CLASSES)
+        host_bytes = max(0.0, self.budget.host_bytes - 2.0 * token_bytes)
         rate = self.costs.cluster.hardware.copy_bytes_per_s
         for _ in range(_ATTEMPTS):
             try:
-                choice = choose_policy(slots, MemoryLimits(max(0.0, room_bytes), self.budget.host_bytes, rate), explains=False)
+                choice = choose_policy(slots, MemoryLimits(max(0.0, room_bytes), host_bytes, rate), explains=False)
             except ValueError:
                 break
             option = self._with(group, policies(choice.shares))

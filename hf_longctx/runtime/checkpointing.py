@@ -209,8 +209,7 @@ class _LayerBinding:
         self.current: LayerSlot | None = None
         # (module, attribute, what the instance had itself: nothing where the class's own came through)
         self._before: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
-        self._set(modules.layer, "gradient_checkpointing", True)
-        self._set(modules.layer, "_gradient_checkpointing_func", self._run)
+        self._bind_layer(modules.layer)
         self._bind_forward(modules.mlp, is_mlp=True)
         for norm in modules.norms:
             self._bind_forward(norm, is_mlp=False)
@@ -227,6 +226,26 @@ class _LayerBinding:
         own = vars(module)
         self._before.append((module, name, (own[name],) if name in own else ()))
         own[name] = value
+
+    def _bind_layer(self, layer: nn.Module) -> None:
+        """Opens the door for forwards of chunks with activations alone: a layer whose door is open drops its cache."""
+        run, own = layer.forward, vars(layer)
+
+        def forward(*args: Any, **keywords: Any) -> Any:
+            context = keywords.get("longctx")
+            if context is None or context.activations is None:
+                return run(*args, **keywords)
+            door = {"gradient_checkpointing": True, "_gradient_checkpointing_func": self._run}
+            before = {name: own[name] for name in door if name in own}
+            own.update(door)
+            try:
+                return run(*args, **keywords)
+            finally:
+                for name in door:
+                    del own[name]
+                own.update(before)
+
+        self._set(layer, "forward", forward)
 
     def _bind_forward(self, module: nn.Module, is_mlp: bool) -> None:
         run = module.forward

@@ -172,6 +172,8 @@ def test_evaluation_of_long_rows_makes_no_logits_as_a_whole(tmp_path) -> None:
     wide = make_trainer(CASE, rows, str(tmp_path), {}, eval_dataset=datasets.Dataset.from_list(rows))
     narrow = make_trainer(CASE, rows, str(tmp_path), config, eval_dataset=datasets.Dataset.from_list(rows))
     assert narrow.evaluate()["eval_loss"] == pytest.approx(wide.evaluate()["eval_loss"], rel=1e-12)
+    # the model has its own layers and head back, so that it may be copied or given to another trainer
+    assert not any("forward" in vars(module) for module in (narrow.model.lm_head, *narrow.model.model.layers))
     assert narrow._activations.tier is None and wide._activations.engine(wide.model, _no_plan()) is None
 
 

@@ -73,6 +73,25 @@ def test_plans_are_valid_and_fit(
     assert plan_step(0, lengths, costs, config).digest == plan.digest
 
 
+@pytest.mark.parametrize(
+    "num_tokens,device_bytes,host_bytes",
+    [(5469, 1 << 26, 14635910), (4078, 1 << 26, 13062719), (6296, 3 << 25, 4427547), (3850, 1 << 26, 11658376)],
+)
+def test_a_full_host_is_not_exceeded_by_rounding(num_tokens: int, device_bytes: int, host_bytes: int) -> None:
+    # copies are all but free, so that the host is what binds
+    costs = costs_of(MODEL, copy_bytes_per_s=1e13)
+    config = config_of(costs, device_bytes, host_bytes, 512)
+    plan = plan_step(0, [num_tokens], costs, config)
+    assert config.activations is not None
+    assert 0.9 * host_bytes < plan.estimate.host_bytes <= host_bytes
+
+
+def test_ranks_without_sequences_need_no_slices_where_nothing_is_wholly_kept() -> None:
+    config = PlannerConfig(4_000, (1,), activations=ActivationBudget(0, 1 << 26, 0, 512))
+    plan = plan_step(0, [500], costs_of(MODEL, 4), config)
+    assert plan.layout == "<1,1,1,1>"
+
+
 @given(st.lists(st.integers(1, 4_000), min_size=1, max_size=8), st.sampled_from([1, 2]))
 @settings(max_examples=20, deadline=None)
 def test_what_fits_as_it_is_keeps_everything(lengths: list[int], num_ranks: int) -> None:

@@ -381,6 +381,15 @@ def test_unbinding_leaves_nothing_behind() -> None:
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
+def test_a_bound_model_in_training_mode_generates_as_before() -> None:
+    prompt = {"inputs": torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    model = build_model(ModelCase(promoted=True))
+    expected = model.generate(**prompt)
+    engine = ActivationEngine(layer_modules(model))
+    assert torch.equal(model.generate(**prompt), expected)
+    engine.unbind()
+
+
 def test_a_kept_output_that_is_slightly_off_is_noticed() -> None:
     original = kept_attention.AttentionRecord.take
 
