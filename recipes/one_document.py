@@ -134,16 +134,17 @@ class PlannedDocument:
         activations = self.engine.begin(stage.activations[0])
         context = replace(context, activations=activations)
         mask = no_mask(self.ids_1T.device)
-        hooked, _kept = saved_bytes(
-            self.model,
-            lambda: self.model.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                attention_mask=mask,
-                use_cache=False,
-                longctx=context,
-            ),
-        )
+        with activations.running():
+            hooked, _kept = saved_bytes(
+                self.model,
+                lambda: self.model.model(
+                    input_ids=inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    attention_mask=mask,
+                    use_cache=False,
+                    longctx=context,
+                ),
+            )
         # hooks see whole layer inputs too
         whole_inputs = sum(slot.whole_input_bytes for slot in activations.slots if slot is not None)
         return hooked - final_norm_bytes(self.model, self.ids_1T.shape[1]) + sum(activations.held_bytes()) - whole_inputs

@@ -209,9 +209,9 @@ class SequenceExchange:
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
         self._context: GroupContext | None = None
-        # what a tiled loss is divided by, and the head's state while it sums; none where the model makes its own loss
+        # what a tiled loss is divided by (nothing where the model makes its own), and what lasts for one forward
         self._num_items: Any = None
-        self._summing = ExitStack()
+        self._during = ExitStack()
 
     def before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -246,8 +246,12 @@ class SequenceExchange:
         It is called behind a forward that raised too, with no output.
         """
         context, self._context = self._context, None
-        self._summing.close()
-        if context is None or output is None:
+        if output is None:
+            # the forward raised, and what it did not do is no news
+            self._during.__exit__(RuntimeError, RuntimeError("the forward raised"), None)
+            return None
+        self._during.close()
+        if context is None:
             return None
         context.check_calls(self.num_attention_layers)
         if self._num_items is None:
@@ -267,8 +271,10 @@ class SequenceExchange:
         if policy.tile_tokens:
             assert engine.head is not None
             # backward follows at once: a stock trainer makes one forward at a time
-            self._summing.enter_context(engine.head.summing(labels_1T, policy.tile_tokens, keep_gradients=True))
-        return replace(context, activations=engine.begin(policy)), policy.tile_tokens > 0
+            self._during.enter_context(engine.head.summing(labels_1T, policy.tile_tokens, keep_gradients=True))
+        activations = engine.begin(policy)
+        self._during.enter_context(activations.running())
+        return replace(context, activations=activations), policy.tile_tokens > 0
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
         """This rank's documents and the lengths of every rank's; a rank's problem is raised on all of them."""

@@ -37,7 +37,7 @@ from hf_longctx.hf.refusals import (
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.executor import StepExecutor, forward_only
 
 
 class LongContextMixin(PlannedDataMixin, PlacementMixin):
@@ -145,7 +145,8 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         with self._explained():
             for batch in dataloader:
                 step = batch["step"]
-                rank_plan = step.plan.for_rank(self._pool.rank)
+                # nothing waits for a backward, so nothing is asked of the host
+                rank_plan = forward_only(step.plan.for_rank(self._pool.rank))
                 executor.engine = self._activations.engine(model, rank_plan)
                 loss_sum += float(executor.evaluate(rank_plan, batch["chunks"]))
                 num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])

@@ -17,8 +17,8 @@ while the layer behind it is replayed. Layers that keep everything run as they a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.plan.types import ActivationPolicy, LayerPolicy
+from hf_longctx.runtime.binding import bound
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.kept_projections import ProjectionRecord, project
 from hf_longctx.runtime.offload import HostTier, SplitTensor
@@ -113,14 +114,33 @@ class LayerSlot:
 class ChunkActivations:
     """The slots of one forward of one chunk; it travels in the chunk's context. Layers without a slot keep everything."""
 
-    def __init__(self, policy: ActivationPolicy, num_layers: int, tier: HostTier | None = None) -> None:
+    def __init__(self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], tier: HostTier | None = None) -> None:
+        self._bindings = bindings
+        self.num_layers_seen = 0
         slots: list[LayerSlot | None] = []
         before: LayerSlot | None = None
-        for layer in [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]:
+        for layer in [*policy.layers, *[LayerPolicy()] * (len(bindings) - len(policy.layers))]:
             slot = None if layer.keeps_everything else LayerSlot(layer, policy.tile_tokens, tier, before)
             slots.append(slot)
             before = slot or before
         self.slots = tuple(slots)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the forward of the model; opens the layers' doors.
+
+        Raises RuntimeError if layers ran as they were, which would hold more than the policy says.
+        """
+        self.num_layers_seen = 0
+        with ExitStack() as doors:
+            for binding in self._bindings:
+                doors.enter_context(binding.open_door())
+            yield
+        if self.num_layers_seen != len(self._bindings):
+            raise RuntimeError(
+                f"{self.num_layers_seen} of {len(self._bindings)} layers ran under the activation policy; the model must be in "
+                f"training mode and hand the plan to its decoder layers"
+            )
 
     def held_bytes(self) -> tuple[int, int]:
         """(device, host) bytes of layer inputs, projections, attention outputs, LSEs and MLP tensors that wait for backward."""
@@ -161,7 +181,7 @@ class ActivationEngine:
     def begin(self, policy: ActivationPolicy) -> ChunkActivations:
         """Fresh slots for one forward under `policy`, which `check` must allow."""
         self.check(policy)
-        return ChunkActivations(policy, self.num_layers, self.tier)
+        return ChunkActivations(policy, self._bindings, self.tier)
 
     def check(self, policy: ActivationPolicy) -> None:
         """Raises ValueError by name for what this version does not execute."""
@@ -209,7 +229,6 @@ class _LayerBinding:
         self.current: LayerSlot | None = None
         # (module, attribute, what the instance had itself: nothing where the class's own came through)
         self._before: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
-        self._bind_layer(modules.layer)
         self._bind_forward(modules.mlp, is_mlp=True)
         for norm in modules.norms:
             self._bind_forward(norm, is_mlp=False)
@@ -227,25 +246,19 @@ class _LayerBinding:
         self._before.append((module, name, (own[name],) if name in own else ()))
         own[name] = value
 
-    def _bind_layer(self, layer: nn.Module) -> None:
-        """Opens the door for forwards of chunks with activations alone: a layer whose door is open drops its cache."""
-        run, own = layer.forward, vars(layer)
-
-        def forward(*args: Any, **keywords: Any) -> Any:
-            context = keywords.get("longctx")
-            if context is None or context.activations is None:
-                return run(*args, **keywords)
-            door = {"gradient_checkpointing": True, "_gradient_checkpointing_func": self._run}
-            before = {name: own[name] for name in door if name in own}
-            own.update(door)
-            try:
-                return run(*args, **keywords)
-            finally:
-                for name in door:
-                    del own[name]
-                own.update(before)
-
-        self._set(layer, "forward", forward)
+    @contextmanager
+    def open_door(self) -> Iterator[None]:
+        """Inside, the layer hands its forwards to `_run`. Not longer, since a layer whose door is open drops its cache."""
+        own = vars(self.modules.layer)
+        door = {"gradient_checkpointing": True, "_gradient_checkpointing_func": self._run}
+        before = {name: own[name] for name in door if name in own}
+        own.update(door)
+        try:
+            yield
+        finally:
+            for name in door:
+                del own[name]
+            own.update(before)
 
     def _bind_forward(self, module: nn.Module, is_mlp: bool) -> None:
         run = module.forward
@@ -256,7 +269,7 @@ class _LayerBinding:
                 return run(x)
             return tokenwise(module, run, x, slot.tile_tokens, slot.mlp if is_mlp else None)
 
-        self._set(module, "forward", forward)
+        self._set(module, "forward", bound(module, forward))
 
     def _bind_projection(self, linear: nn.Linear, place: int) -> None:
         run = linear.forward
@@ -265,7 +278,7 @@ class _LayerBinding:
             slot = self.current
             return run(x) if slot is None or not slot.keeps_qkv else project(linear, x, slot.projections, place)
 
-        self._set(linear, "forward", forward)
+        self._set(linear, "forward", bound(linear, forward))
 
     def _makes_graph(self, inputs: tuple[Any, ...]) -> bool:
         """Whether anything in the layer has a gradient; it has not below the first of the weights that are trained."""
@@ -276,6 +289,8 @@ class _LayerBinding:
         """A layer's forward as its class calls it: `function` is a partial that holds every keyword argument."""
         assert isinstance(function, partial)
         context = function.keywords.get("longctx")
+        if context is not None and context.activations is not None:
+            context.activations.num_layers_seen += 1
         if context is None or context.activations is None or not self._makes_graph(inputs):
             return function(*inputs)
         slot = context.activations.slots[self.index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -142,6 +143,7 @@ class StepExecutor:
     def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
         """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only, as `run` otherwise."""
         self.parameters.check(plan.parameters)
+        plan = forward_only(plan)
         refuse_unsupported(plan, self.engine)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -156,14 +158,15 @@ class StepExecutor:
 
     def forward_chunk(self, chunk: ChunkInputs, context: GroupContext) -> Tensor:
         """Logits [1, T, V] of this rank's shard; raises RuntimeError if some layer's attention did not get the plan."""
-        output = self.model(
-            input_ids=chunk.input_ids,
-            position_ids=chunk.position_ids,
-            attention_mask=self._no_mask,
-            use_cache=False,
-            return_dict=True,
-            longctx=context,
-        )
+        with nullcontext() if context.activations is None else context.activations.running():
+            output = self.model(
+                input_ids=chunk.input_ids,
+                position_ids=chunk.position_ids,
+                attention_mask=self._no_mask,
+                use_cache=False,
+                return_dict=True,
+                longctx=context,
+            )
         context.check_calls(self.num_attention_layers)
         logits: Tensor = output.logits
         return logits
@@ -255,6 +258,15 @@ class _Round:
         held = [activations.held_bytes() for activations in self.activations.values()]
         saved, host = (sum(column) for column in zip((0, 0), *held, strict=True))
         self.memory = self.memory.most(StepMemory(saved, host, self.book.peak_bytes))
+
+
+def forward_only(plan: RankPlan) -> RankPlan:
+    """The plan without what policies do for a backward: their tiles are left."""
+    rounds = tuple(
+        (group, replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
+        for group, stage in plan.rounds
+    )
+    return replace(plan, rounds=rounds)
 
 
 def no_mask(device: torch.device) -> Tensor:

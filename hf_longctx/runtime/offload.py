@@ -102,7 +102,7 @@ class HostSlab:
             free_bytes = sum(run.num_bytes for run in self._free)
             raise ValueError(
                 f"{size / 2**20:.3f} MiB of saved tensors do not fit into a host slab of {self.capacity_bytes / 2**20:.3f} MiB, "
-                f"of which {free_bytes / 2**20:.3f} MiB are free in pieces; give it more host memory, or plan lower host shares"
+                f"of which {free_bytes / 2**20:.3f} MiB are free in pieces; give it more host memory (host_gib)"
             )
         self._free.remove(fitting)
         if rest := fitting.num_bytes - size:

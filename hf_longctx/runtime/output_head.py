@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from hf_longctx.runtime.binding import bound
 from hf_longctx.runtime.loss import IGNORE_INDEX
 from hf_longctx.runtime.reduction import HALF_DTYPES
 from hf_longctx.runtime.token_tiles import Run, add_gradients, tiles_of
@@ -67,7 +68,7 @@ class OutputHead:
             order.num_calls += 1
             return _summed(head, lambda x: run(x, *args, **keywords), hidden_1TC, order)
 
-        own["forward"] = forward
+        own["forward"] = bound(head, forward)
 
     def unbind(self) -> None:
         vars(self.head).pop("forward", None)

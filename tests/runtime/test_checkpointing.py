@@ -5,6 +5,7 @@ Counted is what really runs: query-key pairs of attention tiles, and tokens that
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime import checkpointing, chunk_attention, kept_attention, token_tiles
 from hf_longctx.runtime.checkpointing import ActivationEngine, LayerModules
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.output_head import OutputHead
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
@@ -414,3 +416,33 @@ def test_an_unfilled_output_that_is_read_is_noticed() -> None:
     with patch.object(checkpointing, "tokenwise", leave_unfilled):
         step(model, layers, rows, (recomputing(),) * 2, 8)
     assert not worst_error(model, expected) <= TOLERANCE
+
+
+def test_a_copy_of_a_bound_model_runs_on_its_own_weights() -> None:
+    model = build_model(ModelCase())
+    patch_model(model)
+    engine = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model)))
+    copied = copy.deepcopy(model)
+    plain = build_model(ModelCase())
+    with torch.no_grad():
+        for parameter, other in zip(copied.parameters(), plain.parameters(), strict=True):
+            parameter.mul_(1.5)
+            other.mul_(1.5)
+    ids = torch.arange(20)[None]
+    assert torch.equal(copied(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)
+    engine.unbind()
+
+
+def test_a_model_whose_layers_do_not_pass_the_door_is_refused() -> None:
+    """In evaluation mode layers run as they are: nothing would be recomputed, and nobody told."""
+    model = build_model(ModelCase(promoted=True))
+    patch_model(model)
+    engine = ActivationEngine(layer_modules(model))
+    executor = StepExecutor(model.eval(), GroupPool((1,), timeout_s=1.0), num_attention_layers(model), CPU, engine=engine)
+    plan = plan_of([[(1, (0,))]], [13], 1)
+    ((group, stage),) = plan.for_rank(0).rounds
+    stage = replace(stage, activations=(ActivationPolicy(0, 0, (recomputing(),) * 2),))
+    plan = replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
+    batch = rank_inputs(plan, random_rows([13]), 0)
+    with pytest.raises(RuntimeError, match="0 of 2 layers ran under the activation policy"):
+        executor.run(plan.for_rank(0), batch["chunks"], 12)

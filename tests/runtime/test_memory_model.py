@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +109,8 @@ def measured(
 
     def forward() -> Tensor:
         activations = engine.begin(policy) if policy is not None else None
-        logits = model(**inputs, return_dict=True, longctx=replace(context, activations=activations)).logits
+        with nullcontext() if activations is None else activations.running():
+            logits = model(**inputs, return_dict=True, longctx=replace(context, activations=activations)).logits
         return summed_cross_entropy(logits, labels) / NUM_TOKENS
 
     forward().backward()

@@ -138,7 +138,7 @@ def test_policies_hold_exactly_what_is_predicted(
     mask = no_mask(torch.device("cpu"))
 
     def forward() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast), activations.running():
             return model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=context).last_hidden_state
 
     outside, output = saved_bytes(model, forward)
@@ -174,7 +174,8 @@ def test_slices_under_policies_hold_what_whole_sequences_do_and_the_book_keys_an
         activations = engine.begin(chosen)
         context = pool.context(SequenceGroup((0,), "local", chunks, ()), chunk, book)
         keywords = {"use_cache": False, "longctx": replace(context, activations=activations)}
-        outside, output = saved_bytes(model, lambda k=keywords: model.model(ids, mask, **k).last_hidden_state)
+        with activations.running():
+            outside, output = saved_bytes(model, lambda k=keywords: model.model(ids, mask, **k).last_hidden_state)
         assert activations.held_bytes() == held_bytes(spec(dtype), chosen, 3, NUM_TOKENS)
         inputs = 0 if host else 3 * HIDDEN * dtype.itemsize * NUM_TOKENS
         assert outside == pytest.approx(inputs + layer_bytes_of_norm(dtype), rel=0.01)
@@ -222,7 +223,9 @@ def test_the_engine_lets_go_of_everything_when_backward_is_done() -> None:
     activations = engine.begin(ActivationPolicy(0, 0, (policy(0.5, 0.25, 0.5),) * 3, 64))
     context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, NUM_TOKENS),)))
     ids, mask = torch.zeros(1, NUM_TOKENS, dtype=torch.int64), no_mask(torch.device("cpu"))
-    output = model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=replace(context, activations=activations))
+    context = replace(context, activations=activations)
+    with activations.running():
+        output = model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=context)
     output.last_hidden_state.sum().backward()
     del output
     assert activations.held_bytes() == (sum(slot.whole_input_bytes for slot in activations.slots), 0)
@@ -243,7 +246,9 @@ def test_layer_inputs_on_the_host_are_gone_from_the_device(host: float, num_aliv
         for layer in model.model.layers[:2]
     ]
     ids, mask = torch.zeros(1, NUM_TOKENS, dtype=torch.int64), no_mask(torch.device("cpu"))
-    output = model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=replace(context, activations=activations))
+    context = replace(context, activations=activations)
+    with activations.running():
+        output = model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=context)
     for handle in handles:
         handle.remove()
     # a tensor that autograd holds keeps its Python object
