@@ -49,7 +49,7 @@ def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> 
 
 
 def test_states_are_sharded_for_a_sequence_that_would_not_fit_beside_whole_ones() -> None:
-    whole = build_scenario(SMALL).longest_tokens
+    whole = 8 * build_scenario(SMALL).kept_tokens
     assert build_scenario(replace(SMALL, longest_tokens=whole)).placement.parameters == "replicated"
     longer = build_scenario(replace(SMALL, longest_tokens=whole + 1))
     assert longer.placement.parameters == "sharded" and longer.longest_tokens > whole
