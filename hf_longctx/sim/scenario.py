@@ -105,6 +105,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.lora_rank < 0:
         raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
+    if request.lora_rank and request.longest_tokens:
+        notes.append("planned steps are priced as if all weights were trained, in seconds and workspace; their states are LoRA's")
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep")
     memory = replace(
