@@ -54,6 +54,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, of weights and saved activations")
     how.add_argument("--lora-rank", type=int, default=0, help="of adapters on all matrices; 0 trains all weights (default)")
     how.add_argument("--host-gib", type=float, help="host memory for each rank's saved tensors (default: the profile's)")
+    how.add_argument(
+        "--activations", choices=("auto", "keep"), default="auto", help="auto: recompute and offload by need; keep: never"
+    )
     how.add_argument("--degrees", type=_degrees, default=(), help="allowed sizes of sequence groups, for example 1,2,4,8")
     how.add_argument("--method", choices=("auto", "ulysses", "ring", "hybrid"), default="auto", help="how groups share attention")
     how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")
@@ -162,6 +165,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         solver_time_limit_s=options.solver_time_limit,
         longest_tokens=longest_tokens,
         lora_rank=options.lora_rank,
+        activations=options.activations,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )
 
@@ -189,13 +193,13 @@ def _simulate(options: argparse.Namespace) -> str:
     plan = validate_plan(file.plan)
     costs, memory = _priced(options, file)
     execution = execute_plan(plan, costs)
-    text = execution_text(plan, execution, memory, costs.shard_ranks)
+    text = execution_text(plan, execution, costs, memory)
     if options.output:
         from hf_longctx.sim.pictures import check_pictures, write_execution
 
         check_pictures()
         write_execution(plan, execution, text, options.output)
-    return json.dumps(execution_record(plan, execution, memory, costs.shard_ranks), indent=2) if options.json else text
+    return json.dumps(execution_record(plan, execution, costs, memory), indent=2) if options.json else text
 
 
 def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, MemoryModel]:

@@ -36,6 +36,8 @@ from hf_longctx.plan.types import (
 _SLICE_COUNTS = (2, 4, 8, 16, 32, 64)
 # how often a program is solved again with less room, where what works beside its policy takes more than it was told
 _ATTEMPTS = 4
+# groups of one plan for which programs are solved and slices tried; for more, the greedy order of layer-first policies is taken
+_MOST_PROGRAMS = 24
 
 # shares of all slots to policies of all chunks
 _Policies = Callable[[Sequence[tuple[TensorShare, ...]]], tuple[ActivationPolicy, ...]]
@@ -64,12 +66,26 @@ def with_policies(plan: StepPlan, costs: CostModel, budget: ActivationBudget, al
     )
 
 
+def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudget) -> str:
+    """Why a group of `with_policies` keeps, offloads and computes again what it does, in one sentence."""
+    (stage,) = group.stages
+    if not stage.activations:
+        return "nothing is offloaded: everything fits on the device"
+    if not any(policy.layers for policy in stage.activations):
+        return "nothing is offloaded: everything but logits fits on the device"
+    return _RoomMaker(costs, budget).reason(group)
+
+
 class _RoomMaker:
     """Groups with policies; groups alike are solved once."""
 
     def __init__(self, costs: CostModel, budget: ActivationBudget) -> None:
         self.costs, self.budget = costs, budget
         self._known: dict[object, tuple[Chunk, SequenceGroup]] = {}
+
+    @property
+    def _solves(self) -> bool:
+        return len(self._known) < _MOST_PROGRAMS
 
     def for_group(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
         """The group with what it needs to fit; raises ValueError where nothing does."""
@@ -90,7 +106,8 @@ class _RoomMaker:
     def _choose(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
         options = list(self._layer_first(group))
         # a rank without sequences runs a dummy chunk, of which there is nothing to cut
-        if allows_slices and group.shape.num_blocks == 1 and group.chunks[0].spans:
+        is_sliceable = group.shape.num_blocks == 1 and bool(group.chunks[0].spans)
+        if allows_slices and is_sliceable and (self._solves or not options):
             options += self._slice_first(group)
         if not options:
             (chunk,) = group.chunks
@@ -108,15 +125,18 @@ class _RoomMaker:
         if self._fits(tiled):
             yield tiled
             return
+        yield from self._solved(group, *self._layer_way(group))
+
+    def _layer_way(self, group: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
+        """Slots of the one chunk's layers, and the policy that their shares make."""
         (chunk,) = group.chunks
-        slots = layer_slots(self.costs, chunk, group.shape)
 
         def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
             # a ring has run its tiles for all of its tokens or for none
             chosen = [tuple(map(_all_or_none, layer)) for layer in shares] if group.shape.num_blocks > 1 else shares
             return (ActivationPolicy(0, 0, tuple(map(_layer_policy, chosen)), self.budget.tile_tokens),)
 
-        yield from self._solved(group, slots, policies)
+        return layer_slots(self.costs, chunk, group.shape), policies
 
     def _slice_first(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
         """The longest sequence in slices, one slot of the program for each chunk."""
@@ -126,19 +146,39 @@ class _RoomMaker:
         longest = max(span.num_tokens for span in chunk.spans)
         for count in (count for count in _SLICE_COUNTS if count in slice_counts(longest, group.degree)):
             sliced = sliced_group(group, count, pair_s, token_s)
-            slots = [_one_slot(layer_slots(self.costs, part, group.shape)) for part in sliced.chunks]
+            yield from self._solved(sliced, *self._slice_way(sliced))
 
-            def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
-                num_layers, tile_tokens = self.costs.model.num_layers, self.budget.tile_tokens
-                return tuple(
-                    ActivationPolicy(index, 0, (_layer_policy(chosen),) * num_layers, tile_tokens)
-                    for index, chosen in enumerate(shares)
-                )
+    def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
+        """A slot of all layers for each chunk, and the policies that their shares make."""
 
-            yield from self._solved(sliced, slots, policies)
+        def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
+            num_layers, tile_tokens = self.costs.model.num_layers, self.budget.tile_tokens
+            return tuple(
+                ActivationPolicy(index, 0, (_layer_policy(chosen),) * num_layers, tile_tokens)
+                for index, chosen in enumerate(shares)
+            )
+
+        return [_one_slot(layer_slots(self.costs, part, sliced.shape)) for part in sliced.chunks], policies
+
+    def reason(self, group: SequenceGroup) -> str:
+        """Why the policies of a group that was chosen are as they are: its program is solved again, and says so."""
+        slots, policies = self._slice_way(group) if len(group.chunks) > 1 else self._layer_way(group)
+        solved = self._program(group, slots, policies, explains=True)
+        return solved[1] if solved else "layer inputs alone are kept: the program found nothing else that fits"
 
     def _solved(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies) -> Iterator[SequenceGroup]:
         """The group under the cheapest policies that fit; under those that need the least where the program finds none."""
+        if (solved := self._program(group, slots, policies)) is not None:
+            yield solved[0]
+            return
+        # what arrives from the host takes room too, so that less may need more
+        options = self._lean(group, self.budget.host_bytes), self._lean(group, 0)
+        yield from (option for option in options if self._fits(option))
+
+    def _program(
+        self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies, explains: bool = False
+    ) -> tuple[SequenceGroup, str] | None:
+        """The group under what the program chooses, and its reason if it `explains`; None where nothing that it finds fits."""
         lean = self._lean(group, 0)
         needed = self._bytes(lean)
         # what works beside saved tensors is about the same whatever the policy
@@ -150,17 +190,16 @@ class _RoomMaker:
         rate = self.costs.cluster.hardware.copy_bytes_per_s
         for _ in range(_ATTEMPTS):
             try:
-                choice = choose_policy(slots, MemoryLimits(max(0.0, room_bytes), host_bytes, rate), explains=False)
+                limits = MemoryLimits(max(0.0, room_bytes), host_bytes, rate)
+                choice = choose_policy(slots, limits, explains=explains, solves=self._solves)
             except ValueError:
                 break
             option = self._with(group, policies(choice.shares))
             over_bytes = self._bytes(option).peak - self.budget.device_bytes
             if over_bytes <= 0:
-                yield option
-                return
+                return option, choice.reason
             room_bytes = min(room_bytes, choice.outcome.device_bytes) - over_bytes
-        # what arrives from the host takes room too, so that less may need more
-        yield from (option for option in (self._lean(group, self.budget.host_bytes), lean) if self._fits(option))
+        return None
 
     def _lean(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
         """The group with layer inputs kept alone, as many as `host_bytes` hold on the host."""

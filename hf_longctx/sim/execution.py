@@ -14,13 +14,16 @@ from hf_longctx.timeline import TimelineEvent
 class Execution:
     """A plan's predicted run. `once_s`: of the step, for the optimizer and all that is not part of a chunk.
 
-    `events`: F and B without what is communicated in them, which stands behind as "exchange".
+    `events`: F and B without what is communicated in them, which stands behind as "exchange". peak_bytes, host_bytes: of every
+    rank, by the formulas of the cost model's states and of policies.
     """
 
     step_s: float
     once_s: float
     ranks: tuple[RankUse, ...]
     events: tuple[TimelineEvent, ...]
+    peak_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
 
     def share(self, seconds: str) -> float:
         """The share of all rank-seconds of the step that go into "compute_s", "exchange_s" or "idle_s"."""
@@ -43,7 +46,7 @@ def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:
     events = [part for event, seconds in zip(run.events, run.exchange_s, strict=True) for part in _split(event, seconds)]
     if run.once_s:
         events += [TimelineEvent(r, "step", "optimizer", run.step_s - run.once_s, run.step_s) for r in range(plan.num_ranks)]
-    return Execution(run.step_s, run.once_s, run.ranks, tuple(events))
+    return Execution(run.step_s, run.once_s, run.ranks, tuple(events), run.peak_bytes, run.host_bytes)
 
 
 def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hf_longctx.plan.baselines import all_baselines, static_layout
+from hf_longctx.plan.baselines import BASELINES, all_baselines, static_layout
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.greedy import plan_static
 from hf_longctx.plan.grouping import GroupingProblem, Layout
@@ -18,6 +18,7 @@ from hf_longctx.plan.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import ENGINE_SHARE, Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory import Remedy, remedies, wider_job
+from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
 
@@ -44,10 +45,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """One step: the plan, its run, and the seconds of every baseline with the same lengths, cost model and memory."""
+    """One step: the plan, its run and memory, and the seconds of every baseline with the same lengths and cost model.
+
+    Baselines keep everything, in the same memory.
+    """
 
     plan: StepPlan
     execution: Execution
+    memory_use: MemoryUse
     baselines: tuple[Choice, ...]
 
 
@@ -67,7 +72,7 @@ class DegreeUse:
 class Forecast:
     """Everything the report says. Without lengths there are no steps, but memory and the longest sequence are known.
 
-    longest: what the activation engine makes of one sequence, by its switches; a planned step keeps everything.
+    longest: what the activation engine makes of one sequence, by its switches.
     alternatives: other degrees and methods for the first step. context_limit: the tokens that a run with one degree for all its
     steps must be able to hold.
     """
@@ -101,9 +106,22 @@ class Forecast:
 
     @property
     def peak_tokens(self) -> int:
-        """The most tokens that a rank holds in any step; without steps, as many as fit."""
+        """The most tokens that a rank holds in any step; without steps, as many as fit with everything kept."""
         held = [rank.peak_tokens for step in self.steps for rank in step.execution.ranks]
-        return max(held, default=self.scenario.tokens_per_rank)
+        return max(held, default=self.scenario.kept_tokens)
+
+    @property
+    def fullest(self) -> MemoryUse | None:
+        """Of the step whose fullest rank holds the most bytes; None without steps."""
+        return max((step.memory_use for step in self.steps), key=lambda use: use.peak_bytes, default=None)
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the fullest rank of all steps holds beside the states; without steps, what as many tokens as fit save."""
+        memory, placement = self.scenario.memory, self.scenario.placement
+        if self.fullest is None:
+            return self.peak_tokens * memory.saved_bytes_per_token
+        return self.fullest.peak_bytes - memory.state_bytes(placement.parameters, placement.shard_ranks)
 
     def share(self, seconds: str) -> float:
         """As `Execution.share`, over all steps."""
@@ -128,10 +146,11 @@ class Forecast:
         )
 
     def placed_lengths(self) -> Iterator[tuple[int, SequenceGroup]]:
-        """Every sequence's length with the group that it runs in; of slices, each in its own."""
+        """Every sequence's length with the group that it runs in."""
         for plan in (step.plan for step in self.steps):
             for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
-                for span in (span for chunk in group.chunks for span in chunk.spans):
+                # a sequence in slices counts by its first one
+                for span in (span for chunk in group.chunks for span in chunk.spans if not span.start):
                     yield plan.lengths[span.sequence], group
 
 
@@ -172,16 +191,29 @@ def _times(text: str, count: int, sign: str = "x") -> str:
 def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, limit: int) -> StepForecast:
     plan = plan_step(number, lengths, scenario.costs, scenario.planner_config)
     execution = execute_plan(plan, scenario.costs)
-    peak_bytes = scenario.memory.rank_bytes(
-        max(rank.peak_tokens for rank in execution.ranks), scenario.placement.parameters, scenario.placement.shard_ranks
-    )
-    plan = replace(plan, estimate=replace(plan.estimate, peak_bytes=peak_bytes))
-    return StepForecast(plan, execution, _baselines(lengths, scenario, limit))
+    use = memory_use(plan, execution, scenario.costs, scenario.memory, scenario.budget)
+    plan = replace(plan, estimate=replace(plan.estimate, peak_bytes=use.peak_bytes))
+    return StepForecast(plan, execution, use, _baselines(lengths, scenario, limit))
+
+
+def _kept_config(scenario: Scenario) -> PlannerConfig:
+    """What others plan with: everything is kept. Only where a token fits so."""
+    return replace(scenario.planner_config, tokens_per_rank=scenario.kept_tokens, activations=None)
+
+
+def _unfit(longest: int, degree: int, scenario: Scenario) -> str:
+    """Why a sequence does not fit a group with everything kept; empty where it does."""
+    if longest <= (room := degree * scenario.kept_tokens):
+        return ""
+    how = "" if scenario.memory.keeps_everything else " with everything kept"
+    return f"does not fit: the longest sequence has {longest:,} tokens, {degree} rank(s) hold {room:,}{how}"
 
 
 def _baselines(lengths: Sequence[int], scenario: Scenario, limit: int) -> tuple[Choice, ...]:
-    """What others would do; their layouts run under the same judge as the plan."""
-    problem = GroupingProblem.build(lengths, scenario.costs, scenario.planner_config)
+    """What others would do, who keep everything; their layouts run under the same judge as the plan."""
+    if reason := _unfit(max(lengths), scenario.placement.degrees[-1], scenario):
+        return tuple(Choice(name, detail=reason) for name in BASELINES)
+    problem = GroupingProblem.build(lengths, scenario.costs, _kept_config(scenario))
     choices = []
     for baseline in all_baselines(problem, limit):
         if baseline.can_run:
@@ -194,16 +226,15 @@ def _baselines(lengths: Sequence[int], scenario: Scenario, limit: int) -> tuple[
 
 def _static_degrees(lengths: Sequence[int], scenario: Scenario) -> tuple[Choice, ...]:
     """The step with one degree for all groups, for every degree: the better of our layout and of best-fit packing."""
-    config = scenario.planner_config
+    reasons = {degree: _unfit(max(lengths), degree, scenario) for degree in scenario.placement.degrees}
+    choices = [Choice(f"all groups of {degree}", detail=reason, degree=degree) for degree, reason in reasons.items() if reason]
+    if len(choices) == len(reasons):
+        return tuple(choices)
+    config = _kept_config(scenario)
     problem = GroupingProblem.build(lengths, scenario.costs, config)
     ordered, order = problem.longest_first()
-    choices = []
-    for degree in config.degrees:
-        name, room, longest = f"all groups of {degree}", degree * config.tokens_per_rank, max(lengths)
-        if longest > room:
-            reason = f"does not fit: the longest sequence has {longest:,} tokens, {degree} rank(s) hold {room:,}"
-            choices.append(Choice(name, detail=reason, degree=degree))
-            continue
+    for degree in (degree for degree, reason in reasons.items() if not reason):
+        name = f"all groups of {degree}"
         packed = [
             [(d, tuple(order[i] for i in part)) for d, part in groups] for groups in static_layout(ordered, degree, fill=1.0)
         ]
@@ -221,7 +252,7 @@ def _judged(name: str, lengths: Sequence[int], layout: Layout, problem: Grouping
 
 
 def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
-    """The plan's own groups, but all sharing attention by one method."""
+    """The plan's own groups, but all sharing attention by one method and with everything kept."""
     config, costs = scenario.planner_config, scenario.costs
     used = {group.method for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1}
     choices = []
@@ -229,6 +260,11 @@ def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
         if not used or used == {method}:
             continue
         name, forced = f"these groups by {method} alone", replace(costs, method=method)
+        if has_policies(plan):
+            # slices and shares are chosen for a method
+            reason = f"does not fit: the plan's groups need what the activation engine makes room for, {scenario.kept_tokens:,}"
+            choices.append(Choice(name, detail=f"{reason} tokens a rank are wholly kept"))
+            continue
         try:
             shapes = _shapes(plan, forced, config)
         except ValueError as error:
@@ -279,7 +315,7 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
     device_bytes = int(memory.device_bytes * ENGINE_SHARE) - states
     return longest_rows(
-        scenario.costs, Budget(placement.degrees[-1], device_bytes, scenario.host_bytes, trains_weights=not memory.lora_rank)
+        scenario.costs, Budget(placement.degrees[-1], device_bytes, memory.host_bytes, trains_weights=not memory.lora_rank)
     )
 
 

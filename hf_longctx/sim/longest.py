@@ -1,7 +1,8 @@
 """The longest sequence that one group of ranks can train, switch by switch of the activation engine, and seconds of its step.
 
-Lengths come from the moments of `plan/layer_memory.py`, seconds from the cost model, with what the choice of shares adds: what
-runs again, and copies that computation does not hide. Other than for planned steps, workspace is counted and not guessed.
+Lengths come from the moments of `plan/layer_memory.py`, seconds from the cost model with what policies add. Planned steps
+leave a fifth of the device alone (`specs.USABLE_SHARE`), as runs do unless `device_gib` says otherwise: where everything is
+kept, workspace comes out of it. Here workspace is counted in every row, so that a tenth is left (`ENGINE_SHARE`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from hf_longctx.plan.activation import MemoryLimits, outcome_of
-from hf_longctx.plan.activation_memory import layer_slots
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import chunk_bytes, lean_policy
-from hf_longctx.plan.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span
+from hf_longctx.plan.policies import group_seconds
+from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, LayerRange, SequenceGroup, Span, StagePlan
+from hf_longctx.sim.memory import TILE_TOKENS
 
 # of the device, beside workspace: for fragmentation, buffers of communication and the process itself
 ENGINE_SHARE = 0.9
-TILE_TOKENS = 2048
 _GIB = 2**30
 
 
@@ -118,15 +116,8 @@ def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_toke
         backward = replace(costs.coefficients.backward, token_s=costs.coefficients.backward.token_s / 2)
         costs = replace(costs, coefficients=replace(costs.coefficients, backward=backward))
     shape = costs.best_shape(budget.degree, num_tokens)
-    chunk, num_layers = Chunk(0, (Span(0, 0, num_tokens),)), costs.model.num_layers
-    seconds = costs.forward_s(chunk, shape, num_layers) + costs.backward_s(chunk, shape, num_layers)
-    return seconds + _again_s(costs, budget, policy, chunk, shape) + costs.coefficients.step_s
-
-
-def _again_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, chunk: Chunk, shape: GroupShape) -> float:
-    slots = layer_slots(costs, chunk, shape)
-    layers = [*policy.layers, *[LayerPolicy()] * (len(slots) - len(policy.layers))]
-    chosen = [layer.share(item.tensor_class) for layer, slot in zip(layers, slots, strict=True) for item in slot.saved]
-    shares = np.array([(share.recompute, share.host) for share in chosen])
-    limits = MemoryLimits(budget.device_bytes, budget.host_bytes, costs.cluster.hardware.copy_bytes_per_s)
-    return outcome_of(slots, shares, limits).cost_s
+    stage = StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)), (policy,))
+    ulysses = shape.ulysses if shape.method == "hybrid" else 0
+    chunk = Chunk(0, (Span(0, 0, num_tokens),))
+    group = SequenceGroup(tuple(range(budget.degree)), shape.method, (chunk,), (stage,), ulysses)
+    return group_seconds(costs, group) + costs.coefficients.step_s

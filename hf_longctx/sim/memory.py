@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.specs import USABLE_SHARE, GroupMethod, ModelSpec, default_degrees
+from hf_longctx.plan.memory import most_tokens
+from hf_longctx.plan.specs import USABLE_SHARE, ActivationBudget, GroupMethod, ModelSpec, default_degrees
 from hf_longctx.plan.types import Parameters
 
+# token tile of norms, MLP and loss, as a run's default
+TILE_TOKENS = 2048
 _LEAST_GAIN = 1.05
 _MAX_DOUBLINGS = 10
 
@@ -18,7 +21,8 @@ class MemoryModel:
 
     usable_bytes: for states and saved tensors. state_bytes_per_parameter: as measured, of weights, gradients and optimizer
     (0: by the formula of `ModelSpec`). lora_rank: of adapters on all matrices of the layers, everything else frozen (0: all
-    weights are trained).
+    weights are trained). host_bytes: of each rank for saved tensors (0: none is counted). keeps_everything: nothing is
+    recomputed, offloaded or tiled, as where saved bytes were measured with the recomputation that was used there.
     """
 
     model: ModelSpec
@@ -27,6 +31,8 @@ class MemoryModel:
     saved_bytes_per_token: int
     state_bytes_per_parameter: int = 0
     lora_rank: int = 0
+    host_bytes: int = 0
+    keeps_everything: bool = True
 
     @classmethod
     def by_formula(cls, model: ModelSpec, device_bytes: int) -> MemoryModel:
@@ -70,11 +76,26 @@ class MemoryModel:
         return -(-(weights + adapters) // shard_ranks) + gathered * e
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Most tokens that a rank holds beside the states; 0 when these alone do not fit."""
+        """Most tokens that a rank holds beside the states with everything kept; 0 when these alone do not fit."""
         return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks)) // self.saved_bytes_per_token
 
+    def budget(self, parameters: Parameters, shard_ranks: int) -> ActivationBudget | None:
+        """What policies may use beside the states, as a run on these devices would have it; None where everything is kept."""
+        if self.keeps_everything:
+            return None
+        left_bytes = max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks))
+        return ActivationBudget(self.tokens_per_rank(parameters, shard_ranks), left_bytes, self.host_bytes, TILE_TOKENS)
+
+    def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> int:
+        """Most tokens that policies make room for on a rank, or that it holds with everything kept. is_shared: in a group."""
+        kept, budget = self.tokens_per_rank(parameters, shard_ranks), self.budget(parameters, shard_ranks)
+        if budget is None:
+            return kept
+        room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
+        return max(kept, most_tokens(self.model, *room, is_shared=is_shared))
+
     def rank_bytes(self, num_tokens: int, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes on a rank that holds `num_tokens` tokens."""
+        """Bytes on a rank that holds `num_tokens` tokens with everything kept."""
         return self.state_bytes(parameters, shard_ranks) + num_tokens * self.saved_bytes_per_token
 
 
@@ -92,8 +113,15 @@ class Placement:
     method: GroupMethod
     max_tokens_per_rank: int = 0
 
+    def kept_tokens(self, memory: MemoryModel) -> int:
+        """Most tokens on a rank with everything kept."""
+        return self._bounded(memory.tokens_per_rank(self.parameters, self.shard_ranks))
+
     def tokens_per_rank(self, memory: MemoryModel) -> int:
-        fitting = memory.tokens_per_rank(self.parameters, self.shard_ranks)
+        """Most tokens on a rank that a plan may use."""
+        return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.degrees[-1] > 1))
+
+    def _bounded(self, fitting: int) -> int:
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting
 
     def longest_tokens(self, memory: MemoryModel) -> int:
@@ -168,7 +196,8 @@ def _changes(memory: MemoryModel, placement: Placement) -> Sequence[tuple[str, M
         whole = replace(placement, shard_ranks=num_ranks)
         changes.append((f"states sharded over all ranks: --shard-ranks {num_ranks}", memory, whole))
     if memory.model.bytes_per_element > 2 and not memory.is_measured:
-        halved = MemoryModel.by_formula(replace(memory.model, bytes_per_element=2), memory.device_bytes)
+        model = replace(memory.model, bytes_per_element=2)
+        halved = replace(memory, model=model, saved_bytes_per_token=model.saved_bytes_per_token)
         changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
     more = wider_job(memory, placement, 2 * num_ranks, now + 1)
     changes.append((f"{more.num_ranks // num_ranks} times the ranks: --gpus {more.num_ranks}", memory, more))

@@ -16,6 +16,7 @@ from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
 from hf_longctx.sim.histogram import length_bins
 from hf_longctx.sim.memory import MemoryModel, rooms
+from hf_longctx.sim.memory_use import memory_use, peak_bytes
 
 # annotation -> types of a value read from JSON
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
@@ -36,14 +37,16 @@ def forecast_record(forecast: Forecast) -> dict[str, Any]:
         "method": scenario.costs.method,
         "degrees": list(scenario.placement.degrees),
         "tokens_per_rank": scenario.tokens_per_rank,
+        "kept_tokens_per_rank": scenario.kept_tokens,
         "planned_context_tokens": scenario.longest_tokens,
         "longest_context_tokens": forecast.longest_row.tokens,
         "longest_context_s": forecast.longest_row.step_s,
         "longest_context": [dataclasses.asdict(row) for row in forecast.longest],
-        "host_bytes": scenario.host_bytes,
+        "host_bytes": scenario.memory.host_bytes,
         "max_positions": scenario.costs.model.max_positions,
         "longer_context": [dataclasses.asdict(remedy) for remedy in forecast.remedies],
         "memory": _memory_record(forecast),
+        "memory_use": dataclasses.asdict(first.memory_use) if first else None,
         "placements": [dataclasses.asdict(room) for room in rooms(scenario.memory, scenario.placement)],
         "notes": list(scenario.notes),
         "workload": _workload_record(forecast),
@@ -62,28 +65,28 @@ def forecast_record(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def execution_record(plan: StepPlan, execution: Execution, memory: MemoryModel, shard_ranks: int) -> dict[str, Any]:
+def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
     """Seconds and shares of a simulated step, and seconds and peak bytes of every rank."""
     shares = {name.replace("_s", "_share"): execution.share(name) for name in ("compute_s", "exchange_s", "idle_s")}
+    peaks = peak_bytes(plan, execution, costs, memory)
     ranks = [
-        dataclasses.asdict(rank)
-        | {"busy_s": rank.busy_s, "peak_bytes": memory.rank_bytes(rank.peak_tokens, plan.parameters, shard_ranks)}
-        for rank in execution.ranks
+        dataclasses.asdict(rank) | {"busy_s": rank.busy_s, "peak_bytes": on_device, "host_bytes": on_host}
+        for rank, on_device, on_host in zip(execution.ranks, peaks, execution.host_bytes, strict=True)
     ]
-    return {"step_s": execution.step_s, "once_s": execution.once_s, **shares, "ranks": ranks}
+    use = dataclasses.asdict(memory_use(plan, execution, costs, memory))
+    return {"step_s": execution.step_s, "once_s": execution.once_s, **shares, "memory_use": use, "ranks": ranks}
 
 
 def _memory_record(forecast: Forecast) -> dict[str, Any]:
     memory, placement = forecast.scenario.memory, forecast.scenario.placement
     states = memory.state_bytes(placement.parameters, placement.shard_ranks)
-    peak_tokens = forecast.peak_tokens
-    activations = peak_tokens * memory.saved_bytes_per_token
+    activations = forecast.activation_bytes
     return {
         "device_bytes": memory.device_bytes,
         "usable_bytes": memory.usable_bytes,
         "state_bytes": states,
         "saved_bytes_per_token": memory.saved_bytes_per_token,
-        "peak_tokens": peak_tokens,
+        "peak_tokens": forecast.peak_tokens,
         "activation_peak_bytes": activations,
         "free_bytes": memory.usable_bytes - states - activations,
     }

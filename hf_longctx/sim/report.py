@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.types import StepPlan
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast, folded_layout, folded_micro_batches
 from hf_longctx.sim.histogram import LengthBin, length_bins
 from hf_longctx.sim.memory import MemoryModel, rooms
+from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
 
 _GIB = 2**30
 _BAR = 30
@@ -131,9 +133,10 @@ def _baselines(forecast: Forecast) -> list[str]:
     if not forecast.baselines:
         return []
     ours = forecast.step_s
+    kept = "" if forecast.scenario.memory.keeps_everything else ", everything kept"
     rows = [_choice_row(choice, ours) for choice in forecast.baselines]
     return [
-        f"BASELINES  same sequences, same cost model, same memory; static has to hold {forecast.context_limit:,} tokens",
+        f"BASELINES  same sequences, same cost model, same memory{kept}; static has to hold {forecast.context_limit:,} tokens",
         *_table(("", "seconds", "this plan", ""), [("this plan", _seconds(ours), "", ""), *rows]),
     ]
 
@@ -162,11 +165,19 @@ def _choice_row(choice: Choice, ours_s: float) -> tuple[str, ...]:
 def _memory(forecast: Forecast) -> list[str]:
     memory, placement = forecast.scenario.memory, forecast.scenario.placement
     states, tokens = memory.state_bytes(placement.parameters, placement.shard_ranks), forecast.peak_tokens
-    saved = tokens * memory.saved_bytes_per_token
+    saved, use = forecast.activation_bytes, forecast.fullest
     source = "measured" if memory.is_measured else "by formula"
+    if use is None or use.keeps_everything:
+        peak = (
+            "saved for backward at the peak",
+            _gib(saved),
+            f"{tokens:,} tokens of {memory.saved_bytes_per_token / 2**20:.2f} MiB",
+        )
+    else:
+        peak = ("saved for backward and workspace at the peak", _gib(saved), f"up to {tokens:,} tokens, under policies")
     rows = [
         ("weights, gradients, optimizer states", _gib(states), ""),
-        ("saved for backward at the peak", _gib(saved), f"{tokens:,} tokens of {memory.saved_bytes_per_token / 2**20:.2f} MiB"),
+        peak,
         ("free", _gib(memory.usable_bytes - states - saved), ""),
         ("kept for workspace and the process", _gib(memory.device_bytes - memory.usable_bytes), ""),
         ("device", _gib(memory.device_bytes), ""),
@@ -184,9 +195,26 @@ def _memory(forecast: Forecast) -> list[str]:
     return [
         f"MEMORY  of the fullest rank, {source}",
         *_table(("", "GiB", ""), rows),
+        *(_use_lines(use) if use else []),
         "",
         *_table(("how they live", "GiB", "tokens per rank", "longest sequence", ""), ways),
     ]
+
+
+def _use_lines(use: MemoryUse) -> list[str]:
+    """What a step does with memory, and why."""
+    counts = [(use.num_kept, "wholly kept"), (use.num_tiled, "kept with the loss in tiles"), (use.num_chosen, "under policies")]
+    parts = [f"{count} group(s) {what}" for count, what in counts if count]
+    if use.num_chosen:
+        again = ", ".join(f"{share:.0%} of {name.replace('_', ' ')}" for name, share in use.recomputed if share)
+        parts.append(f"recomputed: {again}" if again else "nothing is recomputed")
+        if use.host_bytes:
+            parts.append(f"{_gib(use.host_bytes)} GiB of the host on the fullest rank")
+        if use.num_sliced:
+            parts.append(f"{use.num_sliced} group(s) in up to {use.most_slices} slices")
+        parts.append(f"{_seconds(use.added_s)} added to their passes")
+    lines = [f"  activations: {'; '.join(parts)}"]
+    return [*lines, f"  {use.reason}"] if use.reason else lines
 
 
 def _longest(forecast: Forecast) -> list[str]:
@@ -204,7 +232,13 @@ def _longest(forecast: Forecast) -> list[str]:
         lines.append(
             f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"
         )
-    how = "as was measured" if scenario.memory.is_measured else "everything kept, a fifth of the device left alone"
+    if scenario.memory.is_measured:
+        how = "as was measured"
+    elif scenario.memory.keeps_everything:
+        how = "everything kept, a fifth of the device left alone"
+    else:
+        kept = min(scenario.kept_tokens, scenario.tokens_per_rank)
+        how = f"everything kept up to {kept:,} on a rank, recomputed by need above,\n  a fifth of the device left alone"
     lines.append(f"  planned steps hold {planned:,} tokens ({_ranks(degree)} of {scenario.tokens_per_rank:,}): {how}")
     rows = [
         (remedy.change, f"{remedy.longest_tokens:,}", f"{remedy.longest_tokens / planned:.1f}x", "")
@@ -213,31 +247,33 @@ def _longest(forecast: Forecast) -> list[str]:
     return [*lines, *_table(("what would lengthen a planned one", "tokens", "", ""), rows)] if rows else lines
 
 
-def execution_text(plan: StepPlan, execution: Execution, memory: MemoryModel, shard_ranks: int) -> str:
+def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> str:
     """A simulated step: its seconds and shares, and a row per rank, ranks alike folded into one."""
     folded: list[tuple[int, int, tuple[str, ...]]] = []
-    for rank in execution.ranks:
+    peaks = peak_bytes(plan, execution, costs, memory)
+    for rank, on_device, on_host in zip(execution.ranks, peaks, execution.host_bytes, strict=True):
         cells = (
             _seconds(rank.busy_s),
             _seconds(rank.compute_s),
             _seconds(rank.exchange_s),
             _seconds(rank.idle_s),
             f"{rank.peak_tokens:,}",
-            _gib(memory.rank_bytes(rank.peak_tokens, plan.parameters, shard_ranks)),
+            _gib(on_device),
+            _gib(on_host),
         )
         if folded and folded[-1][2] == cells:
             folded[-1] = (folded[-1][0], rank.rank, cells)
         else:
             folded.append((rank.rank, rank.rank, cells))
     rows = [(str(first) if first == last else f"{first} to {last}", *cells) for first, last, cells in folded]
-    peak_bytes = max(memory.rank_bytes(rank.peak_tokens, plan.parameters, shard_ranks) for rank in execution.ranks)
     return "\n".join(
         [
             f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
             f"{_micro_batches(plan)} {_shortened(folded_layout(plan))}",
             f"  {_seconds(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
-            f"  peak {_gib(peak_bytes)} GiB of {_gib(memory.usable_bytes)} GiB that can be used",
-            *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB"), rows),
+            f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB that can be used",
+            *_use_lines(memory_use(plan, execution, costs, memory)),
+            *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB", "host GiB"), rows),
         ]
     )
 

@@ -12,6 +12,7 @@ from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficien
 from hf_longctx.plan.hardware import ModelCalibration, read_profile
 from hf_longctx.plan.specs import (
     SOLVERS,
+    ActivationBudget,
     ClusterSpec,
     GroupMethod,
     ModelSpec,
@@ -33,7 +34,8 @@ _LEAST_TOKENS = 512
 class Request:
     """What the user asked for; empty strings, zeros and () mean: choose. longest_tokens: of the sequences to be planned.
 
-    lora_rank: of adapters, 0 for all weights. host_bytes: for each rank, less than 0 for the profile's.
+    lora_rank: of adapters, 0 for all weights. host_bytes: for each rank, less than 0 for the profile's. activations: "auto"
+    recomputes and offloads by need, "keep" does not.
     """
 
     model: str
@@ -51,14 +53,12 @@ class Request:
     solver_time_limit_s: float = 10.0
     lora_rank: int = 0
     host_bytes: int = -1
+    activations: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A model on a cluster with all choices made; `notes` say which ones, in sentences. hardware_name: as it was asked for.
-
-    host_bytes: for saved tensors of each rank, 0 where none is counted.
-    """
+    """A model on a cluster with all choices made; `notes` say which ones, in sentences. hardware_name: as it was asked for."""
 
     model_name: str
     hardware_name: str
@@ -68,11 +68,21 @@ class Scenario:
     solver: Solver
     notes: tuple[str, ...] = ()
     solver_time_limit_s: float = 10.0
-    host_bytes: int = 0
 
     @property
     def tokens_per_rank(self) -> int:
+        """Most tokens on a rank of a plan."""
         return self.placement.tokens_per_rank(self.memory)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most tokens on a rank with everything kept."""
+        return self.placement.kept_tokens(self.memory)
+
+    @property
+    def budget(self) -> ActivationBudget | None:
+        """What policies may use beside the states; None where everything is kept."""
+        return self.memory.budget(self.placement.parameters, self.placement.shard_ranks)
 
     @property
     def longest_tokens(self) -> int:
@@ -80,8 +90,9 @@ class Scenario:
 
     @property
     def planner_config(self) -> PlannerConfig:
+        """As a run on these devices plans."""
         degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
-        return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s)
+        return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s, activations=self.budget)
 
 
 def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
@@ -94,8 +105,16 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.lora_rank < 0:
         raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
-    memory = replace(memory, lora_rank=request.lora_rank)
-    host_bytes = _host_bytes(request, cluster, notes)
+    if request.lora_rank and request.longest_tokens:
+        notes.append("planned steps are priced as if all weights were trained, in seconds and workspace; their states are LoRA's")
+    if request.activations not in ("auto", "keep"):
+        raise ValueError(f"activations {request.activations!r} is not one of auto, keep")
+    memory = replace(
+        memory,
+        lora_rank=request.lora_rank,
+        host_bytes=_host_bytes(request, cluster, notes),
+        keeps_everything=memory.is_measured or request.activations == "keep",
+    )
     if not calibration:
         notes.append(
             f"{request.model} was not measured on {profile.spec.name}: seconds come from operation counts and the rates of "
@@ -122,9 +141,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         shard_ranks=placement.shard_ranks,
     )
     limit_s = request.solver_time_limit_s
-    scenario = Scenario(
-        request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s, host_bytes
-    )
+    scenario = Scenario(request.model, request.hardware, costs, memory, placement, request.solver, tuple(notes), limit_s)
     if must_fit:
         _check_fits(scenario)
     return scenario
@@ -218,7 +235,9 @@ def _placement(request: Request, memory: MemoryModel, degrees: tuple[int, ...], 
     whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank)
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
-    has_room = memory.tokens_per_rank("replicated", 1) >= _LEAST_TOKENS and whole.longest_tokens(memory) >= request.longest_tokens
+    # what is kept costs nothing, so states are sharded before anything is computed again
+    kept = whole.kept_tokens(memory)
+    has_room = memory.tokens_per_rank("replicated", 1) >= _LEAST_TOKENS and degrees[-1] * kept >= request.longest_tokens
     if request.parameters or request.num_ranks == 1 or has_room:
         return whole
     states = memory.state_bytes("replicated", 1)

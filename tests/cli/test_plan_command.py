@@ -193,7 +193,7 @@ def refused(arguments: list[str], capsys) -> str:
         (["--gpus", "12"], "set --ranks-per-node to a divisor of --gpus"),
         (["--model", "qwen3-32b", "--gpus", "1"], "fits at no degree"),
         (["--lengths", "nowhere.txt"], "'nowhere.txt', which is not there"),
-        (["--lengths", "lognormal:14,0.1", "--steps", "1"], "leave these out with --limit"),
+        (["--lengths", "lognormal:17,0.1", "--steps", "1"], "leave these out with --limit"),
         (["--lengths", "LENGTHS", "--limit", "10"], "longer than the limit of 10 tokens"),
         (["--lengths", "LENGTHS", "--global-batch", "13"], "a step of 13 sequences was asked for, but"),
         (["--lengths", "LENGTHS", "--global-batch", "0"], "--global-batch is 0"),
@@ -291,3 +291,31 @@ def test_the_readme_shows_what_its_command_prints(capsys) -> None:
     for choice in data["mean"]["baselines"]:
         row = next(line for line in shown.splitlines() if line.strip().startswith(choice["name"]))
         assert float(row.split(" s ")[0].split()[-1]) == pytest.approx(choice["step_s"], rel=0.05)
+
+
+def test_the_readme_shows_the_longest_sequence_of_its_second_command(capsys) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text().split("## Plan before you pay")[1]
+    _, command, *_ = (line for line in readme.splitlines() if line.startswith("hf-longctx plan"))
+    shown = readme.split("```text\n")[2].split("```")[0].split("...\n")[1].strip()
+    assert shown.startswith("LONGEST SEQUENCE") and shown in printed(command.split()[1:], capsys)
+
+
+def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_same_seconds(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    lengths, folder = tmp_path / "lengths.txt", tmp_path / "forecast"
+    lengths.write_text("40000\n3000\n500\n")
+    machine = ["--model", "llama-3.2-1b", "--gpus", "1", "--hardware", "h100", "--host-gib", "32", "--steps", "1"]
+    text = printed(["plan", *machine, "--lengths", str(lengths), "--output", str(folder)], capsys)
+    data = json.loads((folder / "plan.json").read_text())
+    assert data["kept_tokens_per_rank"] < 40000 < data["tokens_per_rank"] and data["memory_use"]["num_chosen"] == 1
+    assert data["memory_use"]["reason"] and f"  {data['memory_use']['reason']}\n" in text
+    assert all(choice["step_s"] is None and "40,000 tokens" in choice["detail"] for choice in data["baselines"])
+    memory = data["memory"]
+    assert memory["state_bytes"] + memory["activation_peak_bytes"] == data["estimate"]["peak_bytes"] <= memory["usable_bytes"]
+    simulated = json.loads(printed(["simulate", str(folder / "plan.json"), "--json"], capsys))
+    assert simulated["step_s"] == pytest.approx(data["estimate"]["step_s"], rel=1e-12)
+    [rank] = simulated["ranks"]
+    assert (rank["peak_bytes"], rank["host_bytes"]) == (data["estimate"]["peak_bytes"], data["estimate"]["host_bytes"])
+    assert "under policies" in printed(["simulate", str(folder / "plan.json")], capsys)
+    kept = refused(["plan", *machine, "--lengths", str(lengths), "--activations", "keep"], capsys)
+    assert "has 40000 tokens" in kept.replace(",", "")

@@ -50,7 +50,7 @@ def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:
 def test_ranks_that_do_the_same_are_one_row() -> None:
     costs = cost_model(4)
     plan = forecast((120,)).steps[0].plan
-    text = execution_text(plan, execute_plan(plan, costs), MEMORY, 4)
+    text = execution_text(plan, execute_plan(plan, costs), costs, MEMORY)
     assert "one micro-batch <4>" in text
     [row] = [line for line in text.splitlines() if line.startswith("  0 to 3")]
     # 30 tokens each: (1 + 2) ms a token and 20 ms for the chunk, nothing waits
@@ -60,5 +60,5 @@ def test_ranks_that_do_the_same_are_one_row() -> None:
 def test_a_peak_above_the_memory_shows_in_the_simulation() -> None:
     plan = forecast((120,)).steps[0].plan
     small = replace(MEMORY, usable_bytes=2**30)
-    text = execution_text(plan, execute_plan(plan, cost_model(4)), replace(small, saved_bytes_per_token=2**28), 4)
+    text = execution_text(plan, execute_plan(plan, cost_model(4)), cost_model(4), replace(small, saved_bytes_per_token=2**28))
     assert "peak 7.5 GiB of 1.0 GiB that can be used" in text

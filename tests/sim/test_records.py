@@ -66,7 +66,7 @@ def test_a_plan_of_its_own_comes_without_prices() -> None:
 def test_an_execution_has_every_rank_with_its_bytes() -> None:
     plan = forecast().steps[0].plan
     run = execute_plan(plan, cost_model(4))
-    data = json.loads(json.dumps(execution_record(plan, run, MEMORY, 4)))
+    data = json.loads(json.dumps(execution_record(plan, run, cost_model(4), MEMORY)))
     assert data["step_s"] == run.step_s
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2, 3]
     for rank in data["ranks"]:

@@ -11,6 +11,7 @@ import pytest
 
 from hf_longctx.plan.cost import default_coefficients
 from hf_longctx.plan.hardware import read_profile
+from hf_longctx.plan.memory import most_tokens
 from hf_longctx.sim.scenario import Request, build_scenario, read_model
 
 GPT = Request("gpt-7b", "a100-40g", 64, method="ulysses")
@@ -49,7 +50,7 @@ def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> 
 
 
 def test_states_are_sharded_for_a_sequence_that_would_not_fit_beside_whole_ones() -> None:
-    whole = build_scenario(SMALL).longest_tokens
+    whole = 8 * build_scenario(SMALL).kept_tokens
     assert build_scenario(replace(SMALL, longest_tokens=whole)).placement.parameters == "replicated"
     longer = build_scenario(replace(SMALL, longest_tokens=whole + 1))
     assert longer.placement.parameters == "sharded" and longer.longest_tokens > whole
@@ -148,3 +149,35 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     # the remedy that it names works
     assert build_scenario(Request("qwen3-32b", "h100", 8)).longest_tokens == 1656
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
+
+
+def test_plans_of_adapters_say_what_they_are_priced_as() -> None:
+    lora = replace(SMALL, lora_rank=8)
+    assert not any("all weights were trained" in note for note in build_scenario(lora).notes)
+    planned = build_scenario(replace(lora, longest_tokens=1000))
+    assert any("all weights were trained" in note for note in planned.notes)
+    # as of all weights, but beside smaller states
+    assert planned.tokens_per_rank > build_scenario(SMALL).tokens_per_rank
+
+
+def test_only_what_was_not_measured_is_recomputed_by_need() -> None:
+    scenario = build_scenario(replace(SMALL, host_bytes=2**34))
+    budget, memory = scenario.planner_config.activations, scenario.memory
+    assert budget is not None and budget == scenario.budget
+    left = memory.usable_bytes - memory.state_bytes("replicated", 1)
+    assert (budget.device_bytes, budget.host_bytes, budget.tile_tokens) == (left, 2**34, 2048)
+    assert budget.kept_tokens == scenario.kept_tokens == left // memory.saved_bytes_per_token < scenario.tokens_per_rank
+    for kept in (build_scenario(GPT), build_scenario(replace(SMALL, activations="keep"))):
+        assert kept.planner_config.activations is None and kept.tokens_per_rank == kept.kept_tokens
+    with pytest.raises(ValueError, match="activations 'some' is not one of auto, keep"):
+        build_scenario(replace(SMALL, activations="some"))
+
+
+def test_a_plan_has_the_budget_and_the_room_of_the_engine_s_longest_document() -> None:
+    scenario = build_scenario(replace(SMALL, num_ranks=1))
+    assert scenario.budget is not None
+    room = scenario.budget.device_bytes, scenario.budget.host_bytes, scenario.budget.tile_tokens
+    assert scenario.tokens_per_rank == most_tokens(scenario.costs.model, *room)
+    # in a group exchanges take room
+    shared = build_scenario(replace(SMALL, degrees=(1, 8)))
+    assert shared.tokens_per_rank == most_tokens(scenario.costs.model, *room, is_shared=True) < scenario.tokens_per_rank

@@ -1,0 +1,126 @@
+"""What a plan does with saved tensors, added up over its groups: kept, in tiles, computed again, on the host, or in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_longctx.plan.activation_memory import class_bytes
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.policies import added_seconds, policy_reason
+from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.specs import ActivationBudget, ModelSpec
+from hf_longctx.plan.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
+from hf_longctx.sim.execution import Execution
+from hf_longctx.sim.memory import MemoryModel
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Groups with sequences, each counted once: wholly kept, kept but for logits, or with layers under policies.
+
+    num_sliced: of those under policies that cut a sequence; most_slices: of one sequence. recomputed: of the saved bytes that
+    are under policies, by class; on_host: the same on the host. peak_bytes, host_bytes: of the fullest rank. added_s: seconds
+    that policies add to all their groups, forward and backward. reason: why the fullest group's host is used as it is.
+    """
+
+    num_kept: int
+    num_tiled: int
+    num_chosen: int
+    num_sliced: int
+    most_slices: int
+    recomputed: tuple[tuple[str, float], ...]
+    on_host: float
+    peak_bytes: int
+    host_bytes: int
+    added_s: float
+    reason: str
+
+    @property
+    def keeps_everything(self) -> bool:
+        return not self.num_tiled and not self.num_chosen
+
+
+def memory_use(
+    plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel, budget: ActivationBudget | None = None
+) -> MemoryUse:
+    """What `plan` does with memory; without the budget that it was made with no reason is given."""
+    groups = [group for mb in plan.micro_batches for group in mb.groups if any(chunk.spans for chunk in group.chunks)]
+    tiled = [group for group in groups if group.stages[0].activations and not _has_layers(group)]
+    chosen = [group for group in groups if _has_layers(group)]
+    sliced = [group for group in chosen if len(group.chunks) > 1]
+    recomputed, on_host = _shares(chosen, costs.model)
+    reason = ""
+    if budget is not None and groups:
+        # what is under policies before what is not, and of these the most tokens on a rank
+        fullest = max(groups, key=lambda group: (_has_layers(group), bool(group.stages[0].activations), _tokens(group)))
+        reason = policy_reason(fullest, costs, budget)
+    return MemoryUse(
+        num_kept=len(groups) - len(tiled) - len(chosen),
+        num_tiled=len(tiled),
+        num_chosen=len(chosen),
+        num_sliced=len(sliced),
+        most_slices=max((_num_slices(group) for group in sliced), default=1),
+        recomputed=recomputed,
+        on_host=on_host,
+        peak_bytes=max(peak_bytes(plan, execution, costs, memory)),
+        host_bytes=max(execution.host_bytes),
+        added_s=sum(sum(added) for group in chosen for added in added_seconds(costs, group, group.stages[0]).values()),
+        reason=reason,
+    )
+
+
+def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> tuple[int, ...]:
+    """The most bytes on each rank's device: of tokens where everything is kept, else as policies were counted.
+
+    States are those of the memory model, which may be measured, or of adapters.
+    """
+    ranks = execution.ranks
+    if not has_policies(plan):
+        return tuple(memory.rank_bytes(rank.peak_tokens, plan.parameters, costs.shard_ranks) for rank in ranks)
+    change = memory.state_bytes(plan.parameters, costs.shard_ranks) - costs.state_bytes
+    return tuple(num_bytes + change for num_bytes in execution.peak_bytes)
+
+
+def has_policies(plan: StepPlan) -> bool:
+    """Whether any group of the plan tiles, computes again, offloads or slices."""
+    groups = (group for micro_batch in plan.micro_batches for group in micro_batch.groups)
+    return any(stage.activations or len(group.chunks) > 1 for group in groups for stage in group.stages)
+
+
+def _has_layers(group: SequenceGroup) -> bool:
+    return any(policy.layers for policy in group.stages[0].activations)
+
+
+def _tokens(group: SequenceGroup) -> int:
+    return sum(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+
+
+def _num_slices(group: SequenceGroup) -> int:
+    sequences = [span.sequence for chunk in group.chunks for span in chunk.spans]
+    return max(sequences.count(sequence) for sequence in set(sequences))
+
+
+def _shares(groups: list[SequenceGroup], model: ModelSpec) -> tuple[tuple[tuple[str, float], ...], float]:
+    """Of each class the share of its bytes that runs again, and of all bytes the share that waits on the host."""
+    again = dict.fromkeys(TENSOR_CLASSES, 0.0)
+    host = total = 0.0
+    for tokens, layer in (entry for group in groups for entry in _layers(group)):
+        total += tokens
+        for name in TENSOR_CLASSES:
+            again[name] += layer.share(name).recompute * tokens
+            host += layer.share(name).host * tokens * class_bytes(model, name)
+    if not total:
+        return (), 0.0
+    shares = tuple((name, again[name] / total) for name in TENSOR_CLASSES if name != "layer_input")
+    return shares, host / (total * sum(class_bytes(model, name) for name in TENSOR_CLASSES))
+
+
+def _layers(group: SequenceGroup) -> Iterator[tuple[int, LayerPolicy]]:
+    """Tokens of the group and the policy of every layer of every chunk."""
+    (stage,) = group.stages
+    policies = {policy.chunk: policy for policy in stage.activations}
+    for chunk in group.chunks:
+        layers = policies[chunk.index].layers if chunk.index in policies else ()
+        for layer in [*layers, *[LayerPolicy()] * (stage.num_layers - len(layers))]:
+            yield chunk.num_tokens, layer

@@ -1,0 +1,160 @@
+"""Plans above what is wholly kept: what a forecast says of their memory, and what those say who keep everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sim_cases import MEMORY, MODEL, cost_model, scenario
+from test_forecast import LENGTHS, forecast
+
+from hf_longctx.plan.activation_memory import class_bytes
+from hf_longctx.plan.policies import added_seconds
+from hf_longctx.plan.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    LayerPolicy,
+    LayerRange,
+    MicroBatch,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+    TensorShare,
+)
+from hf_longctx.plan.validate import validate_plan
+from hf_longctx.sim.execution import execute_plan
+from hf_longctx.sim.forecast import make_forecast
+from hf_longctx.sim.memory_use import memory_use, peak_bytes
+from hf_longctx.sim.report import forecast_text
+from hf_longctx.sim.scenario import Scenario
+
+# 44 tokens a rank are kept, as worked in test_memory
+KEPT = 176
+
+
+def engine(**changes: int) -> Scenario:
+    """The toy scenario as a run would plan it."""
+    own = scenario()
+    return replace(own, memory=replace(own.memory, keeps_everything=False, **changes))
+
+
+def test_a_sequence_above_what_is_kept_is_planned_and_others_say_that_it_does_not_fit() -> None:
+    found = forecast((KEPT + 1, 30), of=engine())
+    [step] = found.steps
+    validate_plan(step.plan)
+    assert step.memory_use.num_tiled + step.memory_use.num_chosen == 1
+    assert step.plan.estimate.step_s == step.execution.step_s == execute_plan(step.plan, cost_model(4)).step_s
+    assert step.plan.estimate.peak_bytes == max(step.execution.peak_bytes) <= MEMORY.usable_bytes
+    reason = f"does not fit: the longest sequence has {KEPT + 1} tokens, 4 rank(s) hold {KEPT} with everything kept"
+    assert len(step.baselines) == 4 and all(choice.detail == reason and not choice.is_possible for choice in step.baselines)
+    degrees = [choice for choice in found.alternatives if choice.degree]
+    assert [choice.degree for choice in degrees] == [1, 2, 4] and not any(choice.is_possible for choice in degrees)
+
+
+def test_the_longest_sequence_of_the_engine_is_planned_and_one_token_more_is_refused() -> None:
+    own = engine()
+    room = own.longest_tokens
+    assert room > 1.5 * KEPT and own.kept_tokens * 4 == KEPT
+    assert forecast((room, 30), of=own).fullest.peak_bytes <= MEMORY.usable_bytes
+    with pytest.raises(ValueError, match=rf"has {room + 1} tokens, .* holds {room}, which 1 sequence.*--limit {room}"):
+        forecast((room + 1, 30), of=own)
+
+
+def test_host_memory_that_is_used_shows_with_its_reason() -> None:
+    found = forecast((200,), of=engine(host_bytes=200_000))
+    assert 0 < found.fullest.host_bytes <= 200_000 and found.fullest.on_host > 0
+    assert found.fullest.host_bytes == max(found.steps[0].execution.host_bytes)
+    assert "are offloaded" in found.fullest.reason
+    text = forecast_text(found)
+    assert f"{found.fullest.host_bytes / 2**30:.1f} GiB of the host on the fullest rank" in text and found.fullest.reason in text
+    without = forecast((200,), of=engine()).fullest
+    assert without.host_bytes == 0 and without.reason == "nothing is offloaded: there is no host memory for it"
+
+
+def test_a_bound_on_tokens_holds_for_the_engine_too() -> None:
+    own = engine()
+    bound = replace(own, placement=replace(own.placement, max_tokens_per_rank=50))
+    assert (bound.tokens_per_rank, bound.kept_tokens, bound.planner_config.tokens_per_rank) == (50, 44, 50)
+    assert replace(own, placement=replace(own.placement, max_tokens_per_rank=20)).kept_tokens == 20
+
+
+def test_what_fits_is_planned_as_if_there_were_no_engine() -> None:
+    with_engine, without = forecast(of=engine()), forecast()
+    # all of LENGTHS fit four ranks, but fewer micro-batches of more tokens may be faster
+    assert with_engine.step_s <= without.step_s * (1 + 1e-12)
+    few = (30, 20, 10)
+    assert forecast(few, of=engine()).steps[0].plan.digest == forecast(few).steps[0].plan.digest
+    assert forecast(few, of=engine()).fullest.reason == "nothing is offloaded: everything fits on the device"
+    assert sum(use.num_sequences for use in with_engine.degrees_used) == len(LENGTHS)
+
+
+def hand_made() -> StepPlan:
+    """Two slices of one sequence of 40 tokens on one rank: of the second, one layer is recomputed and half on the host."""
+    half = LayerPolicy(
+        (
+            TensorShare("layer_input", host=0.5, device=0.5),
+            TensorShare("attention_output", recompute=1.0),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=0.25, device=0.75),
+        )
+    )
+    chunks = (Chunk(0, (Span(0, 0, 10),)), Chunk(1, (Span(0, 10, 40),)))
+    order = (Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0, 0))
+    stage = StagePlan(0, (LayerRange(0, 2),), order, (ActivationPolicy(1, 0, (half,)),))
+    group = SequenceGroup((0,), "local", chunks, (stage,))
+    kept = SequenceGroup(
+        (0,), "local", (Chunk(0, (Span(1, 0, 5),)),), (StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0))),)
+    )
+    return StepPlan(0, (40, 5), 1, 1, "replicated", (MicroBatch((group,)), MicroBatch((kept,))))
+
+
+def test_shares_are_counted_by_bytes() -> None:
+    plan = validate_plan(hand_made())
+    costs = replace(cost_model(1), parameters="replicated", shard_ranks=1)
+    run = execute_plan(plan, costs)
+    use = memory_use(plan, run, costs, MEMORY)
+    assert (use.num_kept, use.num_tiled, use.num_chosen, use.num_sliced, use.most_slices) == (1, 0, 1, 1, 2)
+    # one of two layers of 30 of 40 tokens
+    assert dict(use.recomputed) == pytest.approx({"attention_output": 0.375, "qkv": 0.375, "mlp": 0.375 / 4})
+    names = ("layer_input", "attention_output", "qkv", "mlp")
+    whole = sum(class_bytes(MODEL, name) for name in names) * 2 * 40
+    assert use.on_host == pytest.approx(class_bytes(MODEL, "layer_input") * 15 / whole)
+    assert use.host_bytes == class_bytes(MODEL, "layer_input") * 15
+    group = plan.micro_batches[0].groups[0]
+    assert use.added_s == pytest.approx(sum(sum(both) for both in added_seconds(costs, group, group.stages[0]).values()))
+    assert use.added_s > 0 and run.step_s == pytest.approx(use.added_s + execute_plan(without_policies(plan), costs).step_s)
+
+
+def without_policies(plan: StepPlan) -> StepPlan:
+    strip = lambda group: replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages))  # noqa: E731
+    return replace(plan, micro_batches=tuple(replace(mb, groups=tuple(map(strip, mb.groups))) for mb in plan.micro_batches))
+
+
+def test_a_sequence_in_slices_counts_once() -> None:
+    found = forecast((30, 20))
+    sliced = replace(found, steps=(replace(found.steps[0], plan=hand_made()),))
+    assert sorted(length for length, _ in sliced.placed_lengths()) == [5, 40]
+
+
+def test_states_of_adapters_are_those_of_the_memory_model() -> None:
+    plan = hand_made()
+    costs = replace(cost_model(1), parameters="replicated", shard_ranks=1)
+    run = execute_plan(plan, costs)
+    lora = replace(MEMORY, lora_rank=1)
+    less = MEMORY.state_bytes("replicated", 1) - lora.state_bytes("replicated", 1)
+    assert less > 0 and MEMORY.state_bytes("replicated", 1) == costs.state_bytes
+    [whole], [adapters] = (peak_bytes(plan, run, costs, memory) for memory in (MEMORY, lora))
+    assert whole == run.peak_bytes[0] and adapters == whole - less
+
+
+def test_the_report_says_what_planned_steps_hold() -> None:
+    own = engine()
+    text = forecast_text(make_forecast(own, None, 1, 1, 0))
+    assert (
+        f"planned steps hold {own.longest_tokens:,} tokens (4 ranks of {own.tokens_per_rank:,}): everything kept up to 44" in text
+    )
+    planned = forecast_text(forecast((KEPT + 1, 30), of=own))
+    assert "  activations: 1 group(s) " in planned and "nothing is offloaded: " in planned
+    assert "does not fit: the longest sequence has 177 tokens, 4 rank(s) hold 176 with everything kept" in planned
