@@ -124,7 +124,9 @@ class PolicyChoice:
     reason: str
 
 
-def choose_policy(slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0, explains: bool = True) -> PolicyChoice:
+def choose_policy(
+    slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0, explains: bool = True, solves: bool = True
+) -> PolicyChoice:
     """The cheapest shares under the limits; raises ValueError if none fit. Never dearer than `greedy_shares`.
 
     `explains`: whether a reason is given, for which another program may have to be solved. `solves`: false for the greedy

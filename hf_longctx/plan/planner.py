@@ -20,7 +20,7 @@ from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly,
 from hf_longctx.plan.milp import group_by_milp, plan_milp
 from hf_longctx.plan.nested import plan_nested
 from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
-from hf_longctx.plan.policies import with_policies
+from hf_longctx.plan.policies import RoomMaker
 from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
 from hf_longctx.plan.specs import PlannerConfig, check_degrees
 from hf_longctx.plan.types import (
@@ -50,11 +50,12 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     problem, order = GroupingProblem.build(lengths, costs, config).longest_first()
     # the judge decides, since only it knows which groups leave a node and who waits for whom
     judged, unfit = [], ValueError()
+    room = RoomMaker(costs, config.activations, not config.one_micro_batch) if config.activations is not None else None
     for placed, solver in candidates_with_room(problem, costs, config):
         plan = build_plan(step, lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
-        if config.activations is not None:
+        if room is not None:
             try:
-                plan = with_policies(plan, costs, config.activations, allows_slices=not config.one_micro_batch)
+                plan = room.for_plan(plan)
             except ValueError as error:
                 unfit = error
                 continue

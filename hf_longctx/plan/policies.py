@@ -44,26 +44,8 @@ _Policies = Callable[[Sequence[tuple[TensorShare, ...]]], tuple[ActivationPolicy
 
 
 def with_policies(plan: StepPlan, costs: CostModel, budget: ActivationBudget, allows_slices: bool = True) -> StepPlan:
-    """The plan with policies, and slices where `allows_slices`, for every group whose chunk has more than is wholly kept.
-
-    Raises ValueError naming the first group for which nothing fits.
-    """
-    room = _RoomMaker(costs, budget)
-    # ranks that share parameters run one order of actions
-    is_free = plan.parameters != "sharded"
-    return replace(
-        plan,
-        micro_batches=tuple(
-            replace(
-                micro_batch,
-                groups=tuple(
-                    room.for_group(group, allows_slices and (is_free or len(micro_batch.groups) == 1))
-                    for group in micro_batch.groups
-                ),
-            )
-            for micro_batch in plan.micro_batches
-        ),
-    )
+    """As `RoomMaker.for_plan`, for one plan alone."""
+    return RoomMaker(costs, budget, allows_slices).for_plan(plan)
 
 
 def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudget) -> str:
@@ -73,15 +55,36 @@ def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudg
         return "nothing is offloaded: everything fits on the device"
     if not any(policy.layers for policy in stage.activations):
         return "nothing is offloaded: everything but logits fits on the device"
-    return _RoomMaker(costs, budget).reason(group)
+    return RoomMaker(costs, budget).reason(group)
 
 
-class _RoomMaker:
-    """Groups with policies; groups alike are solved once."""
+class RoomMaker:
+    """Groups with policies, and slices where `allows_slices`, for all plans of one step; groups alike are solved once."""
 
-    def __init__(self, costs: CostModel, budget: ActivationBudget) -> None:
-        self.costs, self.budget = costs, budget
+    def __init__(self, costs: CostModel, budget: ActivationBudget, allows_slices: bool = True) -> None:
+        self.costs, self.budget, self.allows_slices = costs, budget, allows_slices
         self._known: dict[object, tuple[Chunk, SequenceGroup]] = {}
+
+    def for_plan(self, plan: StepPlan) -> StepPlan:
+        """The plan with room for every group whose chunk has more than is wholly kept.
+
+        Raises ValueError naming the first group for which nothing fits.
+        """
+        # ranks that share parameters run one order of actions
+        is_free = plan.parameters != "sharded"
+        return replace(
+            plan,
+            micro_batches=tuple(
+                replace(
+                    micro_batch,
+                    groups=tuple(
+                        self.for_group(group, self.allows_slices and (is_free or len(micro_batch.groups) == 1))
+                        for group in micro_batch.groups
+                    ),
+                )
+                for micro_batch in plan.micro_batches
+            ),
+        )
 
     @property
     def _solves(self) -> bool:
