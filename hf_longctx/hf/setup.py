@@ -104,8 +104,19 @@ def planning_setup(
             f"no room for a token in {gib:.3g} GiB; set parameters='sharded' with more ranks, or use a smaller model or a "
             f"larger device"
         )
+    tokens_per_rank = config.tokens_per_rank or fitting
+    if activations is not None and 0 < fitting < tokens_per_rank:
+        if control is None or dist.get_rank() == 0:
+            logger.warning(
+                "tokens_per_rank %d is above the %d that memory holds however much is computed again; %d are planned with "
+                "(activations='keep' trusts the setting)",
+                tokens_per_rank,
+                fitting,
+                fitting,
+            )
+        tokens_per_rank = fitting
     planner = PlannerConfig(
-        tokens_per_rank=config.tokens_per_rank or fitting,
+        tokens_per_rank=tokens_per_rank,
         activations=activations,
         degrees=degrees,
         solver=config.solver,

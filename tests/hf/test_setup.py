@@ -175,3 +175,13 @@ def test_room_counts_the_exchanges_of_groups_and_what_is_kept_does_not() -> None
         room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
         assert planner.tokens_per_rank == most_tokens(spec, *room, is_shared=is_shared)
     assert 40 < shared.tokens_per_rank < alone.tokens_per_rank
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activations: str, caplog) -> None:
+    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
+    spec = model_spec(build_model(ModelCase()))
+    gib = (spec.state_bytes() + 40 * spec.saved_bytes_per_token) / 2**30
+    config = LongContextConfig(device_gib=gib, tile_tokens=16, tokens_per_rank=5000, activations=activations)
+    planner = planning_setup(config, build_model(ModelCase()), arguments, (1,), None).planner
+    assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is above" in caplog.text)
