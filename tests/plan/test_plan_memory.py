@@ -154,9 +154,9 @@ def test_an_8b_model_on_one_h200_by_hand() -> None:
     device = int(136 * GIB - 2 * LLAMA.num_parameters)
     tokens = most_tokens(LLAMA, device, 0, 2048, trains_weights=False)
     a, d, k = 2 * 4096, 2 * 4096, 2 * 1024
-    # per token: queries, keys, values, first norm's output, output with LSE; the residual's, the output's and the queries'
-    # gradient; keys' and values'; expanded keys and values; dense queries, output and gradient, three gradients, one in fp32
-    layer = a + 2 * k + d + (a + 4 * 32) + (d + 2 * a) + 2 * k + 2 * a + 8 * a
+    # per token: queries, keys, values, first norm's output, output with LSE; the residual's and the output's gradient; sums of
+    # keys' and values' in fp32; expanded keys and values; dense queries, output and gradient, three gradients, one in fp32
+    layer = a + 2 * k + d + (a + 4 * 32) + (d + a) + 2 * 2 * k + 2 * a + 8 * a
     outside = 2 * 2 * 128 + 16
     assert tokens == pytest.approx(device / (32 * d + layer + outside), rel=1e-3)
     assert most_tokens(LLAMA, device, 112 * GIB, 2048, trains_weights=False) > 1.7 * tokens
