@@ -43,13 +43,8 @@ _MOST_PROGRAMS = 24
 _Policies = Callable[[Sequence[tuple[TensorShare, ...]]], tuple[ActivationPolicy, ...]]
 
 
-def with_policies(plan: StepPlan, costs: CostModel, budget: ActivationBudget, allows_slices: bool = True) -> StepPlan:
-    """As `RoomMaker.for_plan`, for one plan alone."""
-    return RoomMaker(costs, budget, allows_slices).for_plan(plan)
-
-
 def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudget) -> str:
-    """Why a group of `with_policies` keeps, offloads and computes again what it does, in one sentence."""
+    """Why a group that `RoomMaker` made room for keeps, offloads and computes again what it does, in one sentence."""
     (stage,) = group.stages
     if not stage.activations:
         return "nothing is offloaded: everything fits on the device"

@@ -12,7 +12,7 @@ from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import most_tokens, round_bytes
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.policies import added_seconds, group_seconds, with_policies
+from hf_longctx.plan.policies import RoomMaker, added_seconds, group_seconds
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import GENERIC_GPU, ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig
 from hf_longctx.plan.types import StepPlan
@@ -176,13 +176,10 @@ def test_slices_come_where_a_layer_does_not_fit_as_a_whole() -> None:
     ((group,),) = (micro_batch.groups for micro_batch in plan.micro_batches)
     assert len(group.chunks) > 1
     validate_plan(plan)
+    kept = plan_step(0, [length], costs, replace(config, tokens_per_rank=length, activations=None))
+    assert config.activations is not None
     with pytest.raises(ValueError, match="do not fit"):
-        with_policies(
-            plan_step(0, [length], costs, replace(config, tokens_per_rank=length, activations=None)),
-            costs,
-            config.activations,
-            allows_slices=False,
-        )
+        RoomMaker(costs, config.activations, allows_slices=False).for_plan(kept)
 
 
 def test_many_long_sequences_are_planned_in_bounded_time_and_still_fit() -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers.copies import LateCopies
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import plan_of, rank_inputs
+from helpers.engines import EngineStep
+from helpers.models import ModelCase, build_model, relative_error
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules
-from hf_longctx.plan.types import ActivationPolicy, LayerPolicy, TensorShare
+from hf_longctx.plan.types import LayerPolicy, TensorShare
 from hf_longctx.runtime import offload
-from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations, LayerSlot
-from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.checkpointing import LayerSlot
 from hf_longctx.runtime.offload import HostSlab, HostTier, PlainCopies, SplitTensor, block_bytes
 
 TOLERANCE = 1e-12
@@ -41,30 +37,11 @@ def split_layer(
     )
 
 
-class Step:
+class Step(EngineStep):
     """One rank's model under an engine with a host tier, against plain HF."""
 
     def __init__(self, tier: HostTier, lengths: list[int] = LENGTHS, family: str = "llama") -> None:
-        self.case = ModelCase(family, promoted=True)
-        self.rows = random_rows(lengths)
-        _, self.expected = reference_step(build_model(self.case), self.rows)
-        self.model = build_model(self.case)
-        patch_model(self.model)
-        self.engine = ActivationEngine(layer_modules(self.model), tier)
-        layers = num_attention_layers(self.model)
-        self.executor = StepExecutor(self.model, GroupPool((1,), timeout_s=1.0), layers, CPU, engine=self.engine)
-        self.plan = plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1)
-        self.num_labels = sum(label != -100 for row in self.rows for label in row["labels"][1:])
-
-    def forward(self, layers: tuple[LayerPolicy, ...], tile_tokens: int = 8) -> tuple[Tensor, ChunkActivations]:
-        """A loss whose backward gives the gradients of the step, and what waits for it."""
-        (chunk,) = rank_inputs(self.plan, self.rows, 0)["chunks"][0]
-        (group,) = self.plan.micro_batches[0].groups
-        activations = self.engine.begin(ActivationPolicy(0, 0, layers, tile_tokens))
-        context = replace(self.executor.pool.context(group, group.chunks[0]), activations=activations)
-        logits = self.executor.forward_chunk(chunk, context)
-        loss = torch.nn.functional.cross_entropy(logits[0], chunk.shift_labels[0], ignore_index=-100, reduction="sum")
-        return loss / self.num_labels, activations
+        super().__init__(tier, lengths, partial(build_model, ModelCase(family, promoted=True)))
 
     def error(self) -> float:
         """The worst error of the gradients, which are taken away."""
