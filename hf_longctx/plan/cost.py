@@ -129,6 +129,24 @@ class CostModel:
         seconds = (costs.pair_s * chunk.num_pairs + costs.token_s * tokens) / shape.degree + costs.chunk_s
         return seconds + costs.tile_s * num_tiles(shape, len(chunk.spans))
 
+    def part_s(
+        self, chunk: Chunk, shape: GroupShape, is_backward: bool, num_layers: int, has_head: bool, near_ranks: int = 0
+    ) -> float:
+        """Seconds of one pass of `chunk` over `num_layers` layers of a pipeline stage, with output head and loss or without.
+
+        A token's seconds in the head are its share of the model's matrix products, so that all parts add up to the model.
+        """
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        head_s = costs.token_s * self.model.head_share * max(chunk.num_tokens, shape.degree) / shape.degree
+        whole_s = self._pass_s(chunk, shape, self.model.num_layers, is_backward, near_ranks)
+        return (whole_s - head_s) * num_layers / self.model.num_layers + (head_s if has_head else 0.0)
+
+    def hop_s(self, num_tokens: int, leaves_node: bool) -> float:
+        """Seconds in which a rank's `num_tokens` hidden states, or their gradients, reach the next stage."""
+        costs = self.coefficients.forward
+        byte_s = costs.network_byte_s if leaves_node else costs.link_byte_s
+        return costs.message_s + byte_s * num_tokens * self.model.hidden_size * self.model.bytes_per_element
+
     def exchange_line(self, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> tuple[float, float]:
         """Seconds of communication in one pass over all layers: whatever the tokens of the group, and for each of them."""
         fixed_s, one_s = (self._pass_exchange_s(tokens, shape, is_backward, near_ranks) for tokens in (0.0, 1.0))

@@ -82,6 +82,12 @@ class ModelSpec:
         return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
+    def head_share(self) -> float:
+        """The output head's share of the matrix products of one token's forward."""
+        head = self.vocab_size * self.hidden_size
+        return head / (self.num_layers * self.layer_parameters + head)
+
+    @property
     def num_parameters(self) -> int:
         """Matrix parameters of the whole model."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size

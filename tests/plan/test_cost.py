@@ -224,3 +224,19 @@ def test_many_short_documents_make_a_ring_dear() -> None:
         both = sum(one(pack, shape, MODEL.num_layers) for one in (costs.forward_s, costs.backward_s))
         assert alone == pytest.approx(both)
     assert costs.best_shape(4, 1000.0, 100.0) == ulysses
+
+
+def test_stages_add_up_to_the_model_and_only_the_last_pays_for_the_head() -> None:
+    costs, chunk, shape = cost_model("exchange", 8), Chunk(0, (Span(0, 30, 90), Span(1, 0, 20))), GroupShape(2, 2)
+    layers = costs.model.num_layers
+    for is_backward, whole in ((False, costs.forward_s), (True, costs.backward_s)):
+        parts = [costs.part_s(chunk, shape, is_backward, count, has_head) for count, has_head in ((1, False), (layers - 1, True))]
+        assert sum(parts) == pytest.approx(whole(chunk, shape, layers))
+    # 40 tokens on each of two ranks pay 10 s each for the head's share of the products
+    head_s = COSTS.part_s(chunk, TWO, False, 0, True)
+    assert head_s == pytest.approx(40 * 10 * 40 / (TINY.layer_parameters + 40))
+
+
+def test_a_hop_moves_hidden_states_over_the_link_or_the_network() -> None:
+    assert COSTS.hop_s(5, leaves_node=False) == 1000 + 7 * 5 * 4
+    assert COSTS.hop_s(5, leaves_node=True) == 1000 + 70 * 5 * 4
