@@ -40,7 +40,7 @@ def fixture(name: str, **changes: Any) -> StepPlan:
 
 # plan -> (changes, what the refusal says)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "multiplexed": ({}, "is not executed yet; only F, B, SF, RF, SB, RB without helpers are"),
+    "multiplexed": ({"method": "ulysses"}, "is not executed yet; only F, B, SF, RF, SB, RB without helpers are"),
     "interleaved": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
     "infinipipe": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
     "sppo": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
@@ -54,7 +54,8 @@ def test_a_plan_of_later_is_refused_by_the_name_of_what_is_missing(name: str) ->
     changes, message = REFUSED[name]
     plan = fixture(name, **changes)
     with pytest.raises(ValueError) as refused:
-        refuse_unsupported(plan.for_rank(0))
+        for rank in range(plan.num_ranks):
+            refuse_unsupported(plan.for_rank(rank))
     assert message in str(refused.value)
 
 
