@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_longctx.plan.types import Parameters
-from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters
+from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
 # the attribute of a sharded model that holds the ranks with the same shards
 _COPIES = "longctx_copies"
@@ -116,14 +116,12 @@ class ShardedParameters:
         """After every backward: rounds in half precision add up in fp32."""
         self.gradients.absorb()
 
-    def reduce(
-        self, group: dist.ProcessGroup | None, tied: Sequence[nn.Parameter] = (), ends: dist.ProcessGroup | None = None
-    ) -> None:
+    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's sum of each shard in its `.grad`: a block's ranks have been summed round by round.
 
-        Collective over the ranks with the same shards, and of `tied` over `ends`, whose ranks hold the same shards too.
+        Collective over the ranks with the same shards, and for `tied` over its ends, which hold the same shards too.
         """
-        self.gradients.reduce(self.copies, tied, ends)
+        self.gradients.reduce(self.copies, tied)
 
     def free(self) -> None:
         """After forwards without a backward, which leave weights gathered."""
