@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.sharding import rank_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
-from hf_longctx.runtime.executor import ChunkInputs
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.loss import IGNORE_INDEX
 
 

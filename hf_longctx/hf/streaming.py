@@ -34,7 +34,7 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.sampler import IntArray, SequenceIndex
 from hf_longctx.plan.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.types import StepPlan
-from hf_longctx.runtime.executor import ChunkInputs
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)

@@ -42,20 +42,30 @@ class GradientSum:
             self._wide[parameter].add_(gradient)
             parameter.grad = None
 
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
+    def reduce(
+        self, group: dist.ProcessGroup | None, tied: Sequence[nn.Parameter] = (), ends: dist.ProcessGroup | None = None
+    ) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
-        Every rank of the group must call it with the same parameters in the same order, and have gradients for the same
-        ones: true since every rank runs at least one chunk through the whole model. Of a sharded gradient the rank's shard is
-        summed, so ranks of the group must hold the same shards. On the current stream.
+        tied: parameters that the first and the last stage both have; their gradients add up over `ends` too. Every rank of a
+        group must call it with the same parameters in the same order, and have gradients for the same ones: true since every
+        rank runs at least one chunk through all its layers. Of a sharded gradient the rank's shard is summed, so ranks of the
+        group must hold the same shards. On the current stream.
         """
         sums = [self._wide.get(parameter, parameter.grad) for parameter in self.parameters]
         if group is not None:
             for bucket in _buckets([_local(gradient) for gradient in sums if gradient is not None]):
                 _sum_bucket(bucket, group)
+        if ends is not None and tied:
+            _sum_bucket([_local(self._sum_of(parameter)) for parameter in tied if parameter.requires_grad], ends)
         for parameter, wide in self._wide.items():
             parameter.grad = wide.to(parameter.dtype)
             wide.zero_()
+
+    def _sum_of(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self._wide.get(parameter, parameter.grad)
+        assert gradient is not None, "a tied weight has no gradient"
+        return gradient
 
 
 class ReplicatedParameters:
@@ -87,9 +97,11 @@ class ReplicatedParameters:
         """After every backward."""
         self.gradients.absorb()
 
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Leaves the sum over the ranks of `group` in every `.grad`. Collective over the group."""
-        self.gradients.reduce(group)
+    def reduce(
+        self, group: dist.ProcessGroup | None, tied: Sequence[nn.Parameter] = (), ends: dist.ProcessGroup | None = None
+    ) -> None:
+        """Leaves the sum over the ranks of `group`, and of `tied` over `ends`, in every `.grad`. Collective over both."""
+        self.gradients.reduce(group, tied, ends)
 
     def free(self) -> None:
         """Nothing to free."""

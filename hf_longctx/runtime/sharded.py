@@ -112,12 +112,14 @@ class ShardedParameters:
         """After every backward: rounds in half precision add up in fp32."""
         self.gradients.absorb()
 
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
+    def reduce(
+        self, group: dist.ProcessGroup | None, tied: Sequence[nn.Parameter] = (), ends: dist.ProcessGroup | None = None
+    ) -> None:
         """Leaves the step's sum of each shard in its `.grad`: a block's ranks have been summed round by round.
 
-        Collective over the ranks with the same shards.
+        Collective over the ranks with the same shards, and of `tied` over `ends`, whose ranks hold the same shards too.
         """
-        self.gradients.reduce(self.copies)
+        self.gradients.reduce(self.copies, tied, ends)
 
     def free(self) -> None:
         """After forwards without a backward, which leave weights gathered."""

@@ -1,0 +1,79 @@
+"""The model of one pipeline stage as the executor sees it: parts that take token ids or hidden states, and give either on.
+
+A stage holds one part of the model, or several (interleaving): part 0 of every stage, then part 1 of every stage, and so on
+are the model in order. The first of them starts from token ids, the last one ends in logits, all others pass hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.context import GroupContext
+
+# the keyword that tells a model of several stages which part runs; a whole model never gets it
+PART_KEYWORD = "longctx_part"
+
+
+def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
+    """A model that is no pipeline; nothing travels."""
+    return StageModel(model, 0, 1, (num_attention_layers,), 0, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class StageModel:
+    """One stage of `num_stages`, or the whole model of one.
+
+    `model` holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
+    attention_layers: attention calls of every part. Between parts travel hidden states [1, T, hidden_size] of `hidden_dtype`.
+    tied: the weight of the embedding or of the head, where both are one parameter of the model but lie on different stages.
+    """
+
+    model: nn.Module
+    stage: int
+    num_stages: int
+    attention_layers: tuple[int, ...]
+    hidden_size: int
+    hidden_dtype: torch.dtype
+    tied: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.attention_layers)
+
+    def is_first(self, part: int) -> bool:
+        """Whether `part` starts from token ids."""
+        return not self.stage and not part
+
+    def is_last(self, part: int) -> bool:
+        """Whether `part` ends in logits."""
+        return (self.stage, part) == (self.num_stages - 1, self.num_parts - 1)
+
+    def forward(
+        self, part: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
+    ) -> Tensor:
+        """Logits [1, T, V] of the last part, else hidden states [1, T, hidden_size] for the next one.
+
+        `inputs` and `hidden_1TC` are on the model's device; the first part takes no hidden states, every other one does.
+        `context` None: the model's own attention. Raises RuntimeError if some attention layer of the part did not get the
+        context.
+        """
+        starts = {"input_ids": inputs.input_ids} if self.is_first(part) else {"inputs_embeds": hidden_1TC}
+        keywords: dict[str, Any] = {PART_KEYWORD: part} if self.num_stages > 1 else {}
+        if context is not None:
+            keywords["longctx"] = context
+        output = self.model(
+            **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords
+        )
+        if context is not None:
+            context.check_calls(self.attention_layers[part])
+        if self.is_last(part):
+            logits: Tensor = output.logits
+            return logits
+        # autocast may have widened what leaves the model
+        leaving: Tensor = output.last_hidden_state.to(self.hidden_dtype)
+        return leaving
