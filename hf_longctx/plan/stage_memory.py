@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import Action, StagePlan, StepPlan
+from hf_longctx.plan.types import Action, Parameters, StagePlan, StepPlan
 
 
 def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:
     """Bytes on a rank of the stage of weights, gradients and two fp32 Adam moments, as `ModelSpec.state_bytes` counts them."""
-    outside = _outside_parameters(model, stage.stage == 0, stage.stage == plan.num_stages - 1)
-    num_parameters = stage.num_layers * model.layer_parameters + outside
+    return held_state_bytes(model, stage.num_layers, stage.stage, plan.num_stages, plan.parameters, plan.block_ranks)
+
+
+def held_state_bytes(
+    model: ModelSpec, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int
+) -> int:
+    """The same for `num_layers` layers on stage `stage` of `num_stages`, before there is a plan."""
+    outside = _outside_parameters(model, stage == 0, stage == num_stages - 1)
+    num_parameters = num_layers * model.layer_parameters + outside
     whole = num_parameters * (2 * model.bytes_per_element + 8)
-    if plan.parameters == "replicated":
+    if parameters == "replicated":
         return whole
-    unit = min(2, stage.num_layers) * model.layer_parameters + outside
-    gathered = unit if plan.parameters == "sharded" else num_parameters
-    return -(-whole // plan.block_ranks) + (gathered + unit) * model.bytes_per_element
+    unit = min(2, num_layers) * model.layer_parameters + outside
+    gathered = unit if parameters == "sharded" else num_parameters
+    return -(-whole // shard_ranks) + (gathered + unit) * model.bytes_per_element
 
 
 def _outside_parameters(model: ModelSpec, is_first: bool, is_last: bool) -> int:
