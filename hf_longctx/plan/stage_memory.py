@@ -13,22 +13,22 @@ from hf_longctx.plan.types import Action, StagePlan, StepPlan
 
 def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:
     """Bytes on a rank of the stage of weights, gradients and two fp32 Adam moments, as `ModelSpec.state_bytes` counts them."""
-    outside = _outside_parameters(model, stage.stage == 0, stage.stage == plan.num_stages - 1)
-    num_parameters = stage.num_layers * model.layer_parameters + outside
+    num_parameters = stage_parameters(model, stage, plan.num_stages)
     whole = num_parameters * (2 * model.bytes_per_element + 8)
     if plan.parameters == "replicated":
         return whole
-    unit = min(2, stage.num_layers) * model.layer_parameters + outside
+    unit = num_parameters - max(0, stage.num_layers - 2) * model.layer_parameters
     gathered = unit if plan.parameters == "sharded" else num_parameters
     return -(-whole // plan.block_ranks) + (gathered + unit) * model.bytes_per_element
 
 
-def _outside_parameters(model: ModelSpec, is_first: bool, is_last: bool) -> int:
-    """Matrix parameters of a stage that are in no layer."""
+def stage_parameters(model: ModelSpec, stage: StagePlan, num_stages: int) -> int:
+    """Matrix parameters of one of `num_stages` stages."""
+    is_first, is_last = stage.stage == 0, stage.stage == num_stages - 1
     table = model.vocab_size * model.hidden_size
     positions = model.max_positions * model.hidden_size if model.learned_positions and is_first else 0
     num_tables = 1 if model.tied_embeddings and is_first and is_last else is_first + is_last
-    return num_tables * table + positions
+    return stage.num_layers * model.layer_parameters + num_tables * table + positions
 
 
 def most_in_flight(actions: Iterable[Action]) -> int:
