@@ -207,7 +207,7 @@ class _Seconds:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
         costs = self.costs
         slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
-        inside = 1 - costs.model.head_share
+        inside = 1 - costs.head_share(is_backward=False)
         return [
             replace(item, recompute_s=item.recompute_s * inside) if item.tensor_class in ("qkv", "mlp") else item
             for item in slot.saved
