@@ -10,8 +10,8 @@ again: what running again costs, times what the bubble costs. The paper reports 
 has equal slices; the simulated one has slices of equal forward time, whose backwards are not quite even.
 
 splits: LLaMA-65B, 128K tokens in 8 and 16 slices of equal cost: tokens of the first over those of the last, from published
-bytes. Causal operations give too little; all pairs of a square, as if nothing were masked, or seconds with attention at 0.6 of the
-products' efficiency come close: the paper must balance one of these. Its copies then run at 11 to 14 GB/s for each GPU.
+bytes. Causal operations give too little; all pairs of a square, as if nothing were masked, or seconds with attention at 0.6 of
+the products' efficiency come close: the paper must balance one of these. Its copies then run at 11 to 14 GB/s for each GPU.
 
 offload: GPT-13B, 512K tokens, 8 ranks a group, 8 stages, 32 slices. Share i of a slice goes to the host, SPPO's being
 alpha = min(1, BW T / A), T the seconds of the slice behind it and A its bytes (`hidden_shares`). Device bytes of the first stage
