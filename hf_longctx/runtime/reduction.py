@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.types import Parameters
+from hf_longctx.runtime.stage_groups import TiedWeight
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20
@@ -42,8 +43,10 @@ class GradientSum:
             self._wide[parameter].add_(gradient)
             parameter.grad = None
 
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
+    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
+
+        `tied`: the parameter that another stage has too, whose gradient is then the sum of both stages'.
 
         Every rank of the group must call it with the same parameters in the same order, and have gradients for the same
         ones: true since every rank runs at least one chunk through the whole model. Of a sharded gradient the rank's shard is
@@ -53,6 +56,9 @@ class GradientSum:
         if group is not None:
             for bucket in _buckets([_local(gradient) for gradient in sums if gradient is not None]):
                 _sum_bucket(bucket, group)
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            if tied is not None and parameter is tied.parameter and gradient is not None:
+                tied.sum(gradient)
         for parameter, wide in self._wide.items():
             parameter.grad = wide.to(parameter.dtype)
             wide.zero_()
@@ -87,9 +93,9 @@ class ReplicatedParameters:
         """After every backward."""
         self.gradients.absorb()
 
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Leaves the sum over the ranks of `group` in every `.grad`. Collective over the group."""
-        self.gradients.reduce(group)
+    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
+        """Leaves the sum over the ranks of `group` in every `.grad`. Collective over the group, and the ends of `tied`."""
+        self.gradients.reduce(group, tied)
 
     def free(self) -> None:
         """Nothing to free."""
