@@ -37,8 +37,9 @@ from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Chunk, GroupShape, Span
 from hf_longctx.recipes.gpu_smoke_memory import memory_checks
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import visible_tiles
-from hf_longctx.runtime.executor import ChunkInputs, StepExecutor
+from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool

@@ -33,7 +33,8 @@ from hf_longctx.plan.types import (
     TensorShare,
 )
 from hf_longctx.runtime.checkpointing import ActivationEngine
-from hf_longctx.runtime.executor import ChunkInputs, StepExecutor, no_mask
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.executor import StepExecutor, no_mask
 from hf_longctx.runtime.loss import IGNORE_INDEX
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier

@@ -34,7 +34,7 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.sampler import IntArray, SequenceIndex
 from hf_longctx.plan.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.types import StepPlan
-from hf_longctx.runtime.executor import ChunkInputs
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
@@ -353,8 +353,9 @@ def _part(plan: StepPlan, rank: int, sequences: tuple[TokenSequence, ...]) -> di
 
 def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
     """Tokens that a rank holds of each of its chunks, round by round."""
+    _, position = plan.place(rank)
     return [
-        [held_tokens(rank_pieces(chunk, group.shape))[group.positions.index(rank)] for chunk in group.chunks]
+        [held_tokens(rank_pieces(chunk, group.shape))[group.positions.index(position)] for chunk in group.chunks]
         for group, _ in plan.for_rank(rank).rounds
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ from hf_longctx.plan.types import ACTION_KINDS, Action, SequenceGroup, StagePlan
 
 # (stage, part): one place in the chain of layer ranges that a chunk passes
 End = tuple[int, int]
+
+_GRID_LINE = re.compile(r"\s*stage (\d+):(.*)")
 
 
 class PlanError(ValueError):
@@ -23,6 +26,24 @@ def schedule_grid(group: SequenceGroup, marked: tuple[int, int] | None = None) -
         words = [f">{action}<" if marked == (stage.stage, place) else str(action) for place, action in enumerate(stage.actions)]
         lines.append(f"  stage {stage.stage}: " + " ".join(words))
     return "\n".join(lines)
+
+
+def parse_grid(text: str) -> tuple[tuple[Action, ...], ...]:
+    """The actions of every stage of a grid that `schedule_grid` wrote, marked or not."""
+    stages: list[tuple[Action, ...]] = []
+    for line in filter(str.strip, text.splitlines()):
+        match = _GRID_LINE.fullmatch(line)
+        if match is None or int(match[1]) != len(stages):
+            raise ValueError(f"{line!r} is not line {len(stages)} of a schedule grid; write 'stage {len(stages)}: ACTION ...'")
+        words = (word[1:-1] if word[0] + word[-1] == "><" else word for word in match[2].split())
+        stages.append(tuple(map(Action.parse, words)))
+    return tuple(stages)
+
+
+def in_flight(stage: StagePlan) -> int:
+    """The most chunks, or parts of chunks, whose forward is done and whose backward is not."""
+    steps = ({"F": 1, "B": -1}.get(action.kind, 0) for action in stage.actions)
+    return max(itertools.accumulate(steps, initial=0))
 
 
 def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:

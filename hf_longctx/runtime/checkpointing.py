@@ -117,13 +117,12 @@ class ChunkActivations:
     def __init__(self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], tier: HostTier | None = None) -> None:
         self._bindings = bindings
         self.num_layers_seen = 0
-        slots: list[LayerSlot | None] = []
+        # by the layer's place in the model, of which a part may run
+        self.slots: dict[int, LayerSlot] = {}
         before: LayerSlot | None = None
-        for layer in [*policy.layers, *[LayerPolicy()] * (len(bindings) - len(policy.layers))]:
-            slot = None if layer.keeps_everything else LayerSlot(layer, policy.tile_tokens, tier, before)
-            slots.append(slot)
-            before = slot or before
-        self.slots = tuple(slots)
+        for binding, layer in zip(bindings, policy.layers, strict=False):
+            if not layer.keeps_everything:
+                before = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, before)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -144,7 +143,7 @@ class ChunkActivations:
 
     def held_bytes(self) -> tuple[int, int]:
         """(device, host) bytes of layer inputs, projections, attention outputs, LSEs and MLP tensors that wait for backward."""
-        slots = [slot for slot in self.slots if slot is not None]
+        slots = self.slots.values()
         parts = [part for slot in slots for part in slot.parts]
         on_device = sum(slot.whole_input_bytes + slot.mlp.kept_bytes for slot in slots) + sum(p.device_bytes for p in parts)
         mlp_host = sum(saved.home.num_bytes for slot in slots for saved in slot.mlp.on_host)
@@ -178,19 +177,19 @@ class ActivationEngine:
         """Whether a layer that is replayed may keep queries, keys and values."""
         return all(binding.modules.projections for binding in self._bindings)
 
-    def begin(self, policy: ActivationPolicy) -> ChunkActivations:
-        """Fresh slots for one forward under `policy`, which `check` must allow."""
-        self.check(policy)
-        return ChunkActivations(policy, self._bindings, self.tier)
+    def begin(self, policy: ActivationPolicy, layers: range | None = None) -> ChunkActivations:
+        """Fresh slots for one forward over `layers` of the model (None: all) under `policy`, which `check` must allow."""
+        self.check(policy, layers)
+        return ChunkActivations(policy, self._of(layers), self.tier)
 
-    def check(self, policy: ActivationPolicy) -> None:
-        """Raises ValueError by name for what this version does not execute."""
-        if len(policy.layers) > self.num_layers:
-            raise ValueError(f"the policy has {len(policy.layers)} layers, the model {self.num_layers}; plan for this model")
-        for index, layer in enumerate(policy.layers):
-            where = f"chunk {policy.chunk}, layer {index}"
+    def check(self, policy: ActivationPolicy, layers: range | None = None) -> None:
+        """Raises ValueError by name for what this version does not execute over `layers` (None: all)."""
+        bindings = self._of(layers)
+        if len(policy.layers) > len(bindings):
+            raise ValueError(f"the policy has {len(policy.layers)} layers, the model {len(bindings)}; plan for this model")
+        for index, (layer, binding) in enumerate(zip(policy.layers, bindings, strict=False)):
+            where, modules = f"chunk {policy.chunk}, layer {index}", binding.modules
             refuse_unsupported_policy(layer, where)
-            modules = self._bindings[index].modules
             kept = 1 - layer.share("qkv").recompute
             if kept > 0 and not modules.projections and not layer.keeps_everything:
                 raise ValueError(
@@ -199,6 +198,9 @@ class ActivationEngine:
                 )
             if self.tier is None and any(share.host for share in layer.shares):
                 raise ValueError(f"{where}: the plan sends saved tensors to the host, but the engine was given no host memory")
+
+    def _of(self, layers: range | None) -> Sequence[_LayerBinding]:
+        return self._bindings if layers is None else self._bindings[layers.start : layers.stop]
 
     def unbind(self) -> None:
         for binding in self._bindings:
@@ -293,7 +295,7 @@ class _LayerBinding:
             context.activations.num_layers_seen += 1
         if context is None or context.activations is None or not self._makes_graph(inputs):
             return function(*inputs)
-        slot = context.activations.slots[self.index]
+        slot = context.activations.slots.get(self.index)
         if slot is None:
             return function(*inputs)
         keywords = {**function.keywords, "longctx": replace(context, kept=slot.attention)}

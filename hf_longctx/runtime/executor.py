@@ -15,33 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.plan.types import Action, ActivationPolicy, RankPlan, SequenceGroup
+from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.out_of_memory import explained
 from hf_longctx.runtime.output_head import check_untouched
+from hf_longctx.runtime.p2p import RoundMessages
 from hf_longctx.runtime.profiler import Interval, StepClock
+from hf_longctx.runtime.reduction import TiedWeight
 from hf_longctx.runtime.sharded import parameters_of
 from hf_longctx.runtime.slices import KVBook
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkInputs:
-    """This rank's shard of one chunk, each of shape [1, T] and type int64: token ids, positions, next-token labels."""
-
-    input_ids: Tensor
-    position_ids: Tensor
-    shift_labels: Tensor
-
-    def pin_memory(self) -> ChunkInputs:
-        """The same shard in pinned memory; called by the loader's pinning thread."""
-        return ChunkInputs(*(t.pin_memory() for t in (self.input_ids, self.position_ids, self.shift_labels)))
-
-    def to(self, device: torch.device) -> ChunkInputs:
-        """The same shard on `device`; from pinned memory the copies do not block the host."""
-        return ChunkInputs(*(t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.shift_labels)))
+from hf_longctx.runtime.stage_model import StageModel, whole_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +51,8 @@ class StepMemory:
 
 
 NO_MEMORY = StepMemory()
+# moves to the host and back are part of F and B, as activation policies say; keys and values go with their last reader
+_EXECUTED = ("F", "B", "SF", "RF", "SB", "RB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +74,8 @@ class StepExecutor:
     `model` is the plain, DDP-wrapped or sharded (`shard_model`) model; its attention must be the registered `longctx`
     function, called `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add
     up in fp32. `engine` executes activation policies; without one, plans that have any are refused. With a head, chunks whose
-    policy has `tile_tokens` make no logits, in evaluation too.
+    policy has `tile_tokens` make no logits, in evaluation too. `stage`: how a model that was cut into pipeline stages runs; its
+    parameters are those of `model`, and `num_attention_layers` is its own.
     """
 
     def __init__(
@@ -96,11 +86,12 @@ class StepExecutor:
         device: torch.device,
         fp32_gradients: bool = True,
         engine: ActivationEngine | None = None,
+        stage: StageModel | None = None,
     ) -> None:
         self.model, self.pool, self.device, self.engine = model, pool, device, engine
-        self.num_attention_layers = num_attention_layers
+        self.stage = whole_model(model, num_attention_layers) if stage is None else stage
         self.parameters = parameters_of(model, fp32_gradients)
-        self._no_mask = no_mask(device)
+        self.no_mask = no_mask(device)
 
     def run(
         self,
@@ -119,7 +110,7 @@ class StepExecutor:
         version does not execute, torch.OutOfMemoryError naming the action that ran out of device memory.
         """
         self.parameters.check(plan.parameters)
-        refuse_unsupported(plan, self.engine)
+        self._check(plan)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         memory = StepMemory()
@@ -128,12 +119,12 @@ class StepExecutor:
         with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
-                current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage.activations)
+                current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage)
                 total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
                 memory = memory.most(current.memory)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
-                self.parameters.reduce(self.pool.everyone)
+                self.parameters.reduce(self.pool.stage_group, self._tied())
             self._sum_over_ranks(total)
         if self.device.type == "cuda":
             memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
@@ -144,55 +135,81 @@ class StepExecutor:
         """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only, as `run` otherwise."""
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
-        refuse_unsupported(plan, self.engine)
+        self._check(plan)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
-            forwards = [action for action in stage.actions if action.kind == "F"]
-            current = _Round(self, group, inputs[index], 1, clock, index, stage.activations)
+            forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
+            current = _Round(self, group, inputs[index], 1, clock, index, stage)
             total += current.run(forwards, f"evaluation {plan.step}, round {index}")
         self.parameters.free()
         self._sum_over_ranks(total)
         return total
 
-    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext) -> Tensor:
-        """Logits [1, T, V] of this rank's shard; raises RuntimeError if some layer's attention did not get the plan."""
-        with nullcontext() if context.activations is None else context.activations.running():
-            output = self.model(
-                input_ids=chunk.input_ids,
-                position_ids=chunk.position_ids,
-                attention_mask=self._no_mask,
-                use_cache=False,
-                return_dict=True,
-                longctx=context,
-            )
-        context.check_calls(self.num_attention_layers)
-        logits: Tensor = output.logits
-        return logits
+    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
+        """Logits [1, T, V] of this rank's shard, or what leaves `part` of a pipeline, where `hidden_1TC` came in.
 
-    def sum_chunk(self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int = 0, keep_gradients: bool = False) -> Tensor:
+        Raises RuntimeError if some layer's attention did not get the plan.
+        """
+        with nullcontext() if context.activations is None else context.activations.running():
+            return self.stage.forward(part, chunk, hidden_1TC, self.no_mask, context)
+
+    def sum_chunk(
+        self,
+        chunk: ChunkInputs,
+        context: GroupContext,
+        tile_tokens: int = 0,
+        keep_gradients: bool = False,
+        part: int = 0,
+        hidden_1TC: Tensor | None = None,
+    ) -> Tensor:
         """The summed cross-entropy of this rank's shard, a scalar: without logits if there are `tile_tokens` and a head.
 
-        `chunk` may be on the host. `keep_gradients`: its backward comes next.
+        `chunk` may be on the host. `keep_gradients`: its backward comes next. `part`, `hidden_1TC`: as for `forward_chunk`.
         """
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
-            return summed_cross_entropy(self.forward_chunk(inputs, context), inputs.shift_labels)
+            return summed_cross_entropy(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
         # labels on the host tell which tiles have any, without waiting for the device
         with head.summing(chunk.shift_labels, tile_tokens, keep_gradients):
-            loss = self.forward_chunk(inputs, context)
+            loss = self.forward_chunk(inputs, context, part, hidden_1TC)
         check_untouched(loss)
         return loss
+
+    def _check(self, plan: RankPlan) -> None:
+        """Raises ValueError by name for a plan of other stages than the model's, and for what is not executed."""
+        held = self.stage.num_stages, len(self.stage.attention_layers)
+        for group, stage in plan.rounds:
+            if (planned := (len(group.stages), len(stage.parts))) != held:
+                raise ValueError(
+                    f"the plan has {planned[0]} pipeline stage(s) of {planned[1]} part(s), the model was cut into {held[0]} of "
+                    f"{held[1]}; plan with stages={held[0]}"
+                )
+        refuse_unsupported(plan, self.engine)
+
+    def _tied(self) -> TiedWeight | None:
+        """The weight that the other end of the pipeline has too, if there is one."""
+        if not self.stage.tied or self.pool.links is None or self.pool.links.ends is None:
+            return None
+        return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.ends)
 
     def _sum_over_ranks(self, total: Tensor) -> None:
         if self.pool.everyone is not None:
             dist.all_reduce(total, group=self.pool.everyone)
 
 
+# (part, chunk): one forward of a stage
+_Pass = tuple[int, int]
+
+
 class _Round:
-    """One micro-batch of one rank: its chunks' losses between their F and their B, and the keys and values of slices."""
+    """One micro-batch of one rank: what its chunks hold between their F and their B, and the keys and values of slices.
+
+    A forward leaves its output, which its backward starts from: a loss at the end of the model, else hidden states, whose
+    gradient the next part sends. Its input is a leaf, whose gradient goes to the part before.
+    """
 
     def __init__(
         self,
@@ -202,57 +219,114 @@ class _Round:
         num_label_tokens: int,
         clock: StepClock,
         index: int,
-        policies: Sequence[ActivationPolicy] = (),
+        stage: StagePlan,
     ) -> None:
         self.executor, self.group, self.inputs = executor, group, inputs
-        self.policies = {policy.chunk: policy for policy in policies}
+        self.policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
         self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
-        self.losses: dict[int, Tensor] = {}
+        self.stage = stage
         # of chunks between their F and their B
-        self.activations: dict[int, ChunkActivations] = {}
+        self.received: dict[_Pass, Tensor] = {}
+        self.outputs: dict[_Pass, Tensor] = {}
+        self.gradients: dict[_Pass, Tensor] = {}
+        self.activations: dict[_Pass, ChunkActivations] = {}
         self.memory = StepMemory()
         self.num_backwards = 0
         self.book = KVBook()
+        self.messages: RoundMessages | None = None
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
-        self.handlers = {"F": self._forward, "B": self._backward}
+        self.handlers = {
+            "F": self._forward,
+            "B": self._backward,
+            "SF": self._send_hidden,
+            "RF": self._receive_hidden,
+            "SB": self._send_gradient,
+            "RB": self._receive_gradient,
+        }
 
     def run(self, actions: Sequence[Action], where: str, predicted_bytes: int = 0) -> Tensor:
         """The actions in order; this rank's share of the step's loss, without a graph. `where`: for errors."""
         self.num_backwards = sum(action.kind == "B" for action in actions)
         self.book = KVBook(has_backward=self.num_backwards > 0)
+        self.messages = self._post_messages(actions)
         for action, following in itertools.zip_longest(actions, actions[1:]):
             memory = explained(where, action, self.group, self.executor.device, predicted_bytes)
             with self.clock.measure(self.index, action.kind, str(action)), memory:
                 self.handlers[action.kind](action, following)
+        if self.messages is not None:
+            self.messages.finish()
         assert not self.book.num_bytes, f"the K/V book holds {self.book.num_bytes} bytes behind its round"
         return self.total
 
     def _forward(self, action: Action, following: Action | None) -> None:
-        chunk = self.group.chunks[action.chunk]
+        key, chunk = (action.part, action.chunk), self.group.chunks[action.chunk]
         context = self.executor.pool.context(self.group, chunk, self.book)
-        policy = self.policies.get(action.chunk)
+        policy = self.policies.get(key)
         if self.executor.engine is not None and policy is not None and torch.is_grad_enabled():
-            self.activations[action.chunk] = self.executor.engine.begin(policy)
-            context = replace(context, activations=self.activations[action.chunk])
-        is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
-        tile_tokens = policy.tile_tokens if policy is not None else 0
-        loss_sum = self.executor.sum_chunk(self.inputs[action.chunk], context, tile_tokens, is_backward_next)
-        loss = step_loss(loss_sum, self.num_label_tokens)
-        self.total += loss.detach()
-        self.losses[action.chunk] = loss
+            self.activations[key] = self.executor.engine.begin(policy, layers_of(self.stage, action.part))
+            context = replace(context, activations=self.activations[key])
+        # without a backward nobody else needs it
+        hidden_1TC = self.received.get(key) if self.num_backwards else self.received.pop(key, None)
+        if self.executor.stage.is_last(action.part):
+            is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
+            tile_tokens = policy.tile_tokens if policy is not None else 0
+            loss_sum = self.executor.sum_chunk(
+                self.inputs[action.chunk], context, tile_tokens, is_backward_next, action.part, hidden_1TC
+            )
+            self.outputs[key] = step_loss(loss_sum, self.num_label_tokens)
+            self.total += self.outputs[key].detach()
+        else:
+            inputs = self.inputs[action.chunk].to(self.executor.device)
+            self.outputs[key] = self.executor.forward_chunk(inputs, context, action.part, hidden_1TC)
         self._note_memory()
 
     def _backward(self, action: Action, following: Action | None) -> None:
-        loss = self.losses.pop(action.chunk)
+        key = (action.part, action.chunk)
+        output, gradient = self.outputs.pop(key), self.gradients.pop(key, None)
         self.num_backwards -= 1
         self.executor.parameters.before_backward(is_last=not self.num_backwards)
-        loss.backward()
+        # nothing is trained before the first stage's end under some adapters
+        if output.requires_grad:
+            output.backward(gradient)
         self.executor.parameters.after_backward()
-        self.activations.pop(action.chunk, None)
+        self.activations.pop(key, None)
         self._note_memory()
-        for span in self.group.chunks[action.chunk].spans:
-            if not span.start:
-                self.book.close(span.sequence)
+        if not action.part:
+            for span in self.group.chunks[action.chunk].spans:
+                if not span.start:
+                    self.book.close(span.sequence)
+
+    def _receive_hidden(self, action: Action, following: Action | None) -> None:
+        assert self.messages is not None
+        hidden_1TC = self.messages.receive(action)
+        self.received[action.part, action.chunk] = hidden_1TC.requires_grad_(torch.is_grad_enabled())
+
+    def _send_hidden(self, action: Action, following: Action | None) -> None:
+        assert self.messages is not None
+        self.messages.send(action, self.outputs[action.part, action.chunk])
+        if not self.num_backwards:
+            # forwards alone: nothing waits for it
+            del self.outputs[action.part, action.chunk]
+
+    def _receive_gradient(self, action: Action, following: Action | None) -> None:
+        assert self.messages is not None
+        self.gradients[action.part, action.chunk] = self.messages.receive(action)
+
+    def _send_gradient(self, action: Action, following: Action | None) -> None:
+        assert self.messages is not None
+        gradient = self.received.pop((action.part, action.chunk)).grad
+        assert gradient is not None, f"{action}: no gradient of what came in"
+        self.messages.send(action, gradient)
+
+    def _post_messages(self, actions: Sequence[Action]) -> RoundMessages | None:
+        links, stage = self.executor.pool.links, self.executor.stage
+        if links is None:
+            return None
+
+        def shape_of(chunk: int) -> tuple[int, int, int]:
+            return 1, self.inputs[chunk].input_ids.shape[1], stage.hidden_size
+
+        return RoundMessages(links, actions, shape_of, stage.hidden_dtype, self.executor.device)
 
     def _note_memory(self) -> None:
         held = [activations.held_bytes() for activations in self.activations.values()]
@@ -269,6 +343,12 @@ def forward_only(plan: RankPlan) -> RankPlan:
     return replace(plan, rounds=rounds)
 
 
+def layers_of(stage: StagePlan, part: int) -> range:
+    """Where the layers of a part are among those of its stage."""
+    first = sum(layers.num_layers for layers in stage.parts[:part])
+    return range(first, first + stage.parts[part].num_layers)
+
+
 def no_mask(device: torch.device) -> Tensor:
     """An attention mask of four dimensions: transformers passes it on as it is, and builds none over the packed row."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -277,13 +357,9 @@ def no_mask(device: torch.device) -> Tensor:
 def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -> None:
     """Raises ValueError naming the first part of the plan that this version does not execute, with `engine` or without."""
     for group, stage in plan.rounds:
-        if len(group.stages) > 1:
-            raise ValueError(f"a plan of {len(group.stages)} pipeline stages is not executed yet; only one stage is")
-        if len(stage.parts) > 1:
-            raise ValueError(f"a stage of {len(stage.parts)} interleaved parts is not executed yet; only one part is")
         if engine is not None:
             for policy in stage.activations:
-                engine.check(policy)
+                engine.check(policy, layers_of(stage, policy.part))
         elif any(policy.layers or policy.tile_tokens for policy in stage.activations):
             raise ValueError("activation policies (recompute, offload, tiles) are not executed yet; everything is kept")
         for chunk in group.chunks:
@@ -292,6 +368,6 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -
                     f"chunk {chunk.index} is a slice of a sequence in a {group.method} group; slices are executed in local and "
                     f"ulysses groups only"
                 )
-        for action in stage.actions:
-            if action.helpers or action.kind not in ("F", "B"):
-                raise ValueError(f"action {action} is not executed yet; only F and B without helpers are")
+        for action in (action for each in group.stages for action in each.actions):
+            if action.helpers or action.kind not in _EXECUTED:
+                raise ValueError(f"action {action} is not executed yet; only {', '.join(_EXECUTED)} without helpers are")

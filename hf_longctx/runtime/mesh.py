@@ -1,4 +1,6 @@
-"""Process groups, all created once at start: aligned sequence groups, one group of all ranks, one CPU group for plans.
+"""Process groups, all created once at start: the mesh of stages and positions, aligned sequence groups, links between stages.
+
+`rank = stage * ranks_per_stage + position`. A sequence group lies inside a stage, at the same positions in all stages.
 
 `dist.new_group` is collective: every rank creates every group in the same order, also those it is not in. Groups with
 `use_local_synchronization` hash the number of earlier groups into their name and hang where ranks differ, so none is used.
@@ -15,6 +17,7 @@ from hf_longctx.plan.sharding import HeadShare, block_pieces, document_bounds, e
 from hf_longctx.plan.types import Chunk, SequenceGroup
 from hf_longctx.runtime.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.p2p import Links, Place
 from hf_longctx.runtime.slices import KVBook, slices_of
 
 
@@ -26,50 +29,85 @@ class GroupPool:
     of the logged loss runs on the default group, with its time-out.)
     """
 
-    def __init__(self, degrees: tuple[int, ...], timeout_s: float, control: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.num_ranks = 0, 1
+    def __init__(
+        self, degrees: tuple[int, ...], timeout_s: float, control: dist.ProcessGroup | None = None, num_stages: int = 1
+    ) -> None:
+        self.rank, self.num_ranks, self.num_stages = 0, 1, num_stages
         self.everyone: dist.ProcessGroup | None = None
         self.control = control
+        self.links: Links | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = {}
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if dist.is_initialized():
+            self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        if self.num_ranks % num_stages:
+            raise ValueError(f"{self.num_ranks} ranks cannot be split into {num_stages} equal stages; choose a divisor")
+        self.ranks_per_stage = self.num_ranks // num_stages
+        self.stage, self.position = divmod(self.rank, self.ranks_per_stage)
+        if self.num_ranks == 1:
             return
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
         self.everyone = dist.new_group(timeout=timeout)
         # NCCL joins ranks at the first use of a group, and rings send messages between some of its ranks only
         is_on_device = torch.cuda.is_available() and dist.get_backend(self.everyone) != "gloo"
         dist.all_reduce(torch.zeros(1, device="cuda" if is_on_device else "cpu"), group=self.everyone)
         self._groups[tuple(range(self.num_ranks))] = self.everyone
-        for positions in aligned_groups(self.num_ranks, degrees):
-            if positions not in self._groups:
-                self._groups[positions] = dist.new_group(list(positions), timeout=timeout)
+        whole_stage = tuple(range(self.ranks_per_stage))
+        for stage in range(num_stages):
+            first = stage * self.ranks_per_stage
+            for positions in [
+                *aligned_groups(self.ranks_per_stage, degrees),
+                *([whole_stage] if self.ranks_per_stage > 1 else []),
+            ]:
+                ranks = tuple(first + position for position in positions)
+                if ranks not in self._groups:
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        if num_stages > 1:
+            place = Place(self.rank, self.stage, num_stages, self.ranks_per_stage)
+            self.links = Links.create(place, timeout, torch.device("cuda" if is_on_device else "cpu"))
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this rank's stage, who hold the same layers; None if it is alone."""
+        return self.group(tuple(range(self.ranks_per_stage)))
 
     def close(self) -> None:
         """Gives up all groups, the control group too; nothing may run on them any more, on no rank."""
         groups = [*self._groups.values(), *([self.control] if self.control is not None else [])]
-        self._groups, self.everyone, self.control = {}, None, None
+        groups += self.links.groups if self.links is not None else ()
+        self._groups, self.everyone, self.control, self.links = {}, None, None, None
         for group in groups:
             dist.destroy_process_group(group)
 
     def group(self, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The handle of the ranks at `positions`; None for one rank. Raises ValueError for a group outside the pool."""
+        """The handle of the ranks of this rank's stage at `positions`; None for one rank.
+
+        Raises ValueError for a group outside the pool.
+        """
         if len(positions) == 1:
             return None
-        if positions not in self._groups:
+        first = self.stage * self.ranks_per_stage
+        ranks = tuple(first + position for position in positions)
+        if ranks not in self._groups:
+            known = [tuple(rank - first for rank in group) for group in sorted(self._groups) if set(group) <= self._stage_ranks]
             raise ValueError(
-                f"positions {positions} are not an aligned group of this run (known: {sorted(self._groups)}); a plan may use "
-                f"only the degrees that the pool was created with, each starting at a multiple of its degree"
+                f"positions {positions} are not an aligned group of this run (known: {known}); a plan may use only the degrees "
+                f"that the pool was created with, each starting at a multiple of its degree"
             )
-        return self._groups[positions]
+        return self._groups[ranks]
+
+    @property
+    def _stage_ranks(self) -> set[int]:
+        first = self.stage * self.ranks_per_stage
+        return set(range(first, first + self.ranks_per_stage))
 
     def context(self, group: SequenceGroup, chunk: Chunk, book: KVBook | None = None) -> GroupContext:
         """This rank's context for a chunk of its group; all chunks of a round share one `book` (None: no chunk is a slice).
 
         Blocks of two or more ranks exchange on aligned groups of the pool. Rings pass messages on the group of all ranks,
-        so any positions will do.
+        so any positions of the stage will do.
         """
-        shape, place = group.shape, group.positions.index(self.rank)
+        shape, place = group.shape, group.positions.index(self.position)
         index, inside = divmod(place, shape.ulysses)
         pieces = block_pieces(chunk, shape)
         travelling = travelling_pieces(pieces)
@@ -81,7 +119,7 @@ class GroupPool:
             ring=Ring(
                 self.everyone,
                 index,
-                group.positions[inside :: shape.ulysses],
+                tuple(self.stage * self.ranks_per_stage + position for position in group.positions[inside :: shape.ulysses]),
                 pieces[index],
                 travelling,
                 departing_tokens(pieces[index], travelling[index]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.plan.types import Parameters
-from hf_longctx.runtime.stage_groups import TiedWeight
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TiedWeight:
+    """A parameter that the first and the last stage both hold, and the group of the two ranks that hold the same of it."""
+
+    parameter: nn.Parameter
+    ends: dist.ProcessGroup
 
 
 class GradientSum:
@@ -46,22 +54,25 @@ class GradientSum:
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
-        `tied`: the parameter that another stage has too, whose gradient is then the sum of both stages'.
-
-        Every rank of the group must call it with the same parameters in the same order, and have gradients for the same
-        ones: true since every rank runs at least one chunk through the whole model. Of a sharded gradient the rank's shard is
-        summed, so ranks of the group must hold the same shards. On the current stream.
+        The gradient of `tied` adds up over its ends too. Every rank of a group must call it with the same parameters in the
+        same order, and have gradients for the same ones: true since every rank runs at least one chunk through all its layers.
+        Of a sharded gradient the rank's shard is summed, so ranks of the group must hold the same shards. On the current
+        stream.
         """
         sums = [self._wide.get(parameter, parameter.grad) for parameter in self.parameters]
         if group is not None:
             for bucket in _buckets([_local(gradient) for gradient in sums if gradient is not None]):
                 _sum_bucket(bucket, group)
-        for parameter, gradient in zip(self.parameters, sums, strict=True):
-            if tied is not None and parameter is tied.parameter and gradient is not None:
-                tied.sum(gradient)
+        if tied is not None and tied.parameter.requires_grad:
+            _sum_bucket([_local(self._sum_of(tied.parameter))], tied.ends)
         for parameter, wide in self._wide.items():
             parameter.grad = wide.to(parameter.dtype)
             wide.zero_()
+
+    def _sum_of(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self._wide.get(parameter, parameter.grad)
+        assert gradient is not None, "a tied weight has no gradient"
+        return gradient
 
 
 class ReplicatedParameters:
@@ -94,7 +105,7 @@ class ReplicatedParameters:
         self.gradients.absorb()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
-        """Leaves the sum over the ranks of `group` in every `.grad`. Collective over the group, and the ends of `tied`."""
+        """Leaves the sum over the ranks of `group`, and for `tied` over its ends, in every `.grad`. Collective over both."""
         self.gradients.reduce(group, tied)
 
     def free(self) -> None:

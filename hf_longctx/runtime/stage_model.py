@@ -7,18 +7,21 @@ are the model in order. The first of them starts from token ids, the last one en
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import GroupContext
-
-if TYPE_CHECKING:
-    from hf_longctx.runtime.executor import ChunkInputs
 
 # the keyword that tells a model of several stages which part runs; a whole model never gets it
 PART_KEYWORD = "longctx_part"
+
+
+def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
+    """A model that is no pipeline; nothing travels."""
+    return StageModel(model, 0, 1, (num_attention_layers,), 0, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

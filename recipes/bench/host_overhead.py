@@ -24,7 +24,8 @@ from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.sharding import block_pieces, rank_pieces
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Chunk, GroupShape, Span
-from hf_longctx.runtime.executor import ChunkInputs, StepExecutor
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 

@@ -1,0 +1,55 @@
+"""Inserts the messages between pipeline stages: who sends which chunk when, in an order that cannot deadlock.
+
+A receive stands right before the action that needs it and a send right after the one that made it. Sends do not wait. What a
+stage sends over a link stands in the order of its own compute actions; the schedules of `pipeline.py` give both ends of a link
+one order of chunks, so that receives find their messages in the order of the link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_longctx.plan.types import Action, ActionKind, SequenceGroup, StagePlan
+
+_MESSAGES = ("SF", "RF", "SB", "RB")
+# action -> the receive before it and the send after it
+_AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB")}
+
+
+def with_messages(group: SequenceGroup) -> SequenceGroup:
+    """The group with a receive right before and a send right after every F and B whose neighbour is on another stage.
+
+    Chunks pass part 0 of every stage, then part 1 of every stage, and so on; gradients pass them backwards.
+    """
+    bare = without_messages(group)
+    return replace(bare, stages=tuple(_with_messages(stage, len(bare.stages)) for stage in bare.stages))
+
+
+def without_messages(group: SequenceGroup) -> SequenceGroup:
+    """The group with all sends and receives left out."""
+    return replace(
+        group,
+        stages=tuple(
+            replace(stage, actions=tuple(action for action in stage.actions if action.kind not in _MESSAGES))
+            for stage in group.stages
+        ),
+    )
+
+
+def _with_messages(stage: StagePlan, num_stages: int) -> StagePlan:
+    actions: list[Action] = []
+    for action in stage.actions:
+        if action.kind not in _AROUND:
+            actions.append(action)
+            continue
+        place = action.part * num_stages + stage.stage
+        has_front = num_stages > 1 and place > 0
+        has_behind = num_stages > 1 and place < len(stage.parts) * num_stages - 1
+        receives, sends = (has_front, has_behind) if action.kind == "F" else (has_behind, has_front)
+        receive, send = _AROUND[action.kind]
+        if receives:
+            actions.append(Action(receive, action.stage, action.chunk, action.part))
+        actions.append(action)
+        if sends:
+            actions.append(Action(send, action.stage, action.chunk, action.part))
+    return replace(stage, actions=tuple(actions))

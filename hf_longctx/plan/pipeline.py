@@ -1,0 +1,176 @@
+"""Orders the chunks of a group on pipeline stages: which forward or backward a stage runs when.
+
+A *family* is a run of chunks that slices of one long sequence link; a pack alone is a family of one. Backwards come family by
+family and, inside a family, last chunk first: the keys and values of a slice get gradients from every later slice.
+
+"1f1b" runs as many forwards ahead as the longest family needs; on slices this is Seq1F1B (arXiv 2406.03488, section 3), on
+whole sequences plain 1F1B. "elastic" runs only as many ahead as the families that still wait for their backward need, so a
+stage never holds more chunks than with "1f1b". "gpipe" runs all forwards, then all backwards; on slices this is TeraPipe
+(arXiv 2102.07988). "interleaved" gives every stage several parts of the model, between which it changes every P chunks.
+
+Interleaving here takes any families and any number of chunks. Seq1F1B's warm-up is too short where a family does not end
+inside its round of P chunks, so it grows to what the backwards need; and a rest of less than P chunks joins the last round,
+because a round shorter than P deadlocks from four stages on. With equal times and at least P chunks every stage is then idle
+for no more than P - 1 forwards and backwards of a part, found by running all families of up to 11 chunks on up to 5 stages.
+
+A backward is not split into gradients of inputs and of weights (zero bubble, arXiv 2401.10241): attention has no weights, so
+on long contexts there is little to put off, and slices have filled most of the idle time before. 8 sequences of a 7B model on
+4 stages, simulated in favour of the split (`recipes/bench/zero_bubble.py`), would save of the time of "1f1b", with no more
+memory on any stage than the fullest needs:
+
+    tokens      4 slices    8 slices    idle time with 4 and 8 slices
+    32K         3.8 %       2.6 %       10.7 %, 6.4 %
+    64K         2.7 %       1.9 %       10.4 %, 6.1 %
+    128K        1.7 %       1.1 %       9.8 %, 5.6 %
+
+Eight slices for four save more, take less memory, and leave the modules' own backward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal, get_args
+
+from hf_longctx.plan.communication import with_messages
+from hf_longctx.plan.types import Action, Chunk, LayerRange, SequenceGroup, StagePlan
+
+Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+# (chunk, part): what one forward or backward of a stage is for
+Unit = tuple[int, int]
+
+
+def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
+    """Places of the chunks of every family, in order. What stands between two slices of a sequence belongs to its family."""
+    last = {span.sequence: place for place, chunk in enumerate(chunks) for span in chunk.spans}
+    found: list[tuple[int, ...]] = []
+    first = stop = 0
+    for place, chunk in enumerate(chunks):
+        stop = max(stop, place, *(last[span.sequence] for span in chunk.spans))
+        if stop == place:
+            found.append(tuple(range(first, place + 1)))
+            first = place + 1
+    return tuple(found)
+
+
+def compute_actions(
+    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+) -> tuple[tuple[Action, ...], ...]:
+    """The forwards and backwards of every stage in order, without messages."""
+    _check_request(len(chunks), num_stages, schedule, num_parts)
+    members = families(chunks)
+    forwards: list[Unit] = [(place, 0) for family in members for place in family]
+    backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
+    longest = max(len(family) for family in members)
+    if schedule == "gpipe":
+        backwards = forwards[::-1]
+        needed = [[len(chunks)] * len(chunks)] * num_stages
+    elif schedule == "1f1b":
+        needed = [_window(len(chunks), longest + num_stages - 1 - stage) for stage in range(num_stages)]
+    elif schedule == "elastic":
+        ahead = _elastic_window(members)
+        needed = [[count + num_stages - 1 - stage for count in ahead] for stage in range(num_stages)]
+    else:
+        rounds = _rounds(len(chunks), num_stages)
+        forwards = _in_rounds(forwards, rounds, range(num_parts))
+        backwards = _in_rounds(backwards, rounds, range(num_parts)[::-1])
+        ahead_of_last = max((num_parts - 1) * num_stages + longest, _least_window(forwards, backwards))
+        needed = [_window(len(forwards), ahead_of_last + 2 * (num_stages - 1 - stage)) for stage in range(num_stages)]
+    return tuple(_merged(stage, forwards, backwards, needed[stage]) for stage in range(num_stages))
+
+
+def pipelined(group: SequenceGroup, parts: Sequence[tuple[LayerRange, ...]], schedule: Schedule = "elastic") -> SequenceGroup:
+    """The group with one stage plan, compute actions and messages, for each entry of `parts`; nothing is moved or recomputed."""
+    num_parts = {len(ranges) for ranges in parts}
+    if len(num_parts) != 1:
+        raise ValueError(f"every stage needs the same number of parts, at least one stage; found {[len(p) for p in parts]}")
+    actions = compute_actions(group.chunks, len(parts), schedule, num_parts.pop())
+    stages = tuple(StagePlan(stage, tuple(parts[stage]), actions[stage]) for stage in range(len(parts)))
+    return with_messages(replace(group, stages=stages))
+
+
+def layer_ranges(
+    num_layers: int, num_stages: int, num_parts: int = 1, head_layers: float = 0.0
+) -> tuple[tuple[LayerRange, ...], ...]:
+    """The layers of every stage's parts, such that the most work of a stage is least.
+
+    The last stage has the output head too, which takes as long as `head_layers` layers. Of equal stages the later have a layer
+    more, because they hold fewer chunks.
+    """
+    if num_stages < 1 or num_parts < 1 or num_layers < num_stages * num_parts:
+        raise ValueError(
+            f"{num_layers} layers cannot be cut into {num_stages} stage(s) of {num_parts} part(s) with a layer in each; use at "
+            f"most {num_layers} stages and parts together, at least one of each"
+        )
+    counts = [num_parts] * num_stages
+    work = [float(num_parts)] * (num_stages - 1) + [num_parts + head_layers]
+    for _ in range(num_layers - num_stages * num_parts):
+        stage = min(range(num_stages), key=lambda stage: (work[stage], -stage))
+        counts[stage] += 1
+        work[stage] += 1
+    bounds = [0]
+    for part in range(num_parts):
+        # later parts hold their chunks for a shorter time, so a rest goes to them
+        bounds += [(count + part) // num_parts for count in counts]
+    for place in range(1, len(bounds)):
+        bounds[place] += bounds[place - 1]
+    ranges = [LayerRange(start, stop - start) for start, stop in pairwise(bounds)]
+    return tuple(tuple(ranges[stage::num_stages]) for stage in range(num_stages))
+
+
+def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: int) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if num_chunks < 1 or num_stages < 1:
+        raise ValueError(f"a pipeline needs at least one chunk and one stage, not {num_chunks} and {num_stages}")
+    if (num_parts > 1) != (schedule == "interleaved") or num_parts < 1:
+        raise ValueError(
+            f"schedule {schedule!r} cannot run {num_parts} part(s) per stage; 'interleaved' needs at least 2, every other "
+            f"schedule has 1"
+        )
+
+
+def _window(num_units: int, ahead: int) -> list[int]:
+    """Forwards that precede each backward, for a stage that always runs `ahead` before the first and then one for one."""
+    return [ahead + place for place in range(num_units)]
+
+
+def _elastic_window(members: Sequence[Sequence[int]]) -> list[int]:
+    """Forwards that precede each backward on the last stage, such that no later backward has to wait for two in a row.
+
+    Backward i needs the last chunk of its family, and backward j > i can make up for one forward per backward in between.
+    """
+    counts = [family[-1] + 1 for family in members for _ in family]
+    for place in reversed(range(len(counts) - 1)):
+        counts[place] = max(counts[place], counts[place + 1] - 1)
+    return counts
+
+
+def _rounds(num_chunks: int, num_stages: int) -> list[int]:
+    """Where rounds of `num_stages` chunks start and stop; a rest joins the last one."""
+    return [*(place * num_stages for place in range(max(1, num_chunks // num_stages))), num_chunks]
+
+
+def _in_rounds(units: list[Unit], rounds: list[int], parts: Sequence[int]) -> list[Unit]:
+    """`units` in rounds, each of which passes all `parts` before the next begins."""
+    return [(chunk, part) for start, stop in pairwise(rounds) for part in parts for chunk, _ in units[start:stop]]
+
+
+def _least_window(forwards: list[Unit], backwards: list[Unit]) -> int:
+    """The fewest forwards ahead of the first backward with which every backward finds its own forward done."""
+    done = {unit: place + 1 for place, unit in enumerate(forwards)}
+    return max(done[unit] - place for place, unit in enumerate(backwards))
+
+
+def _merged(stage: int, forwards: list[Unit], backwards: list[Unit], needed: Sequence[int]) -> tuple[Action, ...]:
+    """Both orders as one: before backward i as many forwards as `needed[i]` says, as far as there are."""
+    actions: list[Action] = []
+    num_done = 0
+    for (chunk, part), count in zip(backwards, needed, strict=True):
+        actions += [Action("F", stage, *unit) for unit in forwards[num_done:count]]
+        num_done = max(num_done, count)
+        actions.append(Action("B", stage, chunk, part))
+    return tuple(actions)

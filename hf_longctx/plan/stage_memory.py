@@ -1,0 +1,67 @@
+"""Bytes of the ranks of one pipeline stage: weights and optimizer states of its layers, and how many chunks are in flight.
+
+The first stage has the embeddings, the last one the output head. Tied ones are on both: each holds its own copy and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import Action, Parameters, StagePlan, StepPlan
+
+
+def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:
+    """Bytes on a rank of the stage of weights, gradients and two fp32 Adam moments, as `ModelSpec.state_bytes` counts them."""
+    return held_state_bytes(model, stage.num_layers, stage.stage, plan.num_stages, plan.parameters, plan.block_ranks)
+
+
+def held_state_bytes(
+    model: ModelSpec, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int
+) -> int:
+    """The same for `num_layers` layers on stage `stage` of `num_stages`, before there is a plan."""
+    num_parameters = held_parameters(model, num_layers, stage, num_stages)
+    whole = num_parameters * (2 * model.bytes_per_element + 8)
+    if parameters == "replicated":
+        return whole
+    unit = num_parameters - max(0, num_layers - 2) * model.layer_parameters
+    gathered = unit if parameters == "sharded" else num_parameters
+    return -(-whole // shard_ranks) + (gathered + unit) * model.bytes_per_element
+
+
+def stage_parameters(model: ModelSpec, stage: StagePlan, num_stages: int) -> int:
+    """Matrix parameters of one of `num_stages` stages."""
+    return held_parameters(model, stage.num_layers, stage.stage, num_stages)
+
+
+def held_parameters(model: ModelSpec, num_layers: int, stage: int, num_stages: int) -> int:
+    """Matrix parameters of `num_layers` layers on stage `stage` of `num_stages`, embeddings and head included."""
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    table = model.vocab_size * model.hidden_size
+    positions = model.max_positions * model.hidden_size if model.learned_positions and is_first else 0
+    num_tables = 1 if model.tied_embeddings and is_first and is_last else is_first + is_last
+    return num_layers * model.layer_parameters + num_tables * table + positions
+
+
+def most_in_flight(actions: Iterable[Action]) -> int:
+    """The most forwards of a stage that wait for their backward at one time."""
+    count = most = 0
+    for action in actions:
+        count += (action.kind == "F") - (action.kind == "B")
+        most = max(most, count)
+    return most
+
+
+def most_tokens_in_flight(actions: Iterable[Action], tokens: Sequence[int]) -> int:
+    """The most tokens of chunks that wait for a backward on any part at one time; `tokens` of each chunk."""
+    waiting = [0] * len(tokens)
+    count = most = 0
+    for action in actions:
+        if action.kind == "F":
+            count += 0 if waiting[action.chunk] else tokens[action.chunk]
+            waiting[action.chunk] += 1
+            most = max(most, count)
+        elif action.kind == "B":
+            waiting[action.chunk] -= 1
+            count -= 0 if waiting[action.chunk] else tokens[action.chunk]
+    return most

@@ -1,0 +1,75 @@
+"""Cases shared by the tests of pipeline schedules: random mixes of slices, packs and hybrids, and an event loop of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
+
+# what a family is made of: slices of one sequence, and whole sequences behind the last of them
+FamilyShape = tuple[int, int]
+
+
+def chunks_of(shapes: Sequence[FamilyShape]) -> tuple[Chunk, ...]:
+    """Chunks of families: (3, 0) is a sequence of three slices, (3, 2) ends in a hybrid, (0, 2) is a pack, (0, 0) a dummy."""
+    chunks: list[Chunk] = []
+    sequence = 0
+    for num_slices, num_short in shapes:
+        spans = [[Span(sequence, 10 * place, 10 * place + 10)] for place in range(num_slices)] or [[]]
+        sequence += bool(num_slices)
+        spans[-1] += [Span(sequence + place, 0, 5) for place in range(num_short)]
+        sequence += num_short
+        chunks += [Chunk(len(chunks) + place, tuple(members)) for place, members in enumerate(spans)]
+    return tuple(chunks)
+
+
+def plan_of(chunks: Sequence[Chunk], num_stages: int, schedule: Schedule, num_parts: int = 1) -> StepPlan:
+    """A step of one pipelined group on one rank per stage, a layer per part."""
+    group = SequenceGroup((0,), "local", tuple(chunks), ())
+    group = pipelined(group, layer_ranges(num_stages * num_parts, num_stages, num_parts), schedule)
+    stops: dict[int, int] = {}
+    for chunk in chunks:
+        stops.update({span.sequence: span.stop for span in chunk.spans})
+    lengths = tuple(stops[sequence] for sequence in sorted(stops))
+    return StepPlan(0, lengths, num_stages, 1, "gathered_per_round", (MicroBatch((group,)),))
+
+
+def family_shapes(most_slices: int = 5, most_families: int = 5) -> st.SearchStrategy[list[FamilyShape]]:
+    """Families of up to `most_slices` slices, with and without short sequences; packs and dummies among them."""
+    return st.lists(st.tuples(st.integers(0, most_slices), st.integers(0, 2)), min_size=1, max_size=most_families)
+
+
+def random_shapes(draw: random.Random, most_slices: int = 6, most_families: int = 6) -> list[FamilyShape]:
+    """As `family_shapes`, from a generator of random numbers."""
+    return [(draw.randint(0, most_slices), draw.randint(0, 2)) for _ in range(draw.randint(1, most_families))]
+
+
+def makespan(stages: Sequence[Sequence[Action]], seconds: Callable[[Action], float], num_parts: int = 1) -> float:
+    """Seconds until all stages ran their F and B in order, each as soon as the one it needs is done; sends take no time."""
+    num_stages = len(stages)
+    last = num_stages * num_parts - 1
+    done: dict[tuple[str, int, int], float] = {}
+    clocks, places = [0.0] * num_stages, [0] * num_stages
+    order = [[action for action in actions if action.kind in "FB"] for actions in stages]
+    while any(place < len(actions) for place, actions in zip(places, order, strict=True)):
+        before = list(places)
+        for stage, actions in enumerate(order):
+            while places[stage] < len(actions):
+                action = actions[places[stage]]
+                virtual = action.part * num_stages + stage
+                needs: list[Any] = [("F", virtual - 1)] if virtual else []
+                if action.kind == "B":
+                    needs = [("F", virtual)] + ([("B", virtual + 1)] if virtual < last else [])
+                keys = [(kind, place, action.chunk) for kind, place in needs]
+                if not all(key in done for key in keys):
+                    break
+                clocks[stage] = max([clocks[stage], *(done[key] for key in keys)]) + seconds(action)
+                done[action.kind, virtual, action.chunk] = clocks[stage]
+                places[stage] += 1
+        assert places != before, "the stages wait for each other"
+    return max(clocks)

@@ -1,0 +1,278 @@
+"""Schedules: valid for every mix of chunks, with the closed forms of their papers, and written out by hand for small cases."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_cases import chunks_of, family_shapes, makespan, plan_of
+
+from hf_longctx.plan.pipeline import SCHEDULES, Schedule, compute_actions, families, layer_ranges, pipelined
+from hf_longctx.plan.schedule import in_flight, schedule_grid
+from hf_longctx.plan.types import Action, Chunk, LayerRange, SequenceGroup, Span, StagePlan
+from hf_longctx.plan.validate import validate_plan
+
+FORWARD_S, BACKWARD_S = 1.0, 2.0
+
+
+def seconds(action: Action) -> float:
+    return FORWARD_S if action.kind == "F" else BACKWARD_S
+
+
+def in_flight_of(stages: tuple[tuple[Action, ...], ...]) -> list[int]:
+    return [in_flight(StagePlan(stage, (), actions)) for stage, actions in enumerate(stages)]
+
+
+def words(actions: tuple[Action, ...]) -> str:
+    """Compute actions without their stage, for example "F0 B0"."""
+    return " ".join(re.sub(r"^\d+", "", str(action)) for action in actions)
+
+
+# families
+
+
+def test_slices_of_one_sequence_are_a_family_and_a_hybrid_ends_it() -> None:
+    assert families(chunks_of([(3, 0), (0, 2), (2, 1), (1, 0), (0, 0)])) == ((0, 1, 2), (3,), (4, 5), (6,), (7,))
+
+
+def test_a_pack_between_two_slices_belongs_to_their_family() -> None:
+    chunks = (Chunk(0, (Span(0, 0, 9),)), Chunk(1, (Span(1, 0, 4),)), Chunk(2, (Span(0, 9, 12),)), Chunk(3, (Span(2, 0, 4),)))
+    assert families(chunks) == ((0, 1, 2), (3,))
+
+
+# written by hand
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "elastic"])
+def test_two_sequences_of_three_slices_on_two_stages(schedule: Schedule) -> None:
+    # warm-up of Seq1F1B: P - p - 2 + k = 3 forwards on stage 0, 2 on stage 1
+    expected = [
+        "F0 F1 F2 F3 B2 F4 B1 F5 B0 B5 B4 B3",
+        "F0 F1 F2 B2 F3 B1 F4 B0 F5 B5 B4 B3",
+    ]
+    assert list(map(words, compute_actions(chunks_of([(3, 0), (3, 0)]), 2, schedule))) == expected
+
+
+def test_packs_around_a_sequence_of_three_slices_with_the_elastic_window() -> None:
+    chunks = chunks_of([(3, 0), (0, 1), (0, 1), (0, 1)])
+    # forwards before each backward on stage 1: 3 3 3 4 5 6, one more on stage 0; the long sequence retires without new chunks
+    assert list(map(words, compute_actions(chunks, 2, "elastic"))) == [
+        "F0 F1 F2 F3 B2 B1 B0 F4 B3 F5 B4 B5",
+        "F0 F1 F2 B2 B1 B0 F3 B3 F4 B4 F5 B5",
+    ]
+    assert list(map(words, compute_actions(chunks, 2, "1f1b"))) == [
+        "F0 F1 F2 F3 B2 F4 B1 F5 B0 B3 B4 B5",
+        "F0 F1 F2 B2 F3 B1 F4 B0 F5 B3 B4 B5",
+    ]
+
+
+def test_four_packs_with_two_parts_on_two_stages() -> None:
+    # warm-up (V - 1) P + 2 (P - 1 - p) + k - 1 = 4 on stage 0 and 2 on stage 1, parts change every two chunks
+    chunks = chunks_of([(0, 1)] * 4)
+    assert list(map(words, compute_actions(chunks, 2, "interleaved", 2))) == [
+        "F0 F1 .1F0 .1F1 F2 .1B0 F3 .1B1 .1F2 B0 .1F3 B1 .1B2 .1B3 B2 B3",
+        "F0 F1 .1F0 .1B0 .1F1 .1B1 F2 B0 F3 B1 .1F2 .1B2 .1F3 .1B3 B2 B3",
+    ]
+
+
+def test_the_messages_of_a_pipelined_group() -> None:
+    group = SequenceGroup((0,), "local", chunks_of([(2, 0), (0, 1)]), ())
+    parts = ((LayerRange(0, 3),), (LayerRange(3, 2),))
+    done = pipelined(group, parts, "1f1b")
+    assert schedule_grid(done) == (
+        "  stage 0: 0F0 0SF0 0F1 0SF1 0F2 0SF2 0RB1 0B1 0RB0 0B0 0RB2 0B2\n"
+        "  stage 1: 1RF0 1F0 1RF1 1F1 1B1 1SB1 1RF2 1F2 1B0 1SB0 1B2 1SB2"
+    )
+    assert tuple(stage.parts for stage in done.stages) == parts
+    assert group.stages == ()
+
+
+# every mix
+
+
+@settings(max_examples=150, deadline=None)
+@given(family_shapes(), st.integers(1, 6), st.sampled_from(["1f1b", "elastic", "gpipe"]))
+def test_every_schedule_of_any_families_is_valid(shapes: list[tuple[int, int]], num_stages: int, schedule: Schedule) -> None:
+    validate_plan(plan_of(chunks_of(shapes), num_stages, schedule))
+
+
+@settings(max_examples=150, deadline=None)
+@given(family_shapes(), st.integers(1, 6), st.integers(2, 4))
+def test_every_interleaving_of_any_families_is_valid(shapes: list[tuple[int, int]], num_stages: int, num_parts: int) -> None:
+    validate_plan(plan_of(chunks_of(shapes), num_stages, "interleaved", num_parts))
+
+
+@settings(max_examples=150, deadline=None)
+@given(family_shapes(), st.integers(1, 6))
+def test_families_retire_in_order_and_from_behind(shapes: list[tuple[int, int]], num_stages: int) -> None:
+    chunks = chunks_of(shapes)
+    expected = [place for family in families(chunks) for place in reversed(family)]
+    for schedule in ("1f1b", "elastic"):
+        for actions in compute_actions(chunks, num_stages, schedule):
+            assert [action.chunk for action in actions if action.kind == "B"] == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(family_shapes(), st.integers(1, 6))
+def test_the_elastic_window_never_holds_more_than_1f1b_and_takes_no_longer(
+    shapes: list[tuple[int, int]], num_stages: int
+) -> None:
+    chunks = chunks_of(shapes)
+    fixed, elastic = (compute_actions(chunks, num_stages, schedule) for schedule in ("1f1b", "elastic"))
+    assert all(mine <= other for mine, other in zip(in_flight_of(elastic), in_flight_of(fixed), strict=True))
+    assert makespan(elastic, seconds) <= makespan(fixed, seconds) + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(family_shapes(), st.integers(1, 5))
+def test_the_elastic_window_is_its_formula(shapes: list[tuple[int, int]], num_stages: int) -> None:
+    chunks = chunks_of(shapes)
+    # forwards that backward j needs on the last stage, counted from 1
+    needs = [family[-1] + 1 for family in families(chunks) for _ in family]
+    for stage, actions in enumerate(compute_actions(chunks, num_stages, "elastic")):
+        kinds = [action.kind for action in actions]
+        places = [place for place, kind in enumerate(kinds) if kind == "B"]
+        for i, place in enumerate(places):
+            ahead = max(needs[j] - (j - i) for j in range(i, len(needs)))
+            assert kinds[:place].count("F") == min(len(chunks), ahead + num_stages - 1 - stage)
+
+
+# closed forms
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("num_slices", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_sequences", [1, 2, 5])
+def test_seq1f1b_keeps_its_closed_forms(num_stages: int, num_slices: int, num_sequences: int) -> None:
+    num_chunks = num_sequences * num_slices
+    stages = compute_actions(chunks_of([(num_slices, 0)] * num_sequences), num_stages, "1f1b")
+    for stage, actions in enumerate(stages):
+        kinds = "".join(action.kind for action in actions)
+        warm_up = min(num_stages - stage - 2 + num_slices, num_chunks)
+        # warm-up, then a forward and a backward in turns, then backwards
+        assert kinds == "F" * warm_up + "FB" * (num_chunks - warm_up) + "B" * warm_up
+        backwards = [action.chunk for action in actions if action.kind == "B"]
+        assert backwards == [i // num_slices * num_slices + num_slices - 1 - i % num_slices for i in range(num_chunks)]
+    most = [min(num_chunks, num_stages - stage - 1 + num_slices) for stage in range(num_stages)]
+    assert in_flight_of(stages) == most
+    assert makespan(stages, seconds) == (num_chunks + num_stages - 1) * (FORWARD_S + BACKWARD_S)
+    # equal families leave the elastic window nothing to shrink but the end
+    assert in_flight_of(compute_actions(chunks_of([(num_slices, 0)] * num_sequences), num_stages, "elastic")) == most
+
+
+@settings(max_examples=60, deadline=None)
+@given(family_shapes(), st.integers(1, 6))
+def test_gpipe_runs_all_forwards_first_and_takes_the_closed_form(shapes: list[tuple[int, int]], num_stages: int) -> None:
+    chunks = chunks_of(shapes)
+    stages = compute_actions(chunks, num_stages, "gpipe")
+    for actions in stages:
+        assert "".join(action.kind for action in actions) == "F" * len(chunks) + "B" * len(chunks)
+    assert makespan(stages, seconds) == (len(chunks) + num_stages - 1) * (FORWARD_S + BACKWARD_S)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("num_parts", [2, 3])
+@pytest.mark.parametrize("num_rounds", [1, 2, 3])
+def test_interleaving_families_that_fill_a_round_has_seq1f1bs_warm_up(num_stages: int, num_parts: int, num_rounds: int) -> None:
+    for num_slices in (d for d in range(1, num_stages + 1) if num_stages % d == 0):
+        shapes = [(num_slices, 0)] * (num_rounds * num_stages // num_slices)
+        num_units = num_rounds * num_stages * num_parts
+        for stage, actions in enumerate(compute_actions(chunks_of(shapes), num_stages, "interleaved", num_parts)):
+            warm_up = min((num_parts - 1) * num_stages + 2 * (num_stages - 1 - stage) + num_slices - 1, num_units)
+            kinds = "".join(action.kind for action in actions)
+            assert kinds == "F" * warm_up + "FB" * (num_units - warm_up) + "B" * warm_up
+
+
+@settings(max_examples=200, deadline=None)
+@given(family_shapes(), st.integers(1, 5), st.integers(2, 4))
+def test_interleaving_at_least_as_many_chunks_as_stages_leaves_only_the_ramps_idle(
+    shapes: list[tuple[int, int]], num_stages: int, num_parts: int
+) -> None:
+    chunks = chunks_of(shapes)
+    stages = compute_actions(chunks, num_stages, "interleaved", num_parts)
+    taken_s = makespan(stages, seconds, num_parts)
+    if len(chunks) >= num_stages:
+        assert taken_s == (len(chunks) * num_parts + num_stages - 1) * (FORWARD_S + BACKWARD_S)
+
+
+# layers
+
+
+@pytest.mark.parametrize("head_layers", [0.0, 0.4, 1.0, 2.5])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_no_contiguous_cut_has_a_smaller_largest_stage(num_stages: int, head_layers: float) -> None:
+    for num_layers in range(num_stages, 12):
+        stages = layer_ranges(num_layers, num_stages, head_layers=head_layers)
+        counts = [sum(part.num_layers for part in parts) for parts in stages]
+        cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
+        least = min(
+            max(b - a + (head_layers if b == num_layers else 0.0) for a, b in itertools.pairwise((0, *cut, num_layers)))
+            for cut in cuts
+        )
+        assert max([*counts[:-1], counts[-1] + head_layers]) == least
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 20), st.sampled_from([0.0, 0.7, 3.0]))
+def test_parts_are_contiguous_in_virtual_order_and_even(num_stages: int, num_parts: int, more: int, head: float) -> None:
+    num_layers = num_stages * num_parts + more
+    stages = layer_ranges(num_layers, num_stages, num_parts, head)
+    in_order = [stages[stage][part] for part in range(num_parts) for stage in range(num_stages)]
+    covered = [layer for part in in_order for layer in range(part.first_layer, part.first_layer + part.num_layers)]
+    assert covered == list(range(num_layers))
+    counts = [[part.num_layers for part in parts] for parts in stages]
+    assert all(min(count) >= 1 and max(count) - min(count) <= 1 for count in counts)
+    work = [sum(count) for count in counts]
+    work[-1] += head
+    # nobody could hand a layer to another stage and make the largest smaller
+    assert all(max(work) <= other + 1 for other in work) or work[-1] == max(work) == num_parts + head
+
+
+def test_the_layers_of_a_small_model_with_a_large_head() -> None:
+    ranges = layer_ranges(8, 3, 2, head_layers=1.0)
+    assert ranges == (
+        (LayerRange(0, 1), LayerRange(3, 2)),
+        (LayerRange(1, 1), LayerRange(5, 2)),
+        (LayerRange(2, 1), LayerRange(7, 1)),
+    )
+
+
+# refused
+
+
+@pytest.mark.parametrize(("num_layers", "num_stages", "num_parts"), [(3, 4, 1), (7, 4, 2), (4, 0, 1), (4, 2, 0)])
+def test_more_parts_than_layers_are_refused(num_layers: int, num_stages: int, num_parts: int) -> None:
+    with pytest.raises(ValueError, match=rf"{num_layers} layers cannot be cut into {num_stages} stage\(s\) of {num_parts} part"):
+        layer_ranges(num_layers, num_stages, num_parts)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "schedule", "num_parts", "message"),
+    [
+        (2, "2f2b", 1, "schedule '2f2b' is not one of 1f1b, elastic, gpipe, interleaved"),
+        (0, "1f1b", 1, "at least one chunk and one stage, not 2 and 0"),
+        (2, "interleaved", 1, r"'interleaved' cannot run 1 part\(s\) per stage; 'interleaved' needs at least 2"),
+        (2, "elastic", 2, r"'elastic' cannot run 2 part\(s\) per stage"),
+        (2, "elastic", 0, r"'elastic' cannot run 0 part\(s\) per stage"),
+    ],
+)
+def test_a_schedule_that_does_not_exist_is_refused(num_stages: int, schedule: Schedule, num_parts: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compute_actions(chunks_of([(2, 0)]), num_stages, schedule, num_parts)
+
+
+def test_a_group_without_chunks_or_with_uneven_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one chunk and one stage, not 0 and 2"):
+        compute_actions((), 2)
+    group = SequenceGroup((0,), "local", chunks_of([(2, 0)]), ())
+    with pytest.raises(ValueError, match=r"same number of parts, at least one stage; found \[1, 2\]"):
+        pipelined(group, ((LayerRange(0, 1),), (LayerRange(1, 1), LayerRange(2, 1))))
+    with pytest.raises(ValueError, match=r"at least one stage; found \[\]"):
+        pipelined(group, ())
+
+
+def test_all_schedules_are_named() -> None:
+    assert SCHEDULES == ("1f1b", "elastic", "gpipe", "interleaved")
