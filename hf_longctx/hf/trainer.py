@@ -37,7 +37,7 @@ from hf_longctx.hf.refusals import (
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
-from hf_longctx.hf.stage_choice import loaded_ranges
+from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.runtime.executor import StepExecutor, forward_only
 from hf_longctx.runtime.stage_model import StageModel
@@ -201,7 +201,7 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         """The pipeline stage of this rank, to which `model` is cut; None for a run without a pipeline."""
         if setup.num_stages == 1:
             return None
-        stage = PartialState().process_index * setup.num_stages // PartialState().num_processes
+        stage = own_stage(setup.num_stages)
         if loaded_ranges(model) is None:
             cut_model(model, setup.ranges, stage)
         return stage_model(model, setup.ranges, stage)
