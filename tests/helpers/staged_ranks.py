@@ -89,10 +89,12 @@ def set_whole_gradients(model: Any, step: int, is_tied: bool) -> None:
             parameter.grad = sharded_like(parameter, gradient)
 
 
-def whole_training(steps: range, is_tied: bool, max_norm: float, build: Any = family_model) -> tuple[Any, list[float]]:
+def whole_training(
+    steps: range, is_tied: bool, max_norm: float, build: Any = family_model, weight_decay: float = 0.1
+) -> tuple[Any, list[float]]:
     """The whole model after AdamW steps in one process, clipped by torch, and the norms before clipping."""
     model = build("llama", is_tied)
-    optimizer = new_optimizer(model.parameters())
+    optimizer = new_optimizer(model.parameters(), weight_decay)
     norms = []
     for step in steps:
         set_whole_gradients(model, step, is_tied)
@@ -112,5 +114,5 @@ def train_stage(own: RankStage, optimizer: torch.optim.Optimizer, steps: range, 
     return norms
 
 
-def new_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2, weight_decay=0.1)
+def new_optimizer(parameters: Any, weight_decay: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2, weight_decay=weight_decay)
