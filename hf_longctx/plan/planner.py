@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from hf_longctx.plan.blaster import GroupedStep
 from hf_longctx.plan.cost import CostModel
@@ -19,6 +20,7 @@ from hf_longctx.plan.greedy import overlapping_static_layouts, plan_greedy, plan
 from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, solve_exactly
 from hf_longctx.plan.milp import group_by_milp, plan_milp
 from hf_longctx.plan.nested import plan_nested
+from hf_longctx.plan.pipeline_room import make_room
 from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.policies import RoomMaker
 from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
@@ -45,6 +47,8 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     Raises ValueError for a sequence that fits no allowed group, and PlanError if a pass broke an invariant.
     """
     started_s = time.perf_counter()
+    if config.stages:
+        return _plan_stages(step, lengths, costs, config)
     check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
     # equal sequences are told apart at the very end, so that no pass depends on the order of the input
     problem, order = GroupingProblem.build(lengths, costs, config).longest_first()
@@ -74,6 +78,16 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         cost_source=costs.coefficients.source,
     )
     return replace(plan, estimate=estimate)
+
+
+def _plan_stages(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
+    """The plan on pipeline stages that the configuration names."""
+    # the planner of pipelines stands on this module
+    from hf_longctx.plan.pipeline_planner import plan_pipelines
+
+    budget = config.activations
+    room = partial(make_room, costs=costs, budget=budget) if budget is not None else None
+    return plan_pipelines(step, lengths, costs, len(config.stages), config, room, parts=config.stages)
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
