@@ -52,8 +52,10 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
-def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float]) -> tuple[StageRun, ...]:
-    """The run of a group whose stages are free at `start_s`."""
+def run_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownBytes | None = None
+) -> tuple[StageRun, ...]:
+    """The run of a group whose stages are free at `start_s`. known: bytes of chunks that runs of one plan's groups share."""
     for stage in group.stages:
         for action in stage.actions:
             check_action(action, stage)
@@ -64,7 +66,7 @@ def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s
         times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
     else:
         times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
-    known: KnownBytes = {}
+    known = {} if known is None else known
     return tuple(
         _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
         for stage, when in zip(group.stages, times, strict=True)

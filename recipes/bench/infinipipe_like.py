@@ -42,7 +42,7 @@ from hf_longctx.plan.stage_memory import stage_state_bytes
 from hf_longctx.plan.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8
-SLICES = (4, 6, 8, 12, 16)
+SLICES = (8, 12, 16, 20, 24, 32, 48)
 SIGMA, MEAN_TOKENS, LEAST_TOKENS = 1.6, 3800.0, 32
 CASES = ("96K/50", "96K/35", "192K/50")
 METHODS = ("paper", "elastic + recompute", "elastic + joint", "fixed chunks")
