@@ -20,7 +20,7 @@ from hf_longctx.plan.pipeline_run import run_pipeline
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
 from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import MicroBatch, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.types import SequenceGroup, StagePlan, StepPlan
 
 # how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
 _ATTEMPTS = 5
