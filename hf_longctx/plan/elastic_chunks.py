@@ -125,15 +125,9 @@ def _seconds(start: int, stop: int, pair_s: float, token_s: float) -> float:
 def _mesh(longest: int, num_slices: int, pair_s: float, token_s: float, capacity_tokens: int) -> tuple[int, ...]:
     """Bounds of equal time for the longest sequence, in more slices than asked for where these would be too large."""
     # the first slice has the most tokens, since none before it are attended to
-    fewest = math.ceil(
-        _seconds(0, longest, pair_s, token_s) / _seconds(0, min(capacity_tokens, longest), pair_s, token_s) * (1 - 1e-9)
-    )
-    while True:
-        # bounds are rounded to tokens, so that one slice more may be needed
-        mesh = slice_bounds(longest, max(num_slices, fewest), pair_s, token_s)
-        if max(stop - start for start, stop in pairwise(mesh)) <= capacity_tokens:
-            return mesh
-        fewest = max(num_slices, fewest) + 1
+    largest_s = _seconds(0, min(capacity_tokens, longest), pair_s, token_s)
+    fewest = math.ceil(_seconds(0, longest, pair_s, token_s) / largest_s * (1 - 1e-9))
+    return slice_bounds(longest, max(num_slices, fewest), pair_s, token_s)
 
 
 def _slices(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:
