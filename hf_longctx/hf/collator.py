@@ -74,9 +74,10 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
 def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
     """For every sequence of the plan that this rank holds tokens of, the first of them and one past the last."""
     ranges: dict[int, tuple[int, int]] = {}
+    _, position = plan.place(rank)
     for group, _ in plan.for_rank(rank).rounds:
         for chunk in group.chunks:
-            for piece in rank_pieces(chunk, group.shape)[group.positions.index(rank)]:
+            for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
                 if piece.document < len(chunk.spans):
                     span = chunk.spans[piece.document]
                     begin, end = span.start + piece.start, span.start + piece.stop
@@ -102,24 +103,27 @@ class LongContextCollator:
     """Turns one planned step and its sequences into the batch that the trainer's `training_step` gets.
 
     The batch is a plain mapping: `input_ids` are all tokens of this rank (for token counts), `chunks[r][c]` the inputs of
-    chunk c in round r, `num_label_tokens` this rank's label tokens, `step` the planned step.
+    chunk c in round r, `num_label_tokens` the label tokens of this rank's losses, `step` the planned step.
     """
 
     def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence]]]) -> dict[str, Any]:
         ((step, sequences),) = items
         rank_plan = step.plan.for_rank(step.rank)
-        # one stage: a rank's position is its rank
-        chunks = [[chunk_inputs(chunk, group, step.rank, sequences) for chunk in group.chunks] for group, _ in rank_plan.rounds]
+        _, position = step.plan.place(step.rank)
+        chunks = [[chunk_inputs(chunk, group, position, sequences) for chunk in group.chunks] for group, _ in rank_plan.rounds]
         return step_batch(step, chunks)
 
 
 def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, Any]:
     """The batch of a planned step from the inputs of this rank's chunks, `chunks[round][chunk]`."""
     flat = [inputs for round_chunks in chunks for inputs in round_chunks]
+    stage, _ = step.plan.place(step.rank)
+    # the stages of a pipeline hold the same tokens
+    has_loss = stage == step.plan.num_stages - 1
     return {
         "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
         "chunks": chunks,
-        "num_label_tokens": sum(int((inputs.shift_labels != IGNORE_INDEX).sum()) for inputs in flat),
+        "num_label_tokens": sum(int((inputs.shift_labels != IGNORE_INDEX).sum()) for inputs in flat) if has_loss else 0,
         "step": step,
     }
 

@@ -317,8 +317,9 @@ def _without_policies(record: StepRecord, costs: CostModel) -> dict[tuple[int, s
 def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
     """What `StepResult.memory` of this rank is expected to be."""
     memory = NO_MEMORY
+    _, position = plan.place(rank)
     for group, stage in plan.for_rank(rank).rounds:
-        place = group.positions.index(rank)
+        place = group.positions.index(position)
         policies = {policy.chunk: policy for policy in stage.activations}
         held: dict[int, tuple[int, int]] = {}
         book = round_bytes(model, group, stage).book if len(group.chunks) > 1 else 0

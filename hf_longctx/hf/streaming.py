@@ -353,8 +353,9 @@ def _part(plan: StepPlan, rank: int, sequences: tuple[TokenSequence, ...]) -> di
 
 def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
     """Tokens that a rank holds of each of its chunks, round by round."""
+    _, position = plan.place(rank)
     return [
-        [held_tokens(rank_pieces(chunk, group.shape))[group.positions.index(rank)] for chunk in group.chunks]
+        [held_tokens(rank_pieces(chunk, group.shape))[group.positions.index(position)] for chunk in group.chunks]
         for group, _ in plan.for_rank(rank).rounds
     ]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.pipeline_run import check_action, near_ranks, run_pipeline
 from hf_longctx.plan.policies import added_seconds
 from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.stage_memory import most_in_flight, stage_state_bytes
 from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.timeline import TimelineEvent
 
@@ -37,7 +38,8 @@ class Evaluation:
     """What a plan is predicted to take.
 
     once_s: of the step, for the optimizer and all that is not part of a chunk. peak_bytes, host_bytes: of every rank. events:
-    every action of every rank; exchange_s: how much of each event is communication.
+    every F and B of every rank; exchange_s: how much of each event is communication. in_flight: of every stage, the most
+    chunks that wait for their backward at one time, once for each part that they wait on.
     """
 
     step_s: float
@@ -47,6 +49,7 @@ class Evaluation:
     host_bytes: tuple[int, ...]
     events: tuple[TimelineEvent, ...]
     exchange_s: tuple[float, ...]
+    in_flight: tuple[int, ...]
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -56,11 +59,9 @@ class Evaluation:
 def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True) -> Evaluation:
     """The plan's predicted run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
 
-    Without `with_events` there are none, which is faster. Raises ValueError by name for what it cannot run yet: several
-    stages or parts, helpers, and actions other than F and B.
+    Each group is a pipeline over its positions of all stages. Without `with_events` there are none, which is faster. Raises
+    ValueError by name for what it cannot run yet: helpers, explicit copies and frees; PlanError for a deadlock.
     """
-    if plan.num_stages > 1:
-        raise ValueError(f"a plan of {plan.num_stages} pipeline stages cannot be evaluated yet; only one stage can")
     run = _Run(plan, costs, with_events)
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
@@ -73,31 +74,53 @@ class _Run:
     """The clocks of all ranks, and what has happened so far."""
 
     def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool) -> None:
-        self.costs, self.block_ranks, self.with_events = costs, plan.block_ranks, with_events
+        self.plan, self.costs, self.block_ranks, self.with_events = plan, costs, plan.block_ranks, with_events
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
         self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
-        self.peak_bytes = [costs.state_bytes] * plan.num_ranks
+        self.peak_bytes = [costs.state_bytes] * plan.num_ranks if plan.num_stages == 1 else _state_bytes(plan, costs)
+        self.in_flight = [0] * plan.num_stages
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
         # seconds of an exchange without tokens and per token, which many groups share
         self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
 
     def enter(self, group: SequenceGroup) -> None:
-        """Runs all actions of a group, from when its last rank is free."""
+        """Runs all actions of a group; each stage from when the last of its ranks is free."""
+        for place, stage in enumerate(group.stages):
+            self.in_flight[place] = max(self.in_flight[place], most_in_flight(stage.actions))
+        if len(group.stages) > 1 or len(group.stages[0].parts) > 1:
+            self._enter_pipeline(group)
+        else:
+            self._enter_stage(group)
+
+    def _enter_pipeline(self, group: SequenceGroup) -> None:
+        per_stage = self.plan.ranks_per_stage
+        ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
+        starts = [max(self.clocks[rank] for rank in of_stage) for of_stage in ranks]
+        for of_stage, run in zip(ranks, run_pipeline(self.plan, group, self.costs, starts), strict=True):
+            busy_s = sum(stop_s - start_s for start_s, stop_s in run.times)
+            for rank in of_stage:
+                self.clocks[rank] = max(self.clocks[rank], run.times[-1][1])
+                self.busy[rank] += busy_s
+                self.exchanging[rank] += sum(run.exchange_s)
+                self.tokens[rank] = max(self.tokens[rank], run.peak_tokens)
+                self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
+                self.host_bytes[rank] = max(self.host_bytes[rank], run.host_bytes)
+            for action, time, inside_s in zip(run.actions, run.times, run.exchange_s, strict=True):
+                self._record(group, of_stage, action, time, inside_s)
+
+    def _enter_stage(self, group: SequenceGroup) -> None:
         start_s = clock_s = max(self.clocks[position] for position in group.positions)
-        near_ranks = _near_ranks(group.positions, self.costs.cluster.ranks_per_node)
+        near = near_ranks(group.positions, self.costs.cluster.ranks_per_node)
         exchanged_s = 0.0
         (stage,) = group.stages
         added = added_seconds(self.costs, group, stage)
         for action in stage.actions:
-            chunk = group.chunks[action.chunk]
-            seconds, inside_s = self._action_s(group, action, near_ranks)
+            seconds, inside_s = self._action_s(group, action, near)
             seconds += added.get(action.chunk, (0.0, 0.0))[action.kind == "B"]
-            detail = f"<{group.degree}> {chunk.num_tokens} tokens in {len(chunk.spans)} sequence(s)"
             stop_s = clock_s + seconds
-            self.events += [TimelineEvent(rank, action.kind, str(action), clock_s, stop_s, detail) for rank in group.positions]
-            self.exchange_s += [inside_s] * group.degree
+            self._record(group, group.positions, action, (clock_s, stop_s), inside_s)
             clock_s, exchanged_s = stop_s, exchanged_s + inside_s
         held = [sum(shards) for shards in zip(*(shard_tokens(chunk, group.shape) for chunk in group.chunks), strict=True)]
         # formulas for the whole chunk are the quick way where everything is kept
@@ -111,6 +134,15 @@ class _Run:
             peak_bytes = self.costs.rank_bytes(tokens) if memory is None else self.costs.state_bytes + memory.peak
             self.peak_bytes[position] = max(self.peak_bytes[position], peak_bytes)
             self.host_bytes[position] = max(self.host_bytes[position], 0 if memory is None else memory.host)
+
+    def _record(
+        self, group: SequenceGroup, ranks: Sequence[int], action: Action, time: tuple[float, float], exchange_s: float
+    ) -> None:
+        if self.with_events:
+            chunk = group.chunks[action.chunk]
+            detail = f"<{group.degree}> {chunk.num_tokens} tokens in {len(chunk.spans)} sequence(s)"
+            self.events += [TimelineEvent(rank, action.kind, str(action), *time, detail) for rank in ranks]
+            self.exchange_s += [exchange_s] * len(ranks)
 
     def leave_together(self) -> None:
         """Ends a micro-batch: ranks that share shards wait for the last of them."""
@@ -135,17 +167,17 @@ class _Run:
             host_bytes=tuple(self.host_bytes),
             events=tuple(self.events),
             exchange_s=tuple(self.exchange_s),
+            in_flight=tuple(self.in_flight),
         )
 
-    def _action_s(self, group: SequenceGroup, action: Action, near_ranks: int) -> tuple[float, float]:
+    def _action_s(self, group: SequenceGroup, action: Action, near: int) -> tuple[float, float]:
         """Seconds of an action, and how many of them are communication."""
         stage = group.stages[0]
-        if action.helpers or action.part or action.kind not in ("F", "B"):
-            raise ValueError(f"action {action} cannot be evaluated yet; only F and B of one part without helpers can")
+        check_action(action, stage)
         chunk, shape, is_backward = group.chunks[action.chunk], group.shape, action.kind == "B"
-        key = (shape, near_ranks, is_backward)
+        key = (shape, near, is_backward)
         if key not in self.exchanges:
-            self.exchanges[key] = self.costs.exchange_line(shape, is_backward, near_ranks)
+            self.exchanges[key] = self.costs.exchange_line(shape, is_backward, near)
         fixed_s, token_s = self.exchanges[key]
         layers = stage.num_layers / self.costs.model.num_layers
         # a group with fewer tokens than ranks runs dummy tokens
@@ -153,8 +185,7 @@ class _Run:
         return self.costs.local_s(chunk, shape, is_backward) * layers + exchange_s, exchange_s
 
 
-def _near_ranks(positions: Sequence[int], ranks_per_node: int) -> int:
-    """The fewest of these ranks that share a node: they wait for most of what the others send over the network."""
-    if positions[0] // ranks_per_node == positions[-1] // ranks_per_node:
-        return len(positions)
-    return min(Counter(position // ranks_per_node for position in positions).values())
+def _state_bytes(plan: StepPlan, costs: CostModel) -> list[int]:
+    """What every rank holds whatever it runs."""
+    stages = plan.micro_batches[0].groups[0].stages if plan.micro_batches else ()
+    return [stage_state_bytes(costs.model, stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]

@@ -7,7 +7,7 @@ one of its passes needs beyond all that is held when the forward is complete: a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from hf_longctx.plan.activation_memory import class_bytes
 from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
 from hf_longctx.plan.sharding import head_shares, shard_tokens
 from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StagePlan, TensorShare
+from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StagePlan, TensorShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,47 +86,65 @@ def round_bytes(
     position: int = 0,
     trains_weights: bool = True,
     tiles_loss: bool = True,
+    copying: Sequence[int] = (),
 ) -> RoundBytes:
-    """What the rank at `position` of the group holds and works with in one round of the stage, whose F and B are walked."""
-    policies = {policy.chunk: policy for policy in stage.activations}
-    common = Load(
-        0,
-        (),
-        stage.num_layers,
-        has_head=stage.stage == len(group.stages) - 1,
-        trains_weights=trains_weights,
-        tiles_loss=tiles_loss,
-    )
+    """What the rank at `position` of the group holds and works with in one round of the stage, whose F and B are walked.
+
+    copying: for each F and B in order, bytes that are on their way to the host and still on the device.
+    """
     passes = [action for action in stage.actions if action.kind in ("F", "B")]
-    at_once = {one.chunk for one, other in pairwise(passes) if one.chunk == other.chunk and one.kind == "F"}
-    chunks = {}
-    for chunk in group.chunks:
-        load = chunk_load(group, chunk, position, replace(common, keeps_gradients=chunk.index in at_once))
-        chunks[chunk.index] = chunk_bytes(model, load, policies.get(chunk.index))
-    book = _Book(model, group, stage.num_layers, position)
-    in_flight: dict[int, ChunkBytes] = {}
+    chunks = _part_chunks(model, group, stage, passes, position, trains_weights, tiles_loss)
+    books = [_Book(model, group, part.num_layers, position) for part in stage.parts]
+    saved = host = 0
     moments: list[tuple[int, int, int, int, int]] = []
-    for action in passes:
-        one, chunk = chunks[action.chunk], group.chunks[action.chunk]
+    for action, moving in zip(passes, copying or [0] * len(passes), strict=True):
+        one, chunk, book = chunks[action.chunk, action.part], group.chunks[action.chunk], books[action.part]
+        others = sum(other.num_bytes for other in books if other is not book)
         if action.kind == "F":
-            in_flight[action.chunk] = one
+            saved, host = saved + one.device, host + one.host
             book.forward(chunk)
-            work, books = one.forward_workspace, (book.num_bytes, 0)
+            work, kept = one.forward_workspace, (book.num_bytes, 0)
         else:
-            work, books = one.backward_workspace, book.backward(chunk)
-        saved = sum(other.device for other in in_flight.values())
-        peak = max(saved + work + books[0], saved - one.device + one.ending + books[1])
-        host = sum(other.host for other in in_flight.values())
-        moments.append((saved, host, max(books), work, peak))
+            work, kept = one.backward_workspace, book.backward(chunk)
+        peak = max(saved + work + kept[0], saved - one.device + one.ending + kept[1]) + others + moving
+        moments.append((saved, host, max(kept) + others, work, peak))
         if action.kind == "B":
-            del in_flight[action.chunk]
+            saved, host = saved - one.device, host - one.host
     return RoundBytes(*(max(column) for column in zip(*moments, strict=True))) if moments else RoundBytes(0, 0, 0, 0, 0)
 
 
-def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load) -> Load:
-    """The rank's load of one chunk of its group, in the settings of `like`. Documents are shared evenly."""
+def _part_chunks(
+    model: ModelSpec,
+    group: SequenceGroup,
+    stage: StagePlan,
+    passes: Sequence[Action],
+    position: int,
+    trains_weights: bool,
+    tiles_loss: bool,
+) -> dict[tuple[int, int], ChunkBytes]:
+    """Of every chunk on every part of a stage. Output head and loss are on the last part of the last stage."""
+    policies = {(policy.chunk, policy.part): policy for policy in stage.activations}
+    at_once = {(a.chunk, a.part) for a, b in pairwise(passes) if (a.chunk, a.part) == (b.chunk, b.part) and a.kind == "F"}
+    last_stage, last_part = len(group.stages) - 1, len(stage.parts) - 1
+    common, ends = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss), _ends(group)
+    found = {}
+    for chunk in group.chunks:
+        of_chunk = chunk_load(group, chunk, position, common, ends)
+        for part, layers in enumerate(stage.parts):
+            has_head = (stage.stage, part) == (last_stage, last_part)
+            is_next = (chunk.index, part) in at_once
+            load = replace(of_chunk, num_layers=layers.num_layers, has_head=has_head, keeps_gradients=is_next)
+            found[chunk.index, part] = chunk_bytes(model, load, policies.get((chunk.index, part)))
+    return found
+
+
+def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, ends: Mapping[int, int] | None = None) -> Load:
+    """The rank's load of one chunk of its group, in the settings of `like`. Documents are shared evenly.
+
+    ends: where every sequence of the group ends, for a caller with many chunks.
+    """
     degree = group.degree
-    ends = _ends(group)
+    ends = _ends(group) if ends is None else ends
     tokens = shard_tokens(chunk, group.shape)[position]
     slices = [span for span in chunk.spans if span.start or span.stop < ends[span.sequence]]
     return replace(

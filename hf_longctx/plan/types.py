@@ -309,11 +309,15 @@ class StepPlan:
 
         return plan_digest(self)
 
-    def for_rank(self, rank: int) -> RankPlan:
-        """The rounds of global rank `rank`, in order."""
+    def place(self, rank: int) -> tuple[int, int]:
+        """Stage and position of global rank `rank`."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} is not in this plan of {self.num_ranks} ranks")
-        stage, position = divmod(rank, self.ranks_per_stage)
+        return divmod(rank, self.ranks_per_stage)
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """The rounds of global rank `rank`, in order."""
+        stage, position = self.place(rank)
         rounds = tuple(
             (group, group.stages[stage])
             for micro_batch in self.micro_batches

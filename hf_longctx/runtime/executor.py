@@ -25,6 +25,7 @@ from hf_longctx.runtime.out_of_memory import explained
 from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.p2p import RoundMessages
 from hf_longctx.runtime.profiler import Interval, StepClock
+from hf_longctx.runtime.reduction import TiedWeight
 from hf_longctx.runtime.sharded import parameters_of
 from hf_longctx.runtime.slices import KVBook
 from hf_longctx.runtime.stage_model import StageModel, whole_model
@@ -123,8 +124,7 @@ class StepExecutor:
                 memory = memory.most(current.memory)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
-                ends = self.pool.links.ends if self.pool.links is not None else None
-                self.parameters.reduce(self.pool.stage_group, self.stage.tied, ends)
+                self.parameters.reduce(self.pool.stage_group, self._tied())
             self._sum_over_ranks(total)
         if self.device.type == "cuda":
             memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
@@ -188,6 +188,12 @@ class StepExecutor:
                     f"{held[1]}; plan with stages={held[0]}"
                 )
         refuse_unsupported(plan, self.engine)
+
+    def _tied(self) -> TiedWeight | None:
+        """The weight that the other end of the pipeline has too, if there is one."""
+        if not self.stage.tied or self.pool.links is None or self.pool.links.ends is None:
+            return None
+        return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.ends)
 
     def _sum_over_ranks(self, total: Tensor) -> None:
         if self.pool.everyone is not None:

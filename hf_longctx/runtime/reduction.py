@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,14 @@ from hf_longctx.plan.types import Parameters
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TiedWeight:
+    """A parameter that the first and the last stage both hold, and the group of the two ranks that hold the same of it."""
+
+    parameter: nn.Parameter
+    ends: dist.ProcessGroup
 
 
 class GradientSum:
@@ -42,22 +51,20 @@ class GradientSum:
             self._wide[parameter].add_(gradient)
             parameter.grad = None
 
-    def reduce(
-        self, group: dist.ProcessGroup | None, tied: Sequence[nn.Parameter] = (), ends: dist.ProcessGroup | None = None
-    ) -> None:
+    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
-        tied: parameters that the first and the last stage both have; their gradients add up over `ends` too. Every rank of a
-        group must call it with the same parameters in the same order, and have gradients for the same ones: true since every
-        rank runs at least one chunk through all its layers. Of a sharded gradient the rank's shard is summed, so ranks of the
-        group must hold the same shards. On the current stream.
+        The gradient of `tied` adds up over its ends too. Every rank of a group must call it with the same parameters in the
+        same order, and have gradients for the same ones: true since every rank runs at least one chunk through all its layers.
+        Of a sharded gradient the rank's shard is summed, so ranks of the group must hold the same shards. On the current
+        stream.
         """
         sums = [self._wide.get(parameter, parameter.grad) for parameter in self.parameters]
         if group is not None:
             for bucket in _buckets([_local(gradient) for gradient in sums if gradient is not None]):
                 _sum_bucket(bucket, group)
-        if ends is not None and tied:
-            _sum_bucket([_local(self._sum_of(parameter)) for parameter in tied if parameter.requires_grad], ends)
+        if tied is not None and tied.parameter.requires_grad:
+            _sum_bucket([_local(self._sum_of(tied.parameter))], tied.ends)
         for parameter, wide in self._wide.items():
             parameter.grad = wide.to(parameter.dtype)
             wide.zero_()
@@ -97,11 +104,9 @@ class ReplicatedParameters:
         """After every backward."""
         self.gradients.absorb()
 
-    def reduce(
-        self, group: dist.ProcessGroup | None, tied: Sequence[nn.Parameter] = (), ends: dist.ProcessGroup | None = None
-    ) -> None:
-        """Leaves the sum over the ranks of `group`, and of `tied` over `ends`, in every `.grad`. Collective over both."""
-        self.gradients.reduce(group, tied, ends)
+    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
+        """Leaves the sum over the ranks of `group`, and for `tied` over its ends, in every `.grad`. Collective over both."""
+        self.gradients.reduce(group, tied)
 
     def free(self) -> None:
         """Nothing to free."""

@@ -20,29 +20,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_longctx.plan.types import Parameters
-from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters
+from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
 # the attribute of a sharded model that holds the ranks with the same shards
 _COPIES = "longctx_copies"
 
 
-def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float) -> DeviceMesh:
-    """The mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, copies across blocks.
+def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages: int = 1) -> DeviceMesh:
+    """The mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, copies across blocks of a stage.
 
     Collective over all ranks: every rank creates every group in one order; call it before the sequence groups are made.
     The groups are the mesh's own, so that a rank that waits longer than `timeout_s` fails. Raises ValueError unless
-    `shard_ranks` divides the number of ranks.
+    `shard_ranks` divides the number of ranks of a stage.
     """
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    if shard_ranks < 1 or num_ranks % shard_ranks:
+    ranks_per_stage = num_ranks // num_stages
+    if shard_ranks < 1 or ranks_per_stage % shard_ranks:
         raise ValueError(
-            f"shard_ranks is {shard_ranks}, which does not divide the {num_ranks} ranks of the run; choose a divisor"
+            f"shard_ranks is {shard_ranks}, which does not divide the {ranks_per_stage} ranks of the run or of a stage; choose "
+            f"a divisor"
         )
-    blocks = torch.arange(num_ranks).view(-1, shard_ranks)
-    shards = _own_group(blocks.tolist(), rank, timeout_s)
+    # of all stages, since every rank creates every group
+    stages = torch.arange(num_ranks).view(num_stages, -1, shard_ranks)
+    shards = _own_group(stages.flatten(0, 1).tolist(), rank, timeout_s)
+    blocks = stages[rank // ranks_per_stage]
     if len(blocks) == 1:
         return DeviceMesh.from_group(shards, device_type, mesh_dim_names=("shard",))
-    copies = _own_group(blocks.T.tolist(), rank, timeout_s)
+    copies = _own_group(stages.transpose(1, 2).flatten(0, 1).tolist(), rank, timeout_s)
     return DeviceMesh.from_group([copies, shards], device_type, mesh=blocks, mesh_dim_names=("replicate", "shard"))
 
 
@@ -112,14 +116,12 @@ class ShardedParameters:
         """After every backward: rounds in half precision add up in fp32."""
         self.gradients.absorb()
 
-    def reduce(
-        self, group: dist.ProcessGroup | None, tied: Sequence[nn.Parameter] = (), ends: dist.ProcessGroup | None = None
-    ) -> None:
+    def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's sum of each shard in its `.grad`: a block's ranks have been summed round by round.
 
-        Collective over the ranks with the same shards, and of `tied` over `ends`, whose ranks hold the same shards too.
+        Collective over the ranks with the same shards, and for `tied` over its ends, which hold the same shards too.
         """
-        self.gradients.reduce(self.copies, tied, ends)
+        self.gradients.reduce(self.copies, tied)
 
     def free(self) -> None:
         """After forwards without a backward, which leave weights gathered."""

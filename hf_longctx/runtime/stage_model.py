@@ -30,7 +30,8 @@ class StageModel:
 
     `model` holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
     attention_layers: attention calls of every part. Between parts travel hidden states [1, T, hidden_size] of `hidden_dtype`.
-    tied: the weight of the embedding or of the head, where both are one parameter of the model but lie on different stages.
+    tied: on the first and the last stage of a model with tied embeddings, the parameter that is one with that of the other of
+    them: the gradient of both is the sum of theirs.
     """
 
     model: nn.Module
@@ -39,7 +40,7 @@ class StageModel:
     attention_layers: tuple[int, ...]
     hidden_size: int
     hidden_dtype: torch.dtype
-    tied: tuple[nn.Parameter, ...] = ()
+    tied: str = ""
 
     @property
     def num_parts(self) -> int:

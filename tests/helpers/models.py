@@ -29,7 +29,7 @@ ROPE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A tiny model: two layers, heads of size 8; `promoted` computes its norms in the dtype of their input."""
+    """A tiny model: heads of size 8; `promoted` computes its norms in the dtype of their input."""
 
     family: str = "llama"
     num_heads: int = 4
@@ -42,6 +42,7 @@ class ModelCase:
     autocast: bool = False
     fp32_gradients: bool = True
     rope_type: str = "default"
+    num_layers: int = 2
 
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
@@ -51,7 +52,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         vocab_size=VOCAB_SIZE,
         hidden_size=8 * case.num_heads,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=case.num_layers,
         num_attention_heads=case.num_heads,
         num_key_value_heads=case.num_kv_heads,
         max_position_embeddings=512,

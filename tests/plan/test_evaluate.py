@@ -147,12 +147,6 @@ def test_every_action_of_every_rank_is_an_event() -> None:
         assert sum(event.stop_s - event.start_s for event in events) == pytest.approx(run.busy_s[rank])
 
 
-@pytest.mark.parametrize("name", ["seq1f1b", "infinipipe", "interleaved", "multiplexed", "pp_sp_replicas"])
-def test_stages_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match="2 pipeline stages cannot be evaluated yet"):
-        evaluate_plan(fixture(name), costs(fixture(name).num_ranks))
-
-
 @pytest.mark.parametrize(
     ("actions", "found"),
     [("0F0@1:0 0B0", "0F0@1:0"), ("0F0 0.1B0", "0.1B0"), ("0F0 0D2H0 0B0", "0D2H0"), ("0F0 0B0 0FREE0", "0FREE0")],
@@ -160,6 +154,17 @@ def test_stages_are_refused_by_name(name: str) -> None:
 def test_helpers_parts_and_moves_are_refused_by_name(actions: str, found: str) -> None:
     with pytest.raises(ValueError, match=f"action {found} cannot be evaluated yet"):
         evaluate_plan(edited("flexsp", micro_batches__1__groups__0__stages__0__actions=actions), costs(4))
+
+
+def test_helpers_of_stages_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="action 0F0@1:0,1:1 cannot be evaluated yet"):
+        evaluate_plan(fixture("multiplexed"), costs(4))
+
+
+def test_without_events_there_are_none_and_nothing_else_changes() -> None:
+    for name in ("nested", "seq1f1b"):
+        quiet, full = (evaluate_plan(fixture(name), costs(4), with_events=wants) for wants in (False, True))
+        assert full.events and dataclasses.replace(full, events=(), exchange_s=()) == quiet
 
 
 def test_a_tiled_loss_costs_no_seconds_and_other_bytes() -> None:

@@ -280,5 +280,5 @@ def test_what_does_not_fit_is_refused_by_name(ranks) -> None:
             "the plan expects sharded parameters, but the model is not sharded; apply shard_model to it",
             "the plan expects replicated parameters, but the model is sharded; plan with parameters='sharded'",
             "LlamaForCausalLM has no layers of class NoSuchLayer to shard",
-            "shard_ranks is 3, which does not divide the 2 ranks of the run; choose a divisor",
+            "shard_ranks is 3, which does not divide the 2 ranks of the run or of a stage; choose a divisor",
         ]

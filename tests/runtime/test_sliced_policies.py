@@ -43,7 +43,7 @@ def replayed(recompute: float, host: float = 0.0, mlp: float = 1.0, input_host: 
     return LayerPolicy(
         (
             TensorShare("layer_input", host=input_host, device=1 - input_host),
-            TensorShare("attention_output", recompute=recompute, host=host, device=1 - recompute - host),
+            TensorShare("attention_output", recompute=recompute, host=host, device=max(0.0, 1 - recompute - host)),
             TensorShare("qkv", recompute=1.0),
             TensorShare("mlp", recompute=mlp, device=1 - mlp),
         )

@@ -1,0 +1,331 @@
+"""Pipeline stages of Hugging Face models: one stage's modules in their places, and an identity in every other place.
+
+Cutting is a change of modules, never of a forward: the layer list keeps its length, so layer numbers, layer types and
+parameter names stay those of the whole model; the embedding is left on the first stage, the final norm and the head on the
+last. What travels between stages enters the model as `inputs_embeds` and leaves as its `last_hidden_state`. That nothing else
+happens on that way (learned positions, a scale, dropout) is proved by a probe before the first step, not taken from a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_longctx.plan.types import LayerRange
+from hf_longctx.runtime.binding import bound
+from hf_longctx.runtime.stage_model import PART_KEYWORD, StageModel
+
+# the parts of every stage, as `plan.pipeline.layer_ranges` returns them
+Ranges = Sequence[Sequence[LayerRange]]
+
+# words in names of config fields by which layers read what other layers computed, besides hidden states
+_SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
+_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+_PROBE_TOKENS = 3
+
+
+class Identity(nn.Module):
+    """In the place of a module that another stage or another part has: hands on its first argument."""
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        """The first argument, whatever it is called."""
+        return args[0] if args else next(iter(keywords.values()))
+
+
+class StageLayers(nn.ModuleList):
+    """The decoder layers of a model, of which its forward sees only those in `seen`, and an identity for every other.
+
+    All of them stay registered under their names. `seen` is None outside of forwards: everything shows.
+    """
+
+    seen: range | None = None
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__(layers)
+        # not a module of the list, so that it has no name
+        self._unseen = (Identity(),)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._shown())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._shown()[index]
+
+    def _shown(self) -> list[nn.Module]:
+        layers: list[nn.Module] = [module for module in self._modules.values() if module is not None]
+        if self.seen is None:
+            return layers
+        return [layer if place in self.seen else self._unseen[0] for place, layer in enumerate(layers)]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Where a causal language model can be cut. `decoder` is what its head reads; the names are attributes of `decoder`.
+
+    first: what turns token ids into hidden states. last: what follows the layers. head: an attribute of `model`.
+    """
+
+    model: PreTrainedModel
+    decoder: PreTrainedModel
+    first: tuple[str, ...]
+    layers: str
+    last: tuple[str, ...]
+    head: str
+
+    @property
+    def num_layers(self) -> int:
+        return len(getattr(self.decoder, self.layers))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head of the whole model uses the embedding's weight, by its class and config."""
+        return bool(type(self.model)._tied_weights_keys) and bool(self.model.config.tie_word_embeddings)
+
+
+def stage_problems(model: nn.Module) -> list[str]:
+    """Why the layers of `model` cannot be cut into stages, by name; empty if they can."""
+    inner = _inner(model)
+    name, config = type(inner).__name__, getattr(inner, "config", None)
+    if not isinstance(inner, PreTrainedModel) or config is None:
+        return [f"{name} is not a model of transformers, so it cannot be cut into pipeline stages; use stages=1"]
+    if config.is_encoder_decoder:
+        return [f"{name} is an encoder-decoder, whose layers are no single chain; use stages=1"]
+    problems = [
+        f"{name} cannot be cut into pipeline stages: by {field}={value!r} its layers read more of each other than hidden states; "
+        f"use stages=1"
+        for field, value in sorted(config.get_text_config().to_dict().items())
+        if any(word in field for word in _SHARING_WORDS) and value
+    ]
+    try:
+        find_pieces(model)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
+
+def find_pieces(model: nn.Module) -> Pieces:
+    """Where `model`, plain or with adapters, can be cut: by its config's pipeline plan, else by what the modules are.
+
+    Raises ValueError naming what does not fit: every weight must belong to the embedding, one layer, the norm or the head.
+    """
+    inner = _inner(model)
+    refused = f"{type(inner).__name__} cannot be cut into pipeline stages: "
+    remedy = "; use stages=1"
+    if not isinstance(inner, PreTrainedModel) or inner.base_model is inner:
+        raise ValueError(f"{refused}it is not a causal language model with a decoder and a head{remedy}")
+    decoder: Any = inner.base_model
+    head = inner.get_output_embeddings()
+    heads = [name for name, module in inner.named_children() if module is head]
+    others = [name for name, module in inner.named_children() if module is not decoder and name not in heads]
+    if not heads or others:
+        found = f"it has {', '.join(others)} beside" if others else "it has no output embeddings behind"
+        raise ValueError(f"{refused}{found} its decoder{remedy}")
+    first, layers, last = _planned(decoder) or _recognised(decoder)
+    if len(layers) != 1 or not isinstance(getattr(decoder, layers[0]), nn.ModuleList) or not first or not last:
+        raise ValueError(
+            f"{refused}its decoder must be an embedding, one ModuleList of layers and a norm; found embedding {first}, "
+            f"layers {layers}, norm {last}{remedy}"
+        )
+    placed = (*first, *layers, *last)
+    stray = [name for name, _ in decoder.named_parameters() if name.split(".")[0] not in placed]
+    if stray:
+        raise ValueError(f"{refused}no stage would have {', '.join(stray[:3])}{remedy}")
+    owners: dict[int, str] = {}
+    for place, layer in enumerate(getattr(decoder, layers[0])):
+        for name, parameter in layer.named_parameters():
+            if owners.setdefault(id(parameter), f"{place}") != f"{place}":
+                raise ValueError(f"{refused}layers {owners[id(parameter)]} and {place} share the weight {name}{remedy}")
+    return Pieces(inner, decoder, first, layers[0], last, heads[0])
+
+
+def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = False) -> None:
+    """Leaves in `model` what stage `stage` of `len(parts)` needs, in place; a single stage is left as it is.
+
+    `parts[s]` are the layer ranges of stage s; together they are the layers in order, part by part. Of tied embeddings the
+    last stage keeps the weight as its head's own. Raises ValueError for ranges that are not the model's layers, and for
+    models that cannot be cut. Nothing is computed, so `model` may be on the meta device. `keeps_tie`: an embedding to which the
+    head is tied stays, until `drop_embedding`.
+    """
+    if problems := stage_problems(model):
+        raise ValueError("; ".join(problems))
+    pieces = find_pieces(model)
+    check_ranges(parts, pieces.num_layers)
+    if len(parts) == 1:
+        return
+    # on the meta device nothing is tied yet
+    if not pieces.model.get_input_embeddings().weight.is_meta:
+        check_ties(pieces)
+    _keep_layers(pieces, parts[stage])
+    if stage and not (keeps_tie and pieces.is_tied):
+        drop_embedding(pieces)
+    if stage < len(parts) - 1:
+        _drop(pieces.decoder, pieces.last)
+        _drop(pieces.model, (pieces.head,))
+        forget_ties(pieces)
+
+
+def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
+    """What the executor runs: `model`, which `cut_model` cut, with `forward` bound on this instance to take a part's number.
+
+    Once per model, before it is sharded. Raises ValueError by name for a model that does something to hidden states on
+    their way in or out, which later stages would repeat.
+    """
+    pieces = find_pieces(model)
+    if len(parts) > 1:
+        _check_passes(pieces)
+        _bind_parts(pieces, parts, stage)
+    weights = [parameter for parameter in getattr(pieces.decoder, pieces.layers).parameters() if parameter.is_floating_point()]
+    ends = {0: pieces.model.get_input_embeddings(), len(parts) - 1: getattr(pieces.model, pieces.head)}
+    is_tied = pieces.is_tied and len(parts) > 1 and stage in ends
+    return StageModel(
+        model=model,
+        stage=stage,
+        num_stages=len(parts),
+        attention_layers=tuple(part.num_layers for part in parts[stage]),
+        hidden_size=int(pieces.decoder.config.hidden_size),
+        hidden_dtype=weights[0].dtype,
+        tied=next(name for name, value in model.named_parameters() if value is ends[stage].weight) if is_tied else "",
+    )
+
+
+def check_ranges(parts: Ranges, num_layers: int) -> None:
+    """Raises ValueError unless the ranges, part 0 of every stage first, are all `num_layers` layers in order."""
+    num_parts = {len(ranges) for ranges in parts}
+    if len(num_parts) != 1:
+        raise ValueError(f"stages have {sorted(num_parts)} parts each; give every stage the same number of parts")
+    virtual = [ranges[part] for part in range(num_parts.pop()) for ranges in parts]
+    if len(virtual) > num_layers:
+        raise ValueError(
+            f"{len(parts)} stages of {len(virtual) // len(parts)} parts need {len(virtual)} layers, but the model has "
+            f"{num_layers}; use fewer stages or parts"
+        )
+    ends = [0, *(part.first_layer + part.num_layers for part in virtual)]
+    starts = [*(part.first_layer for part in virtual), num_layers]
+    if ends != starts or any(part.num_layers < 1 for part in virtual):
+        found = ", ".join(f"{part.first_layer}+{part.num_layers}" for part in virtual)
+        raise ValueError(f"the parts {found} are not the {num_layers} layers in order; give every part at least one layer")
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model of transformers inside adapters."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+def _planned(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:
+    """Names of embedding, layers and norm by the config's pipeline plan; None where it has none."""
+    plan = getattr(decoder.config, "base_model_pp_plan", None)
+    if not plan:
+        return None
+    names = tuple(plan)
+    lists = tuple(name for name in names if isinstance(getattr(decoder, name, None), nn.ModuleList))
+    if len(lists) != 1:
+        return names, lists, ()
+    place = names.index(lists[0])
+    return names[:place], lists, names[place + 1 :]
+
+
+def _recognised(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The same by what the modules are, for configs without a plan."""
+    embedding = decoder.get_input_embeddings()
+    first = tuple(name for name, module in decoder.named_children() if module is embedding)
+    lists = tuple(name for name, module in decoder.named_children() if isinstance(module, nn.ModuleList))
+    return first, lists, tuple(name for name, _ in decoder.named_children() if name in _NORM_NAMES)
+
+
+def _keep_layers(pieces: Pieces, ranges: Sequence[LayerRange]) -> None:
+    layers = getattr(pieces.decoder, pieces.layers)
+    kept = {place for part in ranges for place in range(part.first_layer, part.first_layer + part.num_layers)}
+    for place in range(len(layers)):
+        if place not in kept:
+            layers[place] = Identity()
+    setattr(pieces.decoder, pieces.layers, StageLayers(layers))
+
+
+def _drop(owner: nn.Module, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(owner, name, Identity())
+
+
+def drop_embedding(pieces: Pieces) -> None:
+    """Leaves a later stage's model without what turns token ids into hidden states. Idempotent."""
+    _drop(pieces.decoder, pieces.first)
+    forget_ties(pieces)
+
+
+def check_ties(pieces: Pieces) -> None:
+    """Raises ValueError if the config ties head and embedding, but the weights are two."""
+    embedding, head = pieces.model.get_input_embeddings(), getattr(pieces.model, pieces.head)
+    if pieces.is_tied and head.weight is not embedding.weight:
+        raise ValueError(
+            f"the config of {type(pieces.model).__name__} ties the head to the embedding, but their weights differ; set "
+            f"tie_word_embeddings=False in the config"
+        )
+
+
+def forget_ties(pieces: Pieces) -> None:
+    """Nothing of transformers shall tie weights again that are not all here."""
+    part: Any
+    for part in (pieces.model, pieces.decoder):
+        part._tied_weights_keys = None
+        part.all_tied_weights_keys = {}
+
+
+def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
+    """Binds a forward to the model that runs one part: the model's own on the last part, the decoder's on others."""
+    whole, decoder = pieces.model.forward, pieces.decoder
+    own = parts[stage]
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        part = keywords.pop(PART_KEYWORD, None)
+        if part is None:
+            raise RuntimeError(
+                f"this rank holds stage {stage} of {len(parts)} of {type(pieces.model).__name__} alone, which runs under plans "
+                f"only; save the model and load it whole for anything else"
+            )
+        is_last = (stage, part) == (len(parts) - 1, len(own) - 1)
+        with _only(pieces, own[part], has_norm=is_last):
+            return whole(*args, **keywords) if is_last else decoder(*args, **keywords)
+
+    pieces.model.forward = bound(pieces.model, forward)  # type: ignore[method-assign]
+
+
+@contextmanager
+def _only(pieces: Pieces, part: LayerRange, has_norm: bool) -> Iterator[None]:
+    """Inside, the decoder is nothing but the layers of `part`, and the final norm if `has_norm`."""
+    decoder = pieces.decoder
+    layers, norms = getattr(decoder, pieces.layers), {name: getattr(decoder, name) for name in pieces.last}
+    layers.seen = range(part.first_layer, part.first_layer + part.num_layers)
+    if not has_norm:
+        _drop(decoder, pieces.last)
+    try:
+        yield
+    finally:
+        layers.seen = None
+        for name, norm in norms.items():
+            setattr(decoder, name, norm)
+
+
+@torch.no_grad()
+def _check_passes(pieces: Pieces) -> None:
+    """Raises ValueError unless the decoder without layers and norm hands on hidden states exactly as they came."""
+    weight = next(parameter for parameter in pieces.model.parameters() if parameter.is_floating_point())
+    shape = (1, _PROBE_TOKENS, pieces.decoder.config.hidden_size)
+    probe_1TC = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    positions = torch.arange(1, _PROBE_TOKENS + 1, device=weight.device).unsqueeze(0)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
+    with _only(pieces, LayerRange(0, 0), has_norm=False):
+        output = pieces.decoder(
+            inputs_embeds=probe_1TC, position_ids=positions, attention_mask=mask, use_cache=False, return_dict=True
+        )
+    found: Tensor = output.last_hidden_state
+    if found.shape != probe_1TC.shape or not torch.equal(found, probe_1TC):
+        raise ValueError(
+            f"{type(pieces.model).__name__} cannot be cut into pipeline stages: it changes hidden states before its first layer "
+            f"or behind its last one (learned positions, a scale, dropout), which every stage would repeat; use stages=1"
+        )

@@ -1,0 +1,211 @@
+"""One sequence group on its pipeline stages under a cost model: when every action runs, and what every stage holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from hf_longctx.plan.activation import SavedClass
+from hf_longctx.plan.activation_memory import layer_slots
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, run_actions, run_copying
+from hf_longctx.plan.memory import RoundBytes, round_bytes
+from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.stage_memory import most_tokens_in_flight, stage_state_bytes
+from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan
+
+_MESSAGES = ("SF", "RF", "SB", "RB")
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """What one stage does for a group. actions: F and B, with (start, stop) of each and the communication inside of it.
+
+    peak_bytes: of the device, states included; host_bytes: of saved tensors. peak_tokens: most that wait for a backward on the
+    first rank.
+    """
+
+    actions: tuple[Action, ...]
+    times: Times
+    exchange_s: tuple[float, ...]
+    peak_bytes: int
+    host_bytes: int
+    peak_tokens: int
+
+
+def check_action(action: Action, stage: StagePlan) -> None:
+    """Raises ValueError by name for what cannot be evaluated: helpers, parts that do not exist, explicit copies and frees."""
+    is_known = action.kind in ("F", "B") or action.kind in _MESSAGES
+    if action.helpers or action.part >= len(stage.parts) or not is_known:
+        raise ValueError(
+            f"action {action} cannot be evaluated yet; only F and B of the stage's parts, without helpers, and messages can"
+        )
+
+
+def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
+    """The fewest of these ranks that share a node: they wait for most of what the others send over the network."""
+    if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node:
+        return len(ranks)
+    return min(Counter(rank // ranks_per_node for rank in ranks).values())
+
+
+def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float]) -> tuple[StageRun, ...]:
+    """The run of a group whose stages are free at `start_s`."""
+    for stage in group.stages:
+        for action in stage.actions:
+            check_action(action, stage)
+    seconds = _Seconds(plan, group, costs)
+    actions = [stage.actions for stage in group.stages]
+    num_parts = len(group.stages[0].parts)
+    if seconds.has_copies:
+        times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
+    else:
+        times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
+    return tuple(
+        _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage])
+        for stage, when in zip(group.stages, times, strict=True)
+    )
+
+
+def _stage_run(plan: StepPlan, seconds: _Seconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut]) -> StageRun:
+    computing = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
+    actions, when = [stage.actions[place] for place in computing], tuple(times[place] for place in computing)
+    model, group = seconds.costs.model, seconds.group
+    copying = _copying_bytes(seconds, actions, when, copied) if copied else ()
+    found: RoundBytes = round_bytes(model, group, stage, copying=copying)
+    return StageRun(
+        tuple(actions),
+        when,
+        tuple(seconds.exchange_s(action) for action in actions),
+        stage_state_bytes(model, stage, plan) + found.peak,
+        found.host,
+        most_tokens_in_flight(actions, seconds.tokens),
+    )
+
+
+def _copying_bytes(seconds: _Seconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]) -> tuple[int, ...]:
+    """For every action the most bytes on their way to the host, when it begins or when it ends."""
+    rate = seconds.costs.cluster.hardware.copy_bytes_per_s
+    steps = [(step.copy_s, stop_s) for one in copied for step, stop_s in zip(one.steps, one.stops_s, strict=True)]
+    stops_s = [stop_s for _, stop_s in steps]
+    # a copy's bytes are on the device until it is done
+    sizes = [0.0, *accumulate(copy_s * rate for copy_s, _ in steps)]
+    queued, result = 0, []
+    left = [len(one.steps) for one in reversed(copied)]
+    for action, (start_s, stop_s) in zip(actions, times, strict=True):
+        before = sizes[queued] - sizes[min(queued, bisect_right(stops_s, start_s))]
+        if action.kind == "F" and seconds.copies(action):
+            queued += left.pop()
+        after = sizes[queued] - sizes[min(queued, bisect_right(stops_s, stop_s))]
+        result.append(round(max(before, after)))
+    return tuple(result)
+
+
+class _Seconds:
+    """Seconds of a group's actions, each worked out once."""
+
+    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
+        self.group, self.costs = group, costs
+        per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
+        ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
+        self.near = [near_ranks(of_stage, per_node) for of_stage in ranks]
+        # a message of one rank that crosses nodes keeps the whole group waiting
+        self.leaves = [
+            any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
+            for place, of_stage in enumerate(ranks)
+        ]
+        self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        self.policies = [
+            {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
+        ]
+        self.has_copies = any(
+            share.host > 0
+            for policies in self.policies
+            for policy in policies.values()
+            for layer in policy.layers
+            for share in layer.shares
+        )
+        self._bodies: dict[tuple[int, bool, int], tuple[float, float, float]] = {}
+        self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
+
+    def of(self, action: Action) -> float:
+        """Seconds of an F or B, with what runs again in it and without waiting for copies."""
+        body_s, head_s, _ = self._body(action)
+        stage = self.group.stages[action.stage]
+        is_last = action.stage == len(self.group.stages) - 1 and action.part == len(stage.parts) - 1
+        seconds = body_s * stage.parts[action.part].num_layers + (head_s if is_last else 0.0)
+        return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
+
+    def exchange_s(self, action: Action) -> float:
+        """How much of an F or B is communication between the ranks of the group."""
+        return self._body(action)[2] * self.group.stages[action.stage].parts[action.part].num_layers
+
+    def hop_s(self, action: Action) -> float:
+        """Seconds of the message that carries an action's result to another stage."""
+        is_forward = action.kind == "F" or action.kind == "SF"
+        leaves = self.leaves[action.stage] if is_forward else self.leaves[action.stage - 1]
+        return self.costs.hop_s(self.tokens[action.chunk], leaves)
+
+    def copies(self, action: Action) -> tuple[CopyStep, ...]:
+        return self._policy(action)[1] if self.policies[action.stage] else ()
+
+    def _body(self, action: Action) -> tuple[float, float, float]:
+        """Seconds of one layer, of the head, and of the communication in a layer."""
+        is_backward, near = action.kind == "B", self.near[action.stage]
+        key = (action.chunk, is_backward, near)
+        if key not in self._bodies:
+            chunk, shape, costs = self.group.chunks[action.chunk], self.group.shape, self.costs
+            body_s = costs.part_s(chunk, shape, is_backward, 1, False, near)
+            head_s = costs.part_s(chunk, shape, is_backward, 0, True, near)
+            fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
+            exchange_s = (fixed_s + token_s * max(chunk.num_tokens, shape.degree)) / costs.model.num_layers
+            self._bodies[key] = body_s, head_s, exchange_s
+        return self._bodies[key]
+
+    def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
+        """What runs again in an action, in seconds, and its copies."""
+        key = (action.stage, action.part, action.chunk, action.kind == "B")
+        if key not in self._policy_seconds:
+            policy = self.policies[action.stage].get((action.chunk, action.part))
+            self._policy_seconds[key] = (0.0, ()) if policy is None else self._under(action, policy)
+        return self._policy_seconds[key]
+
+    def _under(self, action: Action, policy: ActivationPolicy) -> tuple[float, tuple[CopyStep, ...]]:
+        is_backward = action.kind == "B"
+        num_layers = self.group.stages[action.stage].parts[action.part].num_layers
+        layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
+        saved = self._saved(action.chunk)
+        pass_s, rate = self._body(action)[0], self.costs.cluster.hardware.copy_bytes_per_s
+        again_s = plain_s = 0.0
+        has_host = False
+        steps: list[CopyStep] = []
+        for layer in reversed(layers) if is_backward else layers:
+            if layer.keeps_everything:
+                plain_s += pass_s
+                continue
+            shares = [(item, layer.share(item.tensor_class)) for item in saved]
+            layer_s = sum(item.recompute_part_s(share.recompute) for item, share in shares) if is_backward else 0.0
+            copied = sum(item.num_bytes * share.host for item, share in shares)
+            has_host = has_host or copied > 0
+            again_s += layer_s
+            if is_backward and steps:
+                # layers without a policy run between the steps, behind the one whose backward came before them
+                steps[-1] = replace(steps[-1], compute_s=steps[-1].compute_s + plain_s)
+            steps.append(CopyStep(pass_s + layer_s + (0.0 if is_backward else plain_s), copied / rate))
+            plain_s = 0.0
+        if is_backward and steps:
+            steps[-1] = replace(steps[-1], compute_s=steps[-1].compute_s + plain_s)
+        return again_s, tuple(steps) if has_host else ()
+
+    def _saved(self, chunk: int) -> list[SavedClass]:
+        """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
+        costs = self.costs
+        slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
+        inside = 1 - costs.model.head_share
+        return [
+            replace(item, recompute_s=item.recompute_s * inside) if item.tensor_class in ("qkv", "mlp") else item
+            for item in slot.saved
+        ]

@@ -1,0 +1,91 @@
+"""Tiny models of several families cut into stages, and the whole pipeline run in one process, one part after the other."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.plan.types import LayerRange
+from hf_longctx.runtime.executor import ChunkInputs
+from hf_longctx.runtime.stage_model import StageModel
+
+NUM_LAYERS, VOCAB_SIZE = 7, 96
+_FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 8}),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 6, "head_dim": 8}),
+    # a scaled embedding, two kinds of layers by their number, a norm of another name inside layers, softcaps of logits
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {"sliding_window": 6, "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
+    ),
+}
+
+
+def family_model(family: str, tied: bool = False, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A model of seven layers with random weights, in training mode."""
+    config_class, model_class, extra = _FAMILIES[family]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "pad_token_id": 0,
+        **extra,
+        **changes,
+    }
+    torch.manual_seed(0)
+    model = model_class(config_class(**settings)).to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    model.tie_weights()
+    return model.train()
+
+
+def even_parts(num_stages: int, num_parts: int = 1, num_layers: int = NUM_LAYERS) -> tuple[tuple[LayerRange, ...], ...]:
+    """The layers in as equal ranges as can be, part 0 of every stage first."""
+    count = num_stages * num_parts
+    cuts = [number * num_layers // count for number in range(count + 1)]
+    ranges = [LayerRange(start, stop - start) for start, stop in itertools.pairwise(cuts)]
+    return tuple(tuple(ranges[part * num_stages + stage] for part in range(num_parts)) for stage in range(num_stages))
+
+
+def cut_into_stages(model: Any, num_stages: int, num_parts: int = 1) -> list[StageModel]:
+    """A copy of `model` for every stage, cut."""
+    parts = even_parts(num_stages, num_parts, model.config.num_hidden_layers)
+    stages = []
+    for stage in range(num_stages):
+        own = copy.deepcopy(model)
+        cut_model(own, parts, stage)
+        stages.append(stage_model(own, parts, stage))
+    return stages
+
+
+def random_inputs(num_tokens: int = 11) -> ChunkInputs:
+    """One row of tokens; every token has a label."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB_SIZE, (2, 1, num_tokens), generator=generator)
+    return ChunkInputs(ids[0], torch.arange(num_tokens).unsqueeze(0), ids[1])
+
+
+def run_pipeline(stages: list[StageModel], inputs: ChunkInputs) -> tuple[Tensor, list[Tensor]]:
+    """Logits of all parts one after the other, with a graph through all of them, and the hidden states between them."""
+    hidden: Tensor | None = None
+    between = []
+    for part in range(stages[0].num_parts):
+        for stage in stages:
+            hidden = stage.forward(part, inputs, hidden, None, None)
+            between.append(hidden)
+    assert hidden is not None
+    return hidden, between[:-1]

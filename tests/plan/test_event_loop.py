@@ -1,0 +1,252 @@
+"""Promises of the event loop: closed forms at unit costs, a brute force over the dependency graph, messages, copies by hand."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.event_loop import CopyStep, run_actions, run_copying
+from hf_longctx.plan.schedule import PlanError
+from hf_longctx.plan.types import Action
+
+Stages = tuple[tuple[Action, ...], ...]
+
+
+def backward_order(num_chunks: int, num_slices: int) -> list[int]:
+    """Sequences in order, the slices of each last to first."""
+    return [i // num_slices * num_slices + num_slices - 1 - i % num_slices for i in range(num_chunks)]
+
+
+def one_forward_one_backward(num_stages: int, num_chunks: int, num_slices: int = 1) -> Stages:
+    """Seq1F1B by its warm-up formula; plain 1F1B for whole sequences."""
+    order = backward_order(num_chunks, num_slices)
+    stages = []
+    for p in range(num_stages):
+        ahead = min(num_stages - p - 2 + num_slices, num_chunks)
+        actions = [Action("F", p, i) for i in range(ahead)]
+        for i in range(num_chunks - ahead):
+            actions += [Action("F", p, ahead + i), Action("B", p, order[i])]
+        stages.append((*actions, *(Action("B", p, i) for i in order[num_chunks - ahead :])))
+    return tuple(stages)
+
+
+def all_forwards_first(num_stages: int, num_chunks: int) -> Stages:
+    forwards = [[Action("F", p, i) for i in range(num_chunks)] for p in range(num_stages)]
+    return tuple((*f, *(Action("B", p, i) for i in reversed(range(num_chunks)))) for p, f in enumerate(forwards))
+
+
+def interleaved(num_stages: int, num_chunks: int, num_parts: int, num_slices: int = 1) -> Stages:
+    """Rounds of as many chunks as stages, by Megatron's warm-up plus the slices'."""
+    order = backward_order(num_chunks, num_slices)
+    rounds = range(0, num_chunks, num_stages)
+    parts = range(num_parts)
+    forwards = [(i, v) for r in rounds for v in parts for i in range(r, r + num_stages)]
+    backwards = [(i, v) for r in rounds for v in reversed(parts) for i in order[r : r + num_stages]]
+    total = len(forwards)
+    stages = []
+    for p in range(num_stages):
+        ahead = min((num_parts - 1) * num_stages + 2 * (num_stages - 1 - p) + num_slices - 1, total)
+        units = [("F", *unit) for unit in forwards[:ahead]]
+        for i in range(total - ahead):
+            units += [("F", *forwards[ahead + i]), ("B", *backwards[i])]
+        units += [("B", *unit) for unit in backwards[total - ahead :]]
+        stages.append(tuple(Action("F" if kind == "F" else "B", p, i, v) for kind, i, v in units))
+    return tuple(stages)
+
+
+def with_messages(stages: Stages, num_parts: int = 1) -> Stages:
+    """Receives right before and sends right after what they belong to."""
+    last = (len(stages) - 1, num_parts - 1)
+    result = []
+    for actions in stages:
+        full = []
+        for a in actions:
+            place = (a.stage, a.part)
+            receives = place != (0, 0) if a.kind == "F" else place != last
+            sends = place != last if a.kind == "F" else place != (0, 0)
+            kind = "F" if a.kind == "F" else "B"
+            full += [Action(f"R{kind}", a.stage, a.chunk, a.part)] if receives else []  # type: ignore[arg-type]
+            full += [a]
+            full += [Action(f"S{kind}", a.stage, a.chunk, a.part)] if sends else []  # type: ignore[arg-type]
+        result.append(tuple(full))
+    return tuple(result)
+
+
+def unit_s(action: Action) -> float:
+    return 1.0 if action.kind == "F" else 2.0
+
+
+def no_hop_s(action: Action) -> float:
+    return 0.0
+
+
+def makespan(stages: Stages, num_parts: int = 1) -> float:
+    return max(times[-1][1] for times in run_actions(stages, unit_s, no_hop_s, num_parts))
+
+
+def brute_force(
+    stages: Stages, seconds: Callable[[Action], float], hop_s: Callable[[Action], float], num_parts: int, start_s: Sequence[float]
+) -> list[list[tuple[float, float]]]:
+    """The longest path to every action, by recursion over what it waits for."""
+    num_stages = len(stages)
+    where = {(str(a.kind), a.part * num_stages + a.stage, a.chunk): (p, i) for p, s in enumerate(stages) for i, a in enumerate(s)}
+
+    @functools.cache
+    def stop(p: int, i: int) -> float:
+        action = stages[p][i]
+        return start(p, i) + (seconds(action) if action.kind in "FB" else 0.0)
+
+    @functools.cache
+    def start(p: int, i: int) -> float:
+        action = stages[p][i]
+        place = action.part * num_stages + action.stage
+        found = [start_s[p] if i == 0 else stop(p, i - 1)]
+        step = {"F": -1, "RF": -1, "B": 1, "RB": 1}.get(action.kind, 0)
+        if step and 0 <= place + step < num_parts * num_stages:
+            kind = action.kind[-1]
+            source = where.get((f"S{kind}", place + step, action.chunk)) or where[kind, place + step, action.chunk]
+            found.append(stop(*source) + (hop_s(stages[source[0]][source[1]]) if num_stages > 1 else 0.0))
+        if action.kind == "B":
+            found.append(stop(*where["F", place, action.chunk]))
+        return max(found)
+
+    return [[(start(p, i), stop(p, i)) for i in range(len(actions))] for p, actions in enumerate(stages)]
+
+
+SIZES = [(P, N) for P in (1, 2, 3, 4, 8) for N in (1, 2, 5, 8, 16)]
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), SIZES)
+def test_plain_schedules_take_as_many_units_as_chunks_and_a_pipeline_filling_once(num_stages: int, num_chunks: int) -> None:
+    # (M + P - 1) (F + B) for 1F1B and for GPipe
+    assert makespan(one_forward_one_backward(num_stages, num_chunks)) == (num_chunks + num_stages - 1) * 3
+    assert makespan(all_forwards_first(num_stages, num_chunks)) == (num_chunks + num_stages - 1) * 3
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+@pytest.mark.parametrize(("num_sequences", "num_slices"), [(1, 4), (2, 4), (8, 4), (3, 2), (4, 7)])
+def test_slices_divide_the_bubble(num_stages: int, num_sequences: int, num_slices: int) -> None:
+    # (k M + P - 1) (F + B) / k, here in units of a slice
+    num_chunks = num_sequences * num_slices
+    stages = one_forward_one_backward(num_stages, num_chunks, num_slices)
+    assert makespan(stages) == (num_chunks + num_stages - 1) * 3
+    assert makespan(with_messages(stages)) == makespan(stages)
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 4), (4, 8), (4, 16), (8, 8)])
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_interleaving_divides_the_bubble_by_the_parts(num_stages: int, num_chunks: int, num_parts: int) -> None:
+    # (V M + P - 1) (F + B) / V, in units of one part
+    assert makespan(interleaved(num_stages, num_chunks, num_parts), num_parts) == (num_parts * num_chunks + num_stages - 1) * 3
+    if num_stages == 4:
+        sliced = interleaved(num_stages, num_chunks, num_parts, 4)
+        assert makespan(sliced, num_parts) == (num_parts * num_chunks + num_stages - 1) * 3
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_times_are_the_longest_paths(data: st.DataObject) -> None:
+    num_stages, num_slices = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    num_chunks = num_slices * data.draw(st.integers(1, 4))
+    num_parts = data.draw(st.sampled_from([1, 2])) if num_slices == 1 and num_stages > 1 else 1
+    if num_parts > 1:
+        num_chunks = num_stages * data.draw(st.integers(1, 2))
+        stages = interleaved(num_stages, num_chunks, num_parts)
+    else:
+        stages = one_forward_one_backward(num_stages, num_chunks, num_slices)
+    if data.draw(st.booleans()) and num_stages > 1:
+        stages = with_messages(stages, num_parts)
+    # whole numbers, so that sums are exact
+    drawn = data.draw(st.lists(st.integers(0, 9), min_size=101, max_size=101))
+    start_s = [float(second) for second in data.draw(st.lists(st.integers(0, 9), min_size=num_stages, max_size=num_stages))]
+
+    def seconds(action: Action) -> float:
+        return float(drawn[(7 * action.stage + 13 * action.part + 31 * action.chunk + 50 * (action.kind == "B")) % 101])
+
+    def hop_s(action: Action) -> float:
+        return float(drawn[(5 * action.stage + 11 * action.chunk + ("B" in action.kind)) % 101])
+
+    found = run_actions(stages, seconds, hop_s, num_parts, start_s)
+    assert [list(times) for times in found] == brute_force(stages, seconds, hop_s, num_parts, start_s)
+
+
+def test_a_result_takes_a_hop_and_a_send_does_not_block() -> None:
+    stages = with_messages(one_forward_one_backward(2, 2))
+    times = run_actions(stages, unit_s, lambda action: 10.0)
+    words = [{str(a): when for a, when in zip(actions, of, strict=True)} for actions, of in zip(stages, times, strict=True)]
+    # by hand: the second forward runs while the first one's result is on its way
+    assert words[0]["0F0"] == (0, 1) and words[0]["0F1"] == (1, 2)
+    assert words[1]["1RF0"] == (11, 11) and words[1]["1B0"] == (12, 14)
+    assert words[0]["0B0"] == (24, 26)
+
+
+def test_no_hop_where_a_chunk_stays_on_its_stage() -> None:
+    actions = tuple(Action("F" if kind == "F" else "B", 0, 0, part) for kind, part in (("F", 0), ("F", 1), ("B", 1), ("B", 0)))
+    assert run_actions((actions,), unit_s, lambda action: 10.0, 2)[0][-1] == (4, 6)
+
+
+def test_a_deadlock_names_what_waits() -> None:
+    stages = (
+        (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),
+        (Action("F", 1, 1), Action("F", 1, 0), Action("B", 1, 1), Action("B", 1, 0)),
+    )
+    with pytest.raises(PlanError, match="deadlock: 0B0, 1F1 wait"):
+        run_actions(stages, unit_s, no_hop_s)
+    with pytest.raises(PlanError, match="deadlock: 0B0 wait"):
+        run_actions(((Action("B", 0, 0), Action("F", 0, 0)),), unit_s, no_hop_s)
+
+
+def one_rank(words: str) -> Stages:
+    return (tuple(Action.parse(word) for word in words.split()),)
+
+
+def test_a_copy_that_is_back_in_time_costs_nothing() -> None:
+    # forwards of two layers, backwards of two; every copy takes as long as a layer's forward
+    step = {"F": CopyStep(0.5, 0.5), "B": CopyStep(1.0, 0.5)}
+    stages = one_rank("0F0 0F1 0B1 0B0")
+    times, copied = run_copying(stages, unit_s, no_hop_s, lambda action: (step[action.kind],) * 2 if action.chunk == 0 else ())
+    # out at 0.5 to 1 and 1 to 1.5; the second layer's comes back when its own backward begins, the first one's under it
+    assert copied[0].stops_s == (1.0, 1.5)
+    assert times == (((0, 1), (1, 2), (2, 4), (4, 6.5)),)
+
+
+def test_copies_out_queue_behind_each_other_and_copies_back_wait_for_them() -> None:
+    # one step a pass, and a link of four seconds for each chunk
+    stages = one_rank("0F0 0F1 0B1 0B0")
+    times, copied = run_copying(stages, unit_s, no_hop_s, lambda action: (CopyStep(unit_s(action), 4.0),))
+    # out: 1 to 5, 5 to 9. Back: chunk 1 from 9 to 13, runs to 15; chunk 0 from 15 to 19
+    assert [one.stops_s for one in copied] == [(5.0,), (9.0,)]
+    assert times == (((0, 1), (1, 2), (2, 15), (15, 21)),)
+
+
+def test_the_head_runs_before_the_first_copy_is_sent_for() -> None:
+    stages = one_rank("0F0 0B0")
+    times, _ = run_copying(
+        stages,
+        lambda action: 3.0,
+        no_hop_s,
+        # a second of each pass is the head's, behind the layers of a forward and before those of a backward
+        lambda action: (CopyStep(2.0, 0.5),),
+    )
+    # forward to 3, out from 2 to 2.5; backward: head to 4, copy to 4.5, layers to 6.5
+    assert times == (((0, 3), (3, 6.5)),)
+
+
+@pytest.mark.parametrize(("num_stages", "num_slices"), list(itertools.product((2, 4, 8), (1, 4))))
+def test_a_wider_link_is_never_slower(num_stages: int, num_slices: int) -> None:
+    stages = one_forward_one_backward(num_stages, 4 * num_slices, num_slices)
+    lengths = []
+    for copy_s in (0.0, 0.1, 0.5, 2.0):
+
+        def copies(action: Action, copy_s: float = copy_s) -> tuple[CopyStep, ...]:
+            return (CopyStep(unit_s(action) / 2, copy_s),) * 2
+
+        times, _ = run_copying(stages, unit_s, no_hop_s, copies)
+        lengths.append(max(of[-1][1] for of in times))
+    assert lengths == sorted(lengths)
+    assert lengths[0] == makespan(stages) < lengths[-1]

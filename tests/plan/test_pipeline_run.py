@@ -1,0 +1,308 @@
+"""Promises of the predicted run of several stages and parts, against plans worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+from plan_cases import HARDWARE, MODEL, fixture
+from test_event_loop import Stages, interleaved, one_forward_one_backward, with_messages
+
+from hf_longctx.plan.activation_memory import class_bytes
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
+from hf_longctx.plan.specs import ClusterSpec, ModelSpec
+from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.types import (
+    ActivationPolicy,
+    Chunk,
+    LayerPolicy,
+    LayerRange,
+    MicroBatch,
+    Parameters,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+    TensorShare,
+)
+from hf_longctx.plan.validate import validate_plan
+
+# no head, and hops of no time; forward a second for each token and rank, backward two
+HEADLESS = dataclasses.replace(MODEL, vocab_size=0)
+UNIT = CostCoefficients(PassCoefficients(0.0, 1.0, 0.0), PassCoefficients(0.0, 2.0, 0.0), 0.0, "test")
+
+
+def chunks_of(lengths: tuple[int, ...], num_slices: int = 1) -> tuple[Chunk, ...]:
+    """Even slices of all sequences, in order."""
+    spans = [
+        Span(s, length * i // num_slices, length * (i + 1) // num_slices)
+        for s, length in enumerate(lengths)
+        for i in range(num_slices)
+    ]
+    return tuple(Chunk(index, (span,)) for index, span in enumerate(spans))
+
+
+def group_of(
+    chunks: tuple[Chunk, ...],
+    actions: Stages,
+    parts: tuple[tuple[LayerRange, ...], ...],
+    positions: tuple[int, ...] = (0,),
+    activations: tuple[tuple[ActivationPolicy, ...], ...] = (),
+) -> SequenceGroup:
+    policies = activations or ((),) * len(parts)
+    stages = tuple(StagePlan(p, parts[p], actions[p], policies[p]) for p in range(len(parts)))
+    return SequenceGroup(positions, "local" if len(positions) == 1 else "ulysses", chunks, stages)
+
+
+def even_parts(num_layers: int, num_stages: int, num_parts: int = 1) -> tuple[tuple[LayerRange, ...], ...]:
+    """By the chain: part 0 of every stage, then part 1 of every stage."""
+    size = num_layers // (num_stages * num_parts)
+    return tuple(tuple(LayerRange((v * num_stages + p) * size, size) for v in range(num_parts)) for p in range(num_stages))
+
+
+def plan_of(
+    lengths: tuple[int, ...],
+    rounds: list[list[SequenceGroup]],
+    per_stage: int = 1,
+    parameters: Parameters = "replicated",
+) -> StepPlan:
+    num_stages = len(rounds[0][0].stages)
+    return validate_plan(
+        StepPlan(0, lengths, num_stages, per_stage, parameters, tuple(MicroBatch(tuple(groups)) for groups in rounds))
+    )
+
+
+def costs_of(model: ModelSpec, num_ranks: int, coefficients: CostCoefficients = UNIT, per_node: int = 0) -> CostModel:
+    return CostModel(model, ClusterSpec(num_ranks, per_node or num_ranks, HARDWARE), coefficients, method="ulysses")
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_slices", [1, 4])
+def test_idle_seconds_are_a_pipeline_filling_of_slices(num_stages: int, num_slices: int) -> None:
+    lengths = (40,) * 8
+    actions = with_messages(one_forward_one_backward(num_stages, 8 * num_slices, num_slices))
+    group = group_of(chunks_of(lengths, num_slices), actions, even_parts(4, num_stages))
+    run = evaluate_plan(plan_of(lengths, [[group]]), costs_of(HEADLESS, num_stages))
+    # a slice takes (1 + 2) * 40 / k / P seconds on a stage
+    slice_s = 3 * 40 / num_slices / num_stages
+    assert run.step_s == pytest.approx((8 * num_slices + num_stages - 1) * slice_s, rel=1e-12)
+    assert [use.idle_s for use in run.ranks] == pytest.approx([(num_stages - 1) * slice_s] * num_stages)
+    assert run.in_flight == tuple(min(num_stages - p - 1 + num_slices, 8 * num_slices) for p in range(num_stages))
+
+
+def test_parts_run_in_rounds() -> None:
+    lengths = (40,) * 4
+    actions = with_messages(interleaved(2, 4, 2), 2)
+    run = evaluate_plan(plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_parts(4, 2, 2))]]), costs_of(HEADLESS, 2))
+    # a part is a quarter of the model: (V M + P - 1) * 3 * 40 / 4
+    assert run.step_s == pytest.approx((8 + 1) * 30)
+    # (V - 1) P + 2 (P - 1 - p) + 1 units, and never more tokens than four sequences
+    assert run.in_flight == (5, 3)
+    assert [use.peak_tokens for use in run.ranks] == [4 * 40, 3 * 40]
+
+
+def test_one_chunk_passes_two_stages_with_the_head_on_the_last_and_a_hop_between() -> None:
+    forward = PassCoefficients(0.0, 1.0, 10.0, 12.5, 1e-3, 1e-1)
+    backward = PassCoefficients(0.0, 2.0, 20.0, 25.0, 2e-3, 2e-1)
+    parts = ((LayerRange(0, 1),), (LayerRange(1, 3),))
+    group = group_of(chunks_of((50,)), with_messages(one_forward_one_backward(2, 1)), parts)
+    head = MODEL.head_share
+    for per_node, byte_s in ((2, 1e-3), (1, 1e-1)):
+        costs = costs_of(MODEL, 2, CostCoefficients(forward, backward, 1000.0, "test"), per_node)
+        run = evaluate_plan(plan_of((50,), [[group]]), costs)
+        first_s, last_s = (50 * (1 - head) + 10) / 4, (50 * (1 - head) + 10) * 3 / 4 + 50 * head
+        # hidden states of 64 elements of four bytes, both ways
+        hop_s = 12.5 + byte_s * 50 * 64 * 4
+        assert run.step_s == pytest.approx(3 * (first_s + last_s) + 2 * hop_s + 1000)
+        assert run.busy_s == pytest.approx((3 * first_s, 3 * last_s))
+        assert run.ranks[0].idle_s == pytest.approx(2 * hop_s + 3 * last_s)
+
+
+def side_by_side(parameters: Parameters) -> tuple[StepPlan, CostModel]:
+    """<2,1> on two stages of three ranks, then <1,1,1>."""
+    lengths = (60, 40, 80, 20, 10)
+    actions, parts = with_messages(one_forward_one_backward(2, 1)), even_parts(4, 2)
+
+    def alone(sequence: int, positions: tuple[int, ...]) -> SequenceGroup:
+        return group_of((Chunk(0, (Span(sequence, 0, lengths[sequence]),)),), actions, parts, positions)
+
+    rounds = [[alone(0, (0, 1)), alone(1, (2,))], [alone(2, (0,)), alone(3, (1,)), alone(4, (2,))]]
+    return plan_of(lengths, rounds, 3, parameters), costs_of(HEADLESS, 6)
+
+
+def test_groups_are_pipelines_of_their_own_where_parameters_are_replicated() -> None:
+    run = evaluate_plan(*side_by_side("replicated"))
+    # positions 0 and 1: 30 tokens each; two stages halve seconds and run one after the other
+    starts = {(e.rank, e.name): e.start_s for e in run.events[::-1]}
+    # first round
+    assert [starts[rank, "0F0"] for rank in range(3)] == [0, 0, 0]
+    assert [starts[rank, "1F0"] for rank in (3, 4, 5)] == [15, 15, 20]
+    # second: 90 seconds of <2> and 80 + 40 of <1> have passed
+    second = {(e.rank, e.name): e.start_s for e in run.events}
+    assert [second[rank, "0F0"] for rank in range(3)] == [90, 90, 120]
+    assert run.step_s == 90 + 240
+    assert run.busy_s == (45 + 120, 45 + 30, 60 + 15) * 2
+
+
+@pytest.mark.parametrize(("parameters", "is_together"), [("gathered_per_round", True), ("replicated", False)])
+def test_ranks_of_a_stage_that_share_parameters_leave_together(parameters: Parameters, is_together: bool) -> None:
+    plan, costs = side_by_side(parameters)
+    run = evaluate_plan(plan, costs)
+    second = {(e.rank, e.name): e.start_s for e in run.events}
+    # stage 0 leaves at 120, with its last backward; stage 1 at 80, when its last backward is done
+    assert [second[rank, "0F0"] for rank in range(3)] == ([120] * 3 if is_together else [90, 90, 120])
+    assert run.step_s == (360 if is_together else 330)
+
+
+def two_stages(lengths: tuple[int, ...], num_slices: int = 1, parameters: Parameters = "replicated") -> StepPlan:
+    """Three layers and one."""
+    actions = with_messages(one_forward_one_backward(2, len(lengths) * num_slices, num_slices))
+    parts = ((LayerRange(0, 3),), (LayerRange(3, 1),))
+    return plan_of(lengths, [[group_of(chunks_of(lengths, num_slices), actions, parts)]], 1, parameters)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_states_of_all_stages_are_those_of_the_model(is_tied: bool) -> None:
+    model = dataclasses.replace(MODEL, tied_embeddings=is_tied, learned_positions=True)
+    plan = two_stages((40,))
+    first, last = (stage_state_bytes(model, stage, plan) for stage in plan.micro_batches[0].groups[0].stages)
+    # 16 bytes of weight, gradient and moments in fp32; a tied table is on both stages
+    table = MODEL.vocab_size * MODEL.hidden_size * 16
+    assert first + last == model.state_bytes() + (table if is_tied else 0)
+    assert first == 16 * 3 * model.layer_parameters + table + 16 * model.max_positions * model.hidden_size
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_a_single_stage_has_the_states_of_the_model(parameters: Parameters) -> None:
+    for name, shard_ranks in (("flexsp", 4), ("nested", 4)):
+        plan = dataclasses.replace(fixture(name), parameters=parameters)
+        stage = dataclasses.replace(plan.micro_batches[0].groups[0].stages[0], parts=(LayerRange(0, MODEL.num_layers),))
+        assert stage_state_bytes(MODEL, stage, plan) == MODEL.state_bytes(parameters, shard_ranks)
+
+
+def test_the_peak_of_a_stage_is_what_is_in_flight_and_what_works() -> None:
+    lengths = (64, 32, 16)
+    plan = two_stages(lengths)
+    run = evaluate_plan(plan, costs_of(MODEL, 2))
+    stages = plan.micro_batches[0].groups[0].stages
+
+    def whole(tokens: int, num_layers: int, has_head: bool) -> ChunkBytes:
+        load = Load(tokens, (tokens,), num_layers, has_head=has_head, keeps_gradients=has_head)
+        return chunk_bytes(MODEL, load)
+
+    # stage 0 runs F0 F1 B0 F2 B1 B2: the first two are in flight together
+    held = [whole(tokens, 3, False) for tokens in lengths]
+    moments = [
+        held[0].device + held[0].forward_workspace,
+        held[0].device + held[1].device + held[1].forward_workspace,
+        held[0].device + held[1].device + held[0].backward_workspace,
+        held[1].device + held[0].ending,
+        held[1].device + held[2].device + held[2].forward_workspace,
+        held[1].device + held[2].device + held[1].backward_workspace,
+        held[2].device + held[1].ending,
+        held[2].device + held[2].backward_workspace,
+        held[2].ending,
+    ]
+    assert run.peak_bytes[0] == stage_state_bytes(MODEL, stages[0], plan) + max(moments)
+    # stage 1 has one at a time, with the head
+    last = [whole(tokens, 1, True) for tokens in lengths]
+    most = max(max(one.device + one.workspace, one.ending) for one in last)
+    assert run.peak_bytes[1] == stage_state_bytes(MODEL, stages[1], plan) + most
+
+
+def test_keys_and_values_of_slices_wait_for_the_first_slice_and_gradients_come_with_the_last() -> None:
+    plan = two_stages((64,), 4)
+    group = plan.micro_batches[0].groups[0]
+    for stage, num_layers in zip(group.stages, (3, 1), strict=True):
+        token_bytes = 2 * num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4
+        # keys and values of all 64 tokens, gradients of the 48 before the last slice
+        assert round_bytes(MODEL, group, stage).book == token_bytes * (64 + 48)
+
+
+def test_parts_hold_their_own_chunks_and_books() -> None:
+    lengths = (64,)
+    actions = with_messages(interleaved(2, 2, 2, 2), 2)
+    group = group_of(chunks_of(lengths, 2), actions, even_parts(4, 2, 2))
+    for stage in group.stages:
+        # both parts are in flight at once: keys and values of two layers, and gradients of one layer at a time at least
+        found = round_bytes(MODEL, group, stage)
+        token_bytes = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
+        assert token_bytes * (2 * 64 + 32) <= found.book <= token_bytes * 2 * (64 + 32)
+
+
+HOST = LayerPolicy((TensorShare("mlp", host=0.5, device=0.5), TensorShare("layer_input", host=1.0)))
+
+
+def offloading(link_bytes_per_s: float, lengths: tuple[int, ...] = (64, 64, 64)) -> tuple[StepPlan, CostModel]:
+    actions = with_messages(one_forward_one_backward(2, len(lengths)))
+    policies = tuple(ActivationPolicy(chunk, 0, (HOST, HOST)) for chunk in range(len(lengths)))
+    plan = plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_parts(4, 2), activations=(policies, ()))]])
+    costs = costs_of(HEADLESS, 2)
+    hardware = dataclasses.replace(HARDWARE, copy_bytes_per_s=link_bytes_per_s)
+    return plan, dataclasses.replace(costs, cluster=dataclasses.replace(costs.cluster, hardware=hardware))
+
+
+def test_copies_that_nothing_hides_are_seconds_of_the_timeline() -> None:
+    num_bytes = 64 * (class_bytes(HEADLESS, "layer_input") + class_bytes(HEADLESS, "mlp") // 2)
+    # a layer's forward takes 16 seconds, its backward 32, and its copy 8: the top layer's waits for nobody's end
+    plan, costs = offloading(num_bytes / 8)
+    run = evaluate_plan(plan, costs)
+    lengths = {e.name: e.stop_s - e.start_s for e in run.events}
+    assert lengths["0F0"] == 32
+    assert lengths["0B0"] == lengths["0B1"] == lengths["0B2"] == pytest.approx(64 + 8)
+    assert lengths["1B0"] == 64
+    # two chunks are in flight on the first stage
+    assert run.host_bytes == (2 * 2 * num_bytes, 0)
+
+
+def test_what_is_on_its_way_to_the_host_is_still_on_the_device() -> None:
+    (fast, fast_costs), (slow, slow_costs) = offloading(1e30), offloading(1e-3)
+    group = fast.micro_batches[0].groups[0]
+    stage = group.stages[0]
+    quick, stuck = evaluate_plan(fast, fast_costs), evaluate_plan(slow, slow_costs)
+    state = stage_state_bytes(HEADLESS, stage, fast)
+    # nothing but the copy of the last layer that runs is on its way
+    assert quick.peak_bytes[0] - state == round_bytes(HEADLESS, group, stage).peak
+    # the first two chunks' copies are not even begun when the second forward ends
+    assert stuck.peak_bytes[0] >= quick.peak_bytes[0] + quick.host_bytes[0]
+
+
+def test_layers_that_run_again_take_their_seconds_and_no_part_of_the_head() -> None:
+    lengths = (64, 64)
+    again = LayerPolicy((TensorShare("mlp", recompute=1.0), TensorShare("qkv", recompute=1.0)))
+    actions = with_messages(one_forward_one_backward(2, 2))
+    policies = ((ActivationPolicy(0, 0, (again, again)),), (ActivationPolicy(1, 0, (again,)),))
+    plan = plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_parts(4, 2), activations=policies)]])
+    run = evaluate_plan(plan, costs_of(MODEL, 2))
+    layer_s = 64 * (1 - MODEL.head_share) / 4
+    found = {e.name: e.stop_s - e.start_s for e in run.events}
+    assert found["0B0"] == pytest.approx(2 * 3 * layer_s)
+    assert found["0B1"] == pytest.approx(2 * 2 * layer_s)
+    assert found["1B1"] == pytest.approx(2 * 2 * layer_s + layer_s + 2 * 64 * MODEL.head_share)
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "infinipipe", "interleaved", "pp_sp_replicas"])
+def test_hand_written_plans_run(name: str) -> None:
+    plan = fixture(name)
+    run = evaluate_plan(plan, costs_of(MODEL, plan.num_ranks))
+    for rank, use in enumerate(run.ranks):
+        events = [event for event in run.events if event.rank == rank]
+        assert all(first.stop_s <= second.start_s for first, second in itertools.pairwise(events))
+        assert sum(event.stop_s - event.start_s for event in events) == pytest.approx(use.busy_s)
+        assert use.busy_s + use.idle_s == pytest.approx(run.step_s)
+        stage = plan.micro_batches[0].groups[0].stages[rank // plan.ranks_per_stage]
+        assert run.peak_bytes[rank] > stage_state_bytes(MODEL, stage, plan)
+
+
+def test_five_hundred_sequences_on_four_stages_are_judged_in_half_a_second() -> None:
+    lengths = tuple(range(500, 1012))
+    group = group_of(chunks_of(lengths), with_messages(one_forward_one_backward(4, len(lengths))), even_parts(4, 4))
+    plan, costs = plan_of(lengths, [[group]]), costs_of(MODEL, 4)
+    start_s = time.process_time()
+    evaluate_plan(plan, costs, with_events=False)
+    assert time.process_time() - start_s < 0.5

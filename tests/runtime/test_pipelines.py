@@ -1,0 +1,151 @@
+"""Any plan of pipeline stages gives the loss and the gradients of one plain Hugging Face process, in fp64, on gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.pipelines import (
+    adapted,
+    num_policies,
+    pipeline_plan,
+    planned_words,
+    random_chunks,
+    stage_step_on_rank,
+    with_policies,
+)
+from helpers.ranks import RankPool
+from helpers.sliced import cut
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from test_sliced_policies import layer_policies, replayed
+
+from hf_longctx.plan.serialize import plan_to_json
+from hf_longctx.plan.types import ActivationPolicy, StepPlan
+
+TOLERANCE = 1e-12
+
+LENGTHS = [40, 23, 9, 7, 5, 30]
+SLICED = [
+    *([span] for span in cut(0, [15, 11, 9, 5])[:-1]),
+    [cut(0, [15, 11, 9, 5])[-1], (2, 0, 9)],
+    *([span] for span in cut(1, [12, 11])),
+    [(3, 0, 7), (4, 0, 5)],
+    [(5, 0, 30)],
+]
+WHOLE = [[(0, 0, 40)], [(1, 0, 23)], [(2, 0, 9), (3, 0, 7), (4, 0, 5)], [(5, 0, 30)]]
+
+
+def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = False) -> list:
+    """Asserts that every rank ends with the reference's loss and gradients, and ran what was planned; the ranks' results."""
+    rows = random_rows(list(plan.lengths))
+    reference = adapted(build_model(case)) if lora else build_model(case)
+    expected_loss, expected = reference_step(reference, rows)
+    results = pool.run(stage_step_on_rank, case, plan_to_json(plan), rows, lora)
+    found = set()
+    for rank, (loss, gradients, words, _) in enumerate(results):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        if "lm_head.weight" not in expected and "lm_head.weight" in gradients:
+            gradients["model.embed_tokens.weight"] = gradients.pop("lm_head.weight")
+        errors = {name: relative_error(gradients[name], expected[name]) for name in gradients}
+        assert max(errors.values()) <= TOLERANCE, (rank, errors)
+        found |= gradients.keys()
+        assert words == planned_words(plan, rank)
+    assert found >= expected.keys()
+    return results
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "elastic", "gpipe"])
+@pytest.mark.parametrize("chunks", [SLICED, WHOLE], ids=["slices", "whole"])
+def test_every_schedule_matches_one_plain_process(ranks, schedule, chunks) -> None:
+    check(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, chunks)]], 2, schedule))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_four_stages_match(ranks, family) -> None:
+    check(ranks(4), ModelCase(family, num_layers=5), pipeline_plan(LENGTHS, [[(1, SLICED)]], 4, num_layers=5))
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("chunks", [SLICED, WHOLE], ids=["slices", "whole"])
+def test_interleaved_parts_match(ranks, num_stages, chunks) -> None:
+    case = ModelCase(num_layers=8)
+    check(ranks(num_stages), case, pipeline_plan(LENGTHS, [[(1, chunks)]], num_stages, "interleaved", 8, num_parts=2))
+
+
+def test_stages_times_sequence_groups_match(ranks) -> None:
+    sliced = [*([span] for span in cut(0, [15, 11, 9, 5])), [(2, 0, 9)]]
+    plan = pipeline_plan([40, 23, 9, 7], [[(2, sliced)], [(1, [[(1, 0, 23)]]), (1, [[(3, 0, 7)]])]], 2)
+    check(ranks(4), ModelCase("qwen3", num_layers=4), plan)
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_sharded_stages_match(ranks, parameters) -> None:
+    chunks = [[span] for span in cut(0, [15, 11, 9, 5])]
+    plan = pipeline_plan([40, 9, 7], [[(2, chunks)], [(1, [[(1, 0, 9)]]), (1, [[(2, 0, 7)]])]], 2, parameters=parameters)
+    check(ranks(4), ModelCase(num_layers=4), plan)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 16])
+def test_any_number_of_slices_matches(ranks, num_slices) -> None:
+    sizes = [3] * (num_slices - 1) + [48 - 3 * (num_slices - 1)]
+    chunks = [*([span] for span in cut(0, sizes)), [(1, 0, 5)]]
+    check(ranks(2), ModelCase(num_layers=3), pipeline_plan([48, 5], [[(1, chunks)]], 2, num_layers=3))
+
+
+def test_adapters_match(ranks) -> None:
+    check(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2), lora=True)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, num_stages: int) -> StepPlan:
+    """Random families, schedules, parts, rounds and policies on stages of one rank."""
+    lengths = [draw(st.integers(8, 24)), *draw(st.lists(st.integers(1, 24), max_size=5))]
+    num_parts = draw(st.integers(1, 2))
+    schedule = "interleaved" if num_parts > 1 else draw(st.sampled_from(["1f1b", "elastic", "gpipe"]))
+    place = draw(st.integers(1, len(lengths)))
+    rounds = [range(place), range(place, len(lengths))] if place < len(lengths) else [range(place)]
+    micro_batches = [[(1, draw(random_chunks(sequences, lengths)))] for sequences in rounds]
+    plan = pipeline_plan(lengths, micro_batches, num_stages, schedule, 2 * num_stages, num_parts)
+    layers = st.lists(layer_policies(), max_size=2).map(tuple)
+    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))
+    count = num_policies(plan)
+    return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_random_pipelines_with_random_policies_match(ranks, num_stages: int) -> None:
+    pool = ranks(num_stages)
+    case = ModelCase("qwen3", num_layers=2 * num_stages)
+
+    @settings(
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(pipelines(num_stages))
+    def matches(plan: StepPlan) -> None:
+        check(pool, case, plan)
+
+    matches()
+
+
+def test_the_union_of_all_four_matches(ranks) -> None:
+    """Two stages of groups <2,1>: a long sequence in slices beside packs and a hybrid, some layers recomputed or offloaded."""
+    long = [[span] for span in cut(0, [15, 11, 9, 5])]
+    mixed = [*([span] for span in cut(1, [12, 11])), [(2, 0, 9), (3, 0, 7)], [(4, 0, 5), (5, 0, 3)]]
+    mixed[1] = [*mixed[1], (6, 0, 4)]
+    plan = pipeline_plan([40, 23, 9, 7, 5, 3, 4], [[(2, long), (1, mixed)]], 2)
+    layers = [replayed(0.0, 0.5), replayed(1.0, mlp=0.5, input_host=1.0)]
+    policies = [
+        ActivationPolicy(0, 0, tuple(layers[: place % 3]), tile_tokens=4 * (place % 2)) for place in range(num_policies(plan))
+    ]
+    plan = with_policies(plan, policies)
+    assert plan.micro_batches[0].layout == "<2,1>"
+    results = check(ranks(6), ModelCase(num_layers=4), plan)
+    assert any(memory.host for *_, memory in results)
+
+
+def test_a_tied_weight_gets_the_gradients_of_both_ends(ranks) -> None:
+    check(ranks(2), ModelCase(num_layers=4, tied=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2))
