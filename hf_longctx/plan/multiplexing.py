@@ -1,0 +1,85 @@
+"""Lends ranks of idle stages to the slices with which a pipeline fills and drains (SPPO, arXiv 2503.10377, section 6).
+
+Of one sequence in N slices on P stages, the first slices keep stage i busy while the stages behind it wait, and the last while
+those in front of it do. So slices 0 .. P-2-i of stage i run on the ranks of stages i .. P-1, and slices N-i .. N-1 on those of
+stages 0 .. i; the N-P+1 in between run on the stage's own. Backward meets the same idle stages in reverse order, which makes
+its sets the same. The paper's definition counts one slice more than its table 3; this is the table.
+
+Every rank of a stage takes part in the first slices of the stages in front of it, then of its own, runs its steady slices,
+and takes part in the last slices of its own and of the stages behind it; backward in exactly the reverse order. In this order
+(ours; the paper gives none) no action waits for a rank that waits for it. Forward of 8 equal slices on 4 stages takes 8.33
+slots for 11, and 8 are all the work there is.
+
+The lent ranks need a stage's weights and, for the last slices, all keys and values of the sequence, neither of which the paper
+says how to bring. A 7B model on 4 stages of 8 ranks saves, simulated (`recipes/bench/multiplexing.py`) with nothing of that
+hidden behind computation, at 25 GB/s between stages (a node's network) and at 200 GB/s (inside a node):
+
+    tokens, slices    nothing moves    25 GB/s    200 GB/s
+    128K, 8           26.0 %           -12.3 %    21.2 %
+    128K, 32          8.7 %            -34.2 %    3.5 %
+    512K, 8           25.0 %           19.4 %     24.3 %
+    512K, 32          8.3 %            1.9 %      7.6 %
+
+So lending pays for long sequences in few slices, or where stages share a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_longctx.plan.pipeline import families
+from hf_longctx.plan.types import Action, SequenceGroup
+
+
+def multiplexed(group: SequenceGroup) -> SequenceGroup:
+    """The group with `helpers` on every F and B that idle stages share, at the group's positions; messages stay as they are.
+
+    Raises ValueError unless the chunks are one family of at least P - 1 and every stage has one part.
+    """
+    num_stages, num_chunks = len(group.stages), len(group.chunks)
+    num_families = len(families(group.chunks))
+    if num_families != 1 or num_chunks < num_stages - 1:
+        raise ValueError(
+            f"{num_chunks} chunks of {num_families} sequence(s) on {num_stages} stages cannot be multiplexed; give one sequence "
+            f"a group of its own, in at least {num_stages - 1} slices"
+        )
+    if any(len(stage.parts) != 1 for stage in group.stages):
+        raise ValueError("a stage of several parts cannot be multiplexed; use a schedule other than 'interleaved'")
+    return replace(
+        group,
+        stages=tuple(
+            replace(stage, actions=tuple(_with_helpers(action, group) for action in stage.actions)) for stage in group.stages
+        ),
+    )
+
+
+def shared_stages(stage: int, chunk: int, num_stages: int, num_chunks: int) -> range:
+    """The stages whose ranks run `chunk` of `stage`; the stage alone in the steady phase."""
+    if chunk <= num_stages - 2 - stage:
+        return range(stage, num_stages)
+    if chunk >= num_chunks - stage:
+        return range(stage + 1)
+    return range(stage, stage + 1)
+
+
+def _with_helpers(action: Action, group: SequenceGroup) -> Action:
+    if action.kind not in ("F", "B"):
+        return action
+    stages = shared_stages(action.stage, action.chunk, len(group.stages), len(group.chunks))
+    lent = tuple((stage, position) for stage in stages if stage != action.stage for position in group.positions)
+    return replace(action, helpers=lent)
+
+
+def shared_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
+    """For every stage the forwards and backwards that its ranks take part in, its own and others', in the order they do."""
+
+    def place(action: Action) -> tuple[int, int, int]:
+        phase = 1 if not action.helpers else 0 if action.helpers[0][0] > action.stage else 2
+        return phase, action.stage, action.chunk
+
+    actions = sorted((action for stage in group.stages for action in stage.actions), key=place)
+    passes = [action for action in actions if action.kind == "F"] + [action for action in actions[::-1] if action.kind == "B"]
+    return tuple(
+        tuple(action for action in passes if stage.stage in (action.stage, *(helper for helper, _ in action.helpers)))
+        for stage in group.stages
+    )

@@ -1,0 +1,105 @@
+"""Lent stages: the paper's table, the hand-written plan, and an order in which nobody waits for a rank that waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_cases import chunks_of, plan_of
+from plan_cases import fixture
+
+from hf_longctx.plan.communication import without_messages
+from hf_longctx.plan.multiplexing import multiplexed, shared_order, shared_stages
+from hf_longctx.plan.types import Action, MicroBatch, SequenceGroup
+from hf_longctx.plan.validate import validate_plan
+
+
+def sliced(num_stages: int, num_slices: int) -> SequenceGroup:
+    return plan_of(chunks_of([(num_slices, 0)]), num_stages, "elastic").micro_batches[0].groups[0]
+
+
+def test_eight_slices_on_four_stages_are_the_papers_table() -> None:
+    # arXiv 2503.10377, table 3: the slices that each stage shares, and with which stages
+    front = {0: ([0, 1, 2], [0, 1, 2, 3]), 1: ([0, 1], [1, 2, 3]), 2: ([0], [2, 3]), 3: ([], [])}
+    back = {0: ([], []), 1: ([7], [0, 1]), 2: ([6, 7], [0, 1, 2]), 3: ([5, 6, 7], [0, 1, 2, 3])}
+    for stage, chunk in itertools.product(range(4), range(8)):
+        expected = [stage]
+        for chunks, stages in (front[stage], back[stage]):
+            expected = stages if chunk in chunks else expected
+        assert list(shared_stages(stage, chunk, 4, 8)) == expected
+    group = multiplexed(sliced(4, 8))
+    for stage in group.stages:
+        for action in stage.actions:
+            stages = shared_stages(stage.stage, action.chunk, 4, 8) if action.kind in ("F", "B") else [stage.stage]
+            assert [helper for helper, _ in action.helpers] == [other for other in stages if other != stage.stage]
+
+
+def test_the_hand_written_plan_comes_out() -> None:
+    plan = fixture("multiplexed")
+    (group,) = plan.micro_batches[0].groups
+    bare = tuple(
+        dataclasses.replace(stage, actions=tuple(dataclasses.replace(action, helpers=()) for action in stage.actions))
+        for stage in group.stages
+    )
+    assert multiplexed(dataclasses.replace(group, stages=bare)) == group
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(0, 8))
+def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more: int) -> None:
+    num_slices = max(1, num_stages - 1 + more)
+    plan = plan_of(chunks_of([(num_slices, 0)]), num_stages, "elastic")
+    group = multiplexed(plan.micro_batches[0].groups[0])
+    validate_plan(dataclasses.replace(plan, micro_batches=(MicroBatch((group,)),)))
+    rows = shared_order(group)
+    for stage, row in zip(without_messages(group).stages, rows, strict=True):
+        assert tuple(action for action in row if action.stage == stage.stage) == stage.actions
+        assert len(set(row)) == len(row)
+    everything = {action for stage in without_messages(group).stages for action in stage.actions}
+    for action in everything:
+        sharers = {action.stage, *(helper for helper, _ in action.helpers)}
+        assert {stage for stage, row in enumerate(rows) if action in row} == sharers
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_no_action_waits_for_a_rank_that_waits_for_it(num_stages: int, more: int, draw: object) -> None:
+    rows = [list(row) for row in shared_order(multiplexed(sliced(num_stages, max(1, num_stages - 1 + more))))]
+    done: set[tuple[str, int, int]] = set()
+
+    def is_ready(action: Action) -> bool:
+        source = action.stage + (-1 if action.kind == "F" else 1)
+        has_source = not 0 <= source < num_stages or (action.kind, source, action.chunk) in done
+        sharers = (action.stage, *(helper for helper, _ in action.helpers))
+        return has_source and all(rows[stage][:1] == [action] for stage in sharers)
+
+    while any(rows):
+        ready = sorted({row[0] for row in rows if row and is_ready(row[0])}, key=str)
+        assert ready, f"stages wait for each other: {[str(row[0]) if row else 'done' for row in rows]}"
+        action = draw.choice(ready)  # type: ignore[attr-defined]
+        for row in rows:
+            if row and row[0] == action:
+                row.pop(0)
+        done.add((action.kind, action.stage, action.chunk))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_stages", "message"),
+    [
+        ([(4, 0), (0, 1)], 2, r"5 chunks of 2 sequence\(s\) on 2 stages cannot be multiplexed"),
+        ([(2, 0)], 4, r"2 chunks of 1 sequence\(s\) on 4 stages .* at least 3 slices"),
+    ],
+)
+def test_only_one_sequence_in_enough_slices_is_multiplexed(shapes: list[tuple[int, int]], num_stages: int, message: str) -> None:
+    (group,) = plan_of(chunks_of(shapes), num_stages, "elastic").micro_batches[0].groups
+    with pytest.raises(ValueError, match=message):
+        multiplexed(group)
+
+
+def test_parts_are_not_multiplexed() -> None:
+    (group,) = plan_of(chunks_of([(4, 0)]), 2, "interleaved", 2).micro_batches[0].groups
+    with pytest.raises(ValueError, match="several parts cannot be multiplexed; use a schedule other than 'interleaved'"):
+        multiplexed(group)
