@@ -29,7 +29,7 @@ SLICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # chunks per stage where packs may take longer than the longest sequence
 _CHUNKS_PER_STAGE = (1, 2, 3, 4, 6, 8, 12, 16)
 # more chunks in one pipeline cost more in messages and small kernels than they save
-_MOST_CHUNKS = 1024
+_MOST_CHUNKS = 256
 # so many layouts of different degrees are estimated and so many of all simulated; of each group so many cuts that fit, or as
 # many as this before it is given up
 _MIXED_LAYOUTS = 12
@@ -38,7 +38,7 @@ _SIMULATED_CUTS, _MOST_CUTS = 2, 5
 # estimates are that close to what is simulated: what is worse by more cannot win
 _DOUBT = 0.95
 # of a pipeline's seconds, what fewer chunks are worth
-_SAME = 0.005
+_SAME = 0.01
 # what a cut may hold beyond its room by the formula, since the formula is a rough one
 _ROUGH = 1.3
 
@@ -81,7 +81,7 @@ class StageRoom:
         self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
 
     def added_s(self, held_tokens: Sequence[float], work_s: float) -> float:
-        """Seconds that recomputing adds to `work_s` of a stage if its ranks hold so many tokens (of the first stages); or infinity."""
+        """Seconds that recomputing adds to `work_s` of a stage, if ranks of the first stages hold so many tokens; or infinity."""
         over = max(1 - self.room / max(held * layers, 1e-300) for held, layers in zip(held_tokens, self.layers, strict=False))
         if over <= 0:
             return 0.0

@@ -9,22 +9,21 @@ a pipeline of their own, and the others another one behind it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
+from hf_longctx.plan import pipeline_room
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.memory import lean_policy
 from hf_longctx.plan.pipeline import Schedule, layer_ranges
 from hf_longctx.plan.pipeline_candidates import PipelineStep
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ModelSpec, PlannerConfig, check_degrees
 from hf_longctx.plan.stage_costs import Parts
 from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import ActivationPolicy, Estimate, MicroBatch, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.types import Estimate, MicroBatch, StepPlan
 from hf_longctx.plan.validate import validate_plan
 
 # makes room for what a plan saves; None or ValueError where there is none
@@ -47,22 +46,23 @@ def plan_pipelines(
     """The plan of optimizer step `step` for sequences of `lengths` tokens on `num_stages` pipeline stages, and its estimate.
 
     The ranks of a stage follow each other: `costs.cluster.num_ranks / num_stages` of them. make_room: what to do with a plan
-    that does not fit with everything kept (None: recompute every layer, where `config.activations` allows it). parts: layers
-    of every stage (None: `stage_parts`). One stage is planned by `plan_step`. Deterministic. Raises ValueError for a sequence
-    that fits in no way.
+    that does not fit with everything kept (None: `pipeline_room.make_room`, where `config.activations` says how much there
+    is). parts: layers of every stage (None: those of `config.stages`, or else `stage_parts`). One stage is planned by
+    `plan_step`. Deterministic. Raises ValueError for a sequence that fits in no way.
     """
     started_s = time.perf_counter()
     if num_stages == 1:
-        return plan_step(step, lengths, costs, config)
-    parts = stage_parts(costs.model, num_stages) if parts is None else parts
+        return plan_step(step, lengths, costs, replace(config, stages=()))
+    parts = parts or config.stages or stage_parts(costs.model, num_stages)
     check_stages(num_stages, costs, config)
     for index, length in enumerate(lengths):
         if length < 1:
             raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
     pipelines = PipelineStep(lengths, costs, parts, config, schedule)
     search = _Search(step, pipelines, costs, make_room)
-    plan = search.with_micro_batches(search.rows(tuple(range(len(lengths)))))
-    run = evaluate_plan(plan, costs, with_events=False)
+    rows = search.rows(tuple(range(len(lengths))))
+    plan = search.with_micro_batches([micro_batch for row in rows for micro_batch in row.plan.micro_batches])
+    run = rows[0].run if len(rows) == 1 else evaluate_plan(plan, costs, with_events=False)
     validate_plan(plan)
     estimate = Estimate(
         step_s=run.step_s,
@@ -98,32 +98,6 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
     check_degrees(degrees, per_stage, costs.model.num_heads, costs.method)
 
 
-def recompute_all(plan: StepPlan, costs: CostModel, tile_tokens: int) -> StepPlan:
-    """The plan with every layer of every chunk recomputed and nothing on the host: what needs the least."""
-
-    def of_stage(group: SequenceGroup, stage: StagePlan) -> StagePlan:
-        policies: list[ActivationPolicy] = []
-        for chunk in group.chunks:
-            tokens = max(shard_tokens(chunk, group.shape))
-            for part, layers in enumerate(stage.parts):
-                policy = lean_policy(costs.model, tokens, 0, tile_tokens, layers.num_layers)
-                policies.append(replace(policy, chunk=chunk.index, part=part))
-        return replace(stage, activations=tuple(policies))
-
-    return replace(
-        plan,
-        micro_batches=tuple(
-            replace(
-                micro_batch,
-                groups=tuple(
-                    replace(group, stages=tuple(of_stage(group, stage) for stage in group.stages)) for group in micro_batch.groups
-                ),
-            )
-            for micro_batch in plan.micro_batches
-        ),
-    )
-
-
 def _lower_bound_s(pipelines: PipelineStep, costs: CostModel) -> float:
     """All rank-seconds, each sequence at the degree at which it costs the fewest, spread evenly over all ranks."""
     work = [degree * pipelines.costs.sequences_s(pipelines.lengths.tolist(), shape) for degree, shape in pipelines.shapes.items()]
@@ -131,11 +105,21 @@ def _lower_bound_s(pipelines: PipelineStep, costs: CostModel) -> float:
     return sum(least) / costs.cluster.num_ranks + costs.coefficients.step_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A plan of some of the sequences in one micro-batch, and what the judge says of it."""
+
+    plan: StepPlan
+    run: Evaluation
+
+
 class _Search:
     """Finds micro-batches that fit: candidates in the order of their seconds, room made where they need it."""
 
     def __init__(self, step: int, pipelines: PipelineStep, costs: CostModel, make_room: RoomPass | None) -> None:
         self.step, self.pipelines, self.costs, self.config = step, pipelines, costs, pipelines.config
+        if make_room is None and self.config.activations is not None:
+            make_room = partial(pipeline_room.make_room, costs=costs, budget=self.config.activations)
         self.make_room = make_room
 
     def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> StepPlan:
@@ -150,58 +134,50 @@ class _Search:
             shard_ranks=self.pipelines.costs.shards,
         )
 
-    def rows(self, members: tuple[int, ...]) -> tuple[MicroBatch, ...]:
+    def rows(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
         """Micro-batches for these sequences: one, or several in a row where one does not fit."""
-        if not members:
-            (candidate,) = self.pipelines.candidates(())
-            return (self.pipelines.micro_batch(candidate),)
-        plan = self._quickest(members)
-        return self._apart(members) if plan is None else plan.micro_batches
+        row = self._quickest(members)
+        return self._apart(members) if row is None else (row,)
 
-    def _apart(self, members: tuple[int, ...]) -> tuple[MicroBatch, ...]:
+    def _apart(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
         """Those above half of the longest sequence before the others; like ones in two halves."""
         lengths = self.pipelines.lengths
         ordered = sorted(members, key=lambda i: (-lengths[i], i))
         if len(ordered) == 1:
             raise ValueError(self._nothing_fits(ordered[0]))
-        num_long = sum(2 * lengths[i] > lengths[ordered[0]] for i in ordered)
+        num_long = sum(bool(2 * lengths[i] > lengths[ordered[0]]) for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return (*self.rows(tuple(ordered[:num_long])), *self.rows(tuple(ordered[num_long:])))
 
-    def _quickest(self, members: tuple[int, ...]) -> StepPlan | None:
+    def _quickest(self, members: tuple[int, ...]) -> _Row | None:
         """One micro-batch of these sequences, the quickest found that fits; None where none does."""
-        best, best_s, rooms = None, math.inf, _MOST_ROOMS
+        best, rooms = None, _MOST_ROOMS
         for candidate in self.pipelines.candidates(members):
-            if candidate.seconds + self.costs.coefficients.step_s >= best_s:
+            if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
             plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
-            run = evaluate_plan(plan, self.costs, with_events=False)
-            if not self._fits(plan, run):
-                roomy = self._roomy(plan) if rooms else None
-                rooms -= 1
-                if roomy is None:
-                    continue
-                plan, run = roomy
-            if run.step_s < best_s:
-                best, best_s = plan, run.step_s
+            row: _Row | None = _Row(plan, evaluate_plan(plan, self.costs, with_events=False))
+            if row is not None and not self._fits(row):
+                row = self._roomy(plan) if rooms else None
+                rooms -= rooms > 0
+            if row is not None and (best is None or row.run.step_s < best.run.step_s):
+                best = row
         return best
 
-    def _roomy(self, plan: StepPlan) -> tuple[StepPlan, Evaluation] | None:
-        """The plan with room made and its run, if it fits then."""
-        budget = self.config.activations
-        if self.make_room is None and budget is None:
-            return None
+    def _roomy(self, plan: StepPlan) -> _Row | None:
+        """The plan with room made, if it fits then."""
         try:
-            roomy = self.make_room(plan) if self.make_room else recompute_all(plan, self.costs, budget.tile_tokens)
+            roomy = self.make_room(plan) if self.make_room else None
         except ValueError:
             return None
         if roomy is None:
             return None
-        run = evaluate_plan(roomy, self.costs, with_events=False)
-        return (roomy, run) if self._fits(roomy, run) else None
+        row = _Row(roomy, evaluate_plan(roomy, self.costs, with_events=False))
+        return row if self._fits(row) else None
 
-    def _fits(self, plan: StepPlan, run: Evaluation) -> bool:
+    def _fits(self, row: _Row) -> bool:
         """Whether every rank has room: in bytes beside the largest states, or in tokens on its share of the layers."""
+        plan, run = row.plan, row.run
         stages = plan.micro_batches[0].groups[0].stages
         budget = self.config.activations
         if budget is not None:
