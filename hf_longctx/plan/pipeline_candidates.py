@@ -37,6 +37,8 @@ _SIMULATED_LAYOUTS = 4
 _SIMULATED_CUTS, _MOST_CUTS = 2, 5
 # estimates are that close to what is simulated: what is worse by more cannot win
 _DOUBT = 0.95
+# slices where room is short: each four times as many as the one before
+_LEAN_SLICES = (1, 4, 16, 64)
 # of a pipeline's seconds, what fewer chunks are worth
 _SAME = 0.01
 # what a cut may hold beyond its room by the formula, since the formula is a rough one
@@ -141,6 +143,28 @@ class PipelineStep:
             if (candidate := self._simulated(groups)) is not None:
                 found.append(candidate)
         return sorted(found, key=lambda candidate: candidate.seconds)
+
+    def lean_candidates(self, members: Sequence[int]) -> list[Candidate]:
+        """Pipelines that need little room, of unknown seconds: the largest groups, the longest sequence in ever more slices.
+
+        Empty where these groups do not hold all sequences or cannot run side by side.
+        """
+        count = self.ranks_per_stage // self.degrees[-1]
+        try:
+            groups = self._dealt(self.degrees[-1:] * count, members)
+        except ValueError:
+            return []
+        [placed] = with_idle_ranks([groups], self.ranks_per_stage, self.block_ranks)
+        if self.costs.parameters == "sharded" and _share_blocks(placed, self.block_ranks):
+            return []
+        longest = int(self.lengths[list(members)].max())
+        can_slice = self.shapes[self.degrees[-1]].num_blocks == 1
+        found: list[Candidate] = []
+        for num_slices in _LEAN_SLICES if can_slice else (1,):
+            if num_slices <= longest:
+                chunks = {group: self._chunks(group, num_slices, 0.0) for group in groups}
+                found.append(Candidate(math.nan, tuple(placed), tuple(chunks.get(group, (Chunk(0),)) for group in placed)))
+        return found
 
     def _shape(self, degree: int) -> GroupShape:
         """How groups of a degree share attention: in one block where they can, since a ring takes no slices."""
