@@ -38,7 +38,7 @@ _SIMULATED_CUTS, _MOST_CUTS = 2, 5
 # estimates are that close to what is simulated: what is worse by more cannot win
 _DOUBT = 0.95
 # slices where room is short: each four times as many as the one before
-_LEAN_SLICES = (1, 4, 16, 64)
+_LEAN_SLICES = (1, 4, 16)
 # of a pipeline's seconds, what fewer chunks are worth
 _SAME = 0.01
 # what a cut may hold beyond its room by the formula, since the formula is a rough one

@@ -138,15 +138,19 @@ class _Search:
 
     def rows(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
         """Micro-batches for these sequences: one, or several in a row where one does not fit."""
-        row = self._quickest(members)
+        if (row := self._quickest(members)) is not None:
+            return (row,)
+        longest = max(members, key=lambda i: (self.pipelines.lengths[i], -i))
+        if (row := self._leanest((longest,))) is None:
+            raise ValueError(self._nothing_fits(longest))
+        if len(members) > 1:
+            row = self._leanest(members)
         return self._apart(members) if row is None else (row,)
 
     def _apart(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
         """Those above half of the longest sequence before the others; like ones in two halves."""
         lengths = self.pipelines.lengths
         ordered = sorted(members, key=lambda i: (-lengths[i], i))
-        if len(ordered) == 1:
-            raise ValueError(self._nothing_fits(ordered[0]))
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return (*self.rows(tuple(ordered[:num_long])), *self.rows(tuple(ordered[num_long:])))
@@ -171,11 +175,12 @@ class _Search:
             fitting = row if self._fits(row) else self._roomy(row) if best is None else None
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
-        if best is None:
-            # whatever it takes: the largest groups, with as few slices as do
-            rows = [self._row(candidate) for candidate in self.pipelines.lean_candidates(members)]
-            best = next((row for row in rows if self._fits(row)), None) or next(filter(None, map(self._roomy, rows)), None)
         return best
+
+    def _leanest(self, members: tuple[int, ...]) -> _Row | None:
+        """Whatever it takes: the largest groups, with as few slices as do."""
+        rows = [self._row(candidate) for candidate in self.pipelines.lean_candidates(members)]
+        return next((row for row in rows if self._fits(row)), None) or next(filter(None, map(self._roomy, rows)), None)
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
@@ -205,7 +210,7 @@ class _Search:
 
     def _nothing_fits(self, sequence: int) -> str:
         budget = self.config.activations
-        room = f"{budget.device_bytes / 2**30:.2f} GiB beside the model" if budget else f"{self.config.tokens_per_rank} tokens"
+        room = f"{budget.device_bytes / 2**30:.3g} GiB beside the model" if budget else f"{self.config.tokens_per_rank} tokens"
         return (
             f"sequence {sequence} has {self.pipelines.lengths[sequence]} tokens and fits no pipeline of "
             f"{self.pipelines.num_stages} stages of {self.pipelines.ranks_per_stage} rank(s) with {room} on each; allow "
