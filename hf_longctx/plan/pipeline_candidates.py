@@ -207,7 +207,7 @@ class PipelineStep:
         can_slice = self.shapes[group.degree].num_blocks == 1
         targets = [(count, longest_s / count) for count in SLICE_COUNTS if count == 1 or (can_slice and count <= longest)]
         packs = [(1, work_s / (count * self.num_stages)) for count in _CHUNKS_PER_STAGE]
-        found: list[tuple[float, Cut]] = []
+        found: list[Cut] = []
         for num_slices, target_s in [*targets, *(pack for pack in packs if pack[1] > longest_s)]:
             num_chunks = max(fewest, work_s / target_s if target_s > 0 else num_slices)
             if num_chunks > _MOST_CHUNKS and found:

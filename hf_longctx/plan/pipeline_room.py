@@ -19,7 +19,7 @@ from hf_longctx.plan.pipeline_cells import GroupCells, with_layers
 from hf_longctx.plan.pipeline_run import run_pipeline
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
-from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
 from hf_longctx.plan.types import SequenceGroup, StagePlan, StepPlan
 
 # how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
@@ -123,7 +123,9 @@ class PipelineRoom:
 
         Room is taken away from stages that are over their limit, and given to all where there is some left.
         """
-        room = list(self.room_bytes)
+        group, tokens = cells.group, max(cells.tokens)
+        messages = [message_bytes(self.costs.model, stage, len(group.stages), tokens) for stage in group.stages]
+        room = [num_bytes - sent for num_bytes, sent in zip(self.room_bytes, messages, strict=True)]
         best: tuple[_Judged, float] | None = None
         for _ in range(_ATTEMPTS):
             choice = choose_jointly(cells.cells, cells.moments(room), host_bytes, _TOLERANCE * group_s)

@@ -134,6 +134,7 @@ class _Seconds:
             for layer in policy.layers
             for share in layer.shares
         )
+        self._known_saved: dict[int, list[SavedClass]] = {}
         self._bodies: dict[tuple[int, bool, int], tuple[float, float, float]] = {}
         self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
 
@@ -208,6 +209,11 @@ class _Seconds:
 
     def _saved(self, chunk: int) -> list[SavedClass]:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
+        if chunk not in self._known_saved:
+            self._known_saved[chunk] = self._saved_of(chunk)
+        return self._known_saved[chunk]
+
+    def _saved_of(self, chunk: int) -> list[SavedClass]:
         costs = self.costs
         slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
         inside = 1 - costs.head_share(is_backward=False)
