@@ -38,7 +38,8 @@ from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, 
 class StepRecord:
     """One finished plan as rank `rank` saw it: plan number `place` of the `count` plans of an optimizer step.
 
-    `loss` is that of the whole optimizer step. `predicted_memory` is what `memory` was expected to be.
+    `loss` is that of the whole optimizer step. `predicted_memory` is what `memory` was expected to be, `predicted_idle` what
+    `idle_share` was; None where nothing was measured to predict from.
     """
 
     plan: StepPlan
@@ -49,6 +50,7 @@ class StepRecord:
     count: int = 1
     memory: StepMemory = NO_MEMORY
     predicted_memory: StepMemory = NO_MEMORY
+    predicted_idle: float | None = None
 
     @property
     def ends_step(self) -> bool:
@@ -64,6 +66,17 @@ class StepRecord:
     def reduce_s(self) -> float:
         """Seconds of the gradient reduction, waiting for other ranks included."""
         return sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind == "reduce")
+
+    @property
+    def idle_share(self) -> float | None:
+        """Of a pipeline's first stage, whose last backward ends it: the share of its seconds outside forwards and backwards.
+
+        None on other stages, whose reduction begins with waiting for the first one, and where there is one stage.
+        """
+        if self.plan.num_stages == 1 or self.plan.place(self.rank)[0]:
+            return None
+        busy_s = sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind in ("F", "B"))
+        return 1 - busy_s / (self.measured_s - self.reduce_s)
 
     @property
     def error(self) -> float | None:
@@ -95,7 +108,7 @@ class StepRecord:
         return (
             f"step {step:4d}{place} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
-            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}{self._bytes}"
+            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}{self._idle}{self._bytes}"
         )
 
     @property
@@ -110,6 +123,13 @@ class StepRecord:
     def _quality(self) -> str:
         gap = "" if self.gap is None else f" | within {self.gap:.1%} of optimal"
         return f"{gap} | {self.plan.estimate.solver}" if is_stand_in(self.plan) else gap
+
+    @property
+    def _idle(self) -> str:
+        if self.idle_share is None:
+            return ""
+        predicted = "-" if self.predicted_idle is None else f"{self.predicted_idle:.1%}"
+        return f" | first stage idle {predicted} predicted, {self.idle_share:.1%} measured"
 
     @property
     def _bytes(self) -> str:
@@ -186,7 +206,8 @@ class RunReport(TrainerCallback):
                 plan = _without_reduction(plan, self.source.costs)
             rank, model = self.source.pool.rank, self.source.costs.model
             memory = result.memory, predicted_memory(plan, rank, model)
-            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory)
+            idle = predicted_idle(plan, rank, self.source.costs)
+            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory, idle)
             self._last.append(record)
             self._since_log.append(record)
             if record.error is not None:
@@ -230,6 +251,12 @@ class RunReport(TrainerCallback):
             "micro_batches": sum(len(record.plan.micro_batches) for record in records) / num_steps,
             "planning_s": sum(record.plan.estimate.solve_s for record in records) / num_steps,
         }
+        for name, values in (
+            ("idle_share", [record.idle_share for record in records]),
+            ("predicted_idle_share", [record.predicted_idle for record in records]),
+        ):
+            if None not in values:
+                metrics[name] = mean(value for value in values if value is not None)
         errors = [abs(record.error) for record in records if record.error is not None]
         if len(errors) == len(records):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
@@ -257,7 +284,9 @@ class RunReport(TrainerCallback):
         """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""
         plans = [record.plan for record in self._last]
         steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
-        panels = {"measured": _in_a_row(steps)}
+        # waiting for messages is no work, as in the prediction
+        drawn = [[event for event in events if event.kind not in ("SF", "RF", "SB", "RB")] for events in steps]
+        panels = {"measured": _in_a_row(drawn)}
         if self.source.costs.coefficients.is_measured:
             panels = {"predicted": _in_a_row([_predicted(record, self.source.costs) for record in self._last]), **panels}
         first = last_step - sum(record.ends_step for record in self._last) + 1
@@ -266,7 +295,7 @@ class RunReport(TrainerCallback):
         (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
         if find_spec("matplotlib") is not None:
             save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", folder / "timeline.png")
-        (folder / "timeline.json").write_text(chrome_trace(panels["measured"]))
+        (folder / "timeline.json").write_text(chrome_trace(_in_a_row(steps)))
         tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
 
 
@@ -274,6 +303,14 @@ def folded_layout(plan: StepPlan) -> str:
     """The plan's layout with equal neighbours folded, for example "<2>,<1,1>x3"."""
     runs = [(layout, len(list(same))) for layout, same in groupby(mb.layout for mb in plan.micro_batches)]
     return ",".join(layout + (f"x{count}" if count > 1 else "") for layout, count in runs)
+
+
+def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:
+    """What `StepRecord.idle_share` of this rank is expected to be; None where it has none or costs are guesses."""
+    if plan.num_stages == 1 or plan.place(rank)[0] or not costs.coefficients.is_measured:
+        return None
+    run = evaluate_plan(plan, costs, with_events=False)
+    return 1 - run.busy_s[rank] / (run.step_s - run.once_s)
 
 
 def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
