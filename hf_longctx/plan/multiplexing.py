@@ -68,18 +68,3 @@ def _with_helpers(action: Action, group: SequenceGroup) -> Action:
     stages = shared_stages(action.stage, action.chunk, len(group.stages), len(group.chunks))
     lent = tuple((stage, position) for stage in stages if stage != action.stage for position in group.positions)
     return replace(action, helpers=lent)
-
-
-def shared_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
-    """For every stage the forwards and backwards that its ranks take part in, its own and others', in the order they do."""
-
-    def place(action: Action) -> tuple[int, int, int]:
-        phase = 1 if not action.helpers else 0 if action.helpers[0][0] > action.stage else 2
-        return phase, action.stage, action.chunk
-
-    actions = sorted((action for stage in group.stages for action in stage.actions), key=place)
-    passes = [action for action in actions if action.kind == "F"] + [action for action in actions[::-1] if action.kind == "B"]
-    return tuple(
-        tuple(action for action in passes if stage.stage in (action.stage, *(helper for helper, _ in action.helpers)))
-        for stage in group.stages
-    )

@@ -26,8 +26,9 @@ from pathlib import Path
 from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.cost import CostModel, default_coefficients
-from hf_longctx.plan.multiplexing import multiplexed, shared_order
+from hf_longctx.plan.multiplexing import multiplexed
 from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.sharding import shared_order
 from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Action, Chunk, GroupShape, SequenceGroup, Span
 

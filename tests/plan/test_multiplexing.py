@@ -12,7 +12,8 @@ from pipeline_cases import chunks_of, plan_of
 from plan_cases import fixture
 
 from hf_longctx.plan.communication import without_messages
-from hf_longctx.plan.multiplexing import multiplexed, shared_order, shared_stages
+from hf_longctx.plan.multiplexing import multiplexed, shared_stages
+from hf_longctx.plan.sharding import shared_order
 from hf_longctx.plan.types import Action, MicroBatch, SequenceGroup
 from hf_longctx.plan.validate import validate_plan
 

@@ -1,0 +1,69 @@
+"""Steps of pipelines whose stages share the first and last slices, on a pool of gloo ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers.models import ModelCase, build_model
+from helpers.pipelines import CPU, adapted
+from helpers.sliced import Rows
+from helpers.steps import rank_inputs
+
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.stages import shared_stages_of
+from hf_longctx.plan.multiplexing import multiplexed
+from hf_longctx.plan.serialize import plan_from_json
+from hf_longctx.plan.types import MicroBatch, StepPlan
+from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime.executor import StepExecutor, StepResult
+from hf_longctx.runtime.mesh import GroupPool
+
+_POOLS: dict[int, GroupPool] = {}
+
+
+def lent_plan(plan: StepPlan) -> StepPlan:
+    """The plan with helpers in every group."""
+    batches = tuple(MicroBatch(tuple(multiplexed(group) for group in each.groups)) for each in plan.micro_batches)
+    return validate_plan(replace(plan, micro_batches=batches))
+
+
+def lending_pool(num_stages: int) -> GroupPool:
+    """This rank's pool for so many stages that share slices, made once per process."""
+    if num_stages not in _POOLS:
+        degrees = tuple(range(1, dist.get_world_size() + 1))
+        _POOLS[num_stages] = GroupPool(degrees, 60.0, num_stages=num_stages, lends=True)
+    return _POOLS[num_stages]
+
+
+def shared_step_on_rank(
+    case: ModelCase, plan_json: str, rows: Rows, lora: bool = True, num_steps: int = 1
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """So many optimizer steps on this rank: losses, the last gradients, the trained weights, and what it ran in the last."""
+    plan = plan_from_json(plan_json)
+    pool = lending_pool(plan.num_stages)
+    model = adapted(build_model(case)) if lora else build_model(case)
+    patch_model(model)
+    stages = shared_stages_of(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
+    executor = StepExecutor(model, pool, 0, CPU, case.fp32_gradients, shared_stages=stages)
+    chunks = rank_inputs(plan, rows, pool.rank)["chunks"]
+    num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
+    optimizer = new_optimizer(model)
+    losses = []
+    result: StepResult
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        result = executor.run(plan.for_rank(pool.rank), chunks, num_label_tokens)
+        losses.append(float(result.loss))
+        optimizer.step()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    words = [interval.name for interval in result.intervals() if interval.round >= 0]
+    gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    return losses, gradients, {name: p.detach() for name, p in trained.items()}, words
+
+
+def new_optimizer(model: Any) -> torch.optim.Optimizer:
+    """The optimizer of both runs."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
