@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.chat import DataError
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.mixture import mix_datasets
+    from hf_longctx.hf.stage_choice import load_pipeline_stage
     from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
     from hf_longctx.plan.packing import pack_sequences
@@ -25,6 +26,7 @@ _HOMES = {
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
+    "load_pipeline_stage": "hf_longctx.hf.stage_choice",
     "mix_datasets": "hf_longctx.hf.mixture",
     "pack_sequences": "hf_longctx.plan.packing",
     "tokenise_chat": "hf_longctx.hf.tokenise",
@@ -39,6 +41,7 @@ __all__ = [
     "LongContextMixin",
     "LongContextTrainer",
     "__version__",
+    "load_pipeline_stage",
     "mix_datasets",
     "pack_sequences",
     "tokenise_chat",

@@ -26,7 +26,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_longctx import DataError, LongContextConfig, LongContextTrainer
+from hf_longctx import DataError, LongContextConfig, LongContextTrainer, load_pipeline_stage
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sources import Documents, Source, check_sources, load_tokens
 
@@ -156,7 +156,7 @@ def main() -> None:
     # data before the model: its errors are cheap to find
     documents = load_documents(recipe, tokenizer, args)
     say(args, "\n".join(documents.lines))
-    model = load_model(recipe)
+    model = load_model(recipe, config)
     trainer = LongContextTrainer(
         model=model,
         args=args,
@@ -205,8 +205,11 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(recipe: RecipeArguments) -> PreTrainedModel:
-    """The checkpoint, or random weights of the given config, with sdpa attention."""
+def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> PreTrainedModel:
+    """The checkpoint, or random weights of the given config, with sdpa attention; this rank's stage of a local checkpoint."""
+    path = recipe.model_name_or_path
+    if longctx_config.stages not in (1, "auto") and path is not None and Path(path).is_dir() and not recipe.config_overrides:
+        return load_pipeline_stage(path, longctx_config, dtype=recipe.dtype, attn_implementation="sdpa")
     if recipe.model_name_or_path is not None:
         config = AutoConfig.from_pretrained(recipe.model_name_or_path, **json.loads(recipe.config_overrides or "{}"))
         return AutoModelForCausalLM.from_pretrained(

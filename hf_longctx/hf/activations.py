@@ -21,12 +21,15 @@ class ActivationRuntime:
     """Executes activation policies on the layers and the output head of one model at a time.
 
     host_bytes: what saved tensors may take of the host, in one slab that is allocated (and pinned on CUDA) for the first plan
-    that offloads. A model whose plans keep everything is never touched. on_pageable: told bytes per second, as measured, where
+    that offloads. A model whose plans keep everything is never touched. has_head: false for a pipeline stage before the last.
+    on_pageable: told bytes per second, as measured, where
     that slab was to be pinned and the system refused, so that later plans count on slower copies.
     """
 
-    def __init__(self, device: torch.device, host_bytes: int, on_pageable: Callable[[float], None]) -> None:
-        self.device, self.host_bytes, self._on_pageable = device, host_bytes, on_pageable
+    def __init__(
+        self, device: torch.device, host_bytes: int, on_pageable: Callable[[float], None], has_head: bool = True
+    ) -> None:
+        self.device, self.host_bytes, self._on_pageable, self._has_head = device, host_bytes, on_pageable, has_head
         self._engine: ActivationEngine | None = None
         self._model: nn.Module | None = None
 
@@ -38,7 +41,8 @@ class ActivationRuntime:
         is_needed = any(policy.layers or policy.tile_tokens for _, stage in plan.rounds for policy in stage.activations)
         if is_needed and self._model is not model:
             self.close()
-            self._engine, self._model = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model))), model
+            head = OutputHead(output_head(model)) if self._has_head else None
+            self._engine, self._model = ActivationEngine(layer_modules(model), head=head), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):
             self._engine.tier = HostTier.on(self.device, self.host_bytes)
             if self.device.type == "cuda" and not self._engine.tier.slab.is_pinned:

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -353,7 +353,7 @@ def _not_found(costs: CostModel) -> list[str]:
 
 def _rates_text(spec: HardwareSpec, model: ModelCalibration) -> str:
     exchanges = ", ".join(f"{ranks} ranks {rate / 1e9:.3g}" for ranks, rate in spec.exchange_bytes_per_s) or "-"
-    passes = ((name, astuple(getattr(model.coefficients, name))) for name in ("forward", "backward"))
+    passes = ((name, getattr(model.coefficients, name).rates) for name in ("forward", "backward"))
     coefficients = "\n".join(f"  {name:9s}" + " ".join(f"{value:9.3g}" for value in values) for name, values in passes)
     return (
         f"{model.model}: seconds per pair, token, chunk, message, link byte, network byte, tile\n{coefficients}\n"

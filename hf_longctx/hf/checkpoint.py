@@ -7,6 +7,7 @@ one file per rank in the folder `optimizer_shards`, which every rank must be abl
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 SHARDS_FOLDER = "optimizer_shards"
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def gather_weights(model: nn.Module, is_kept: bool) -> dict[str, Tensor]:
@@ -39,22 +41,29 @@ def gather_weights(model: nn.Module, is_kept: bool) -> dict[str, Tensor]:
     return weights
 
 
-@torch.no_grad()
 def load_weights(model: nn.Module, folder: str) -> None:
     """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads them and keeps its shards.
 
     Raises ValueError for a folder without safetensors or with other weights than the model's.
     """
-    index = Path(folder) / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    if not (Path(folder) / files[0]).exists():
-        raise ValueError(f"{folder} has no {files[0]}; give a folder that this trainer or save_pretrained() wrote")
+    copy_weights(model, folder, {}, is_part=False)
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part: bool) -> None:
+    """As `load_weights`; `also` names weights of `model` that stand in the checkpoint under another name.
+
+    `is_part`: `model` is one of the checkpoint's stages, so tensors that it has no place for are left where they are.
+    """
     targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    targets.update((name, targets[own]) for name, own in also.items())
     loaded: set[int] = set()
-    for file in files:
-        with safe_open(Path(folder) / file, framework="pt", device="cpu") as reader:
+    for path in checkpoint_files(folder):
+        with safe_open(path, framework="pt", device="cpu") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a mapping)
                 if name not in targets:
+                    if is_part:
+                        continue
                     raise ValueError(
                         f"{folder} has a weight {name}, which the model has not; resume with the model it was saved from"
                     )
@@ -65,9 +74,22 @@ def load_weights(model: nn.Module, folder: str) -> None:
         raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} first; resume with its own model")
 
 
+def checkpoint_files(folder: str) -> list[Path]:
+    """The safetensors files of a Hugging Face checkpoint; ValueError if one is missing."""
+    index, single = Path(folder) / INDEX_FILE, Path(folder) / WEIGHTS_FILE
+    files = [single]
+    # as in transformers, a single file goes before an index
+    if index.exists() and not single.exists():
+        files = [Path(folder) / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{folder} has no {file.name}; give a folder that this trainer or save_pretrained() wrote")
+    return files
+
+
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Writes every rank's shards of the optimizer's states and settings. Collective over all ranks."""
-    save_shards(get_optimizer_state_dict(model, optimizer, options=_BY_NAME), checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    save_shards(get_optimizer_state_dict(model, optimizer, options=BY_NAME), checkpoint_id=Path(folder) / SHARDS_FOLDER)
 
 
 def has_optimizer_shards(folder: str) -> bool:
@@ -77,9 +99,9 @@ def has_optimizer_shards(folder: str) -> bool:
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Reads what `save_optimizer` wrote, at any number of ranks, sharded or not. Collective over all ranks."""
-    states = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+    states = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
     load_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
-    set_optimizer_state_dict(model, optimizer, states, options=_BY_NAME)
+    set_optimizer_state_dict(model, optimizer, states, options=BY_NAME)
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:

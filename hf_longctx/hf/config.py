@@ -13,9 +13,11 @@ LONG_SEQUENCES = ("error", "truncate", "split")
 
 if TYPE_CHECKING:
     Degrees = list[int] | Literal["all"]
+    Stages = int | Literal["auto"]
 else:
     # the words of a command line: `HfArgumentParser` takes one type per setting
     Degrees = list[str]
+    Stages = str
 
 
 @dataclass
@@ -100,6 +102,14 @@ class LongContextConfig:
             "help": "How a group of two or more ranks shares attention. 'ulysses': all-to-all between tokens and heads, at most "
             "as many ranks as heads. 'ring': keys and values pass from rank to rank, any degree. 'hybrid': Ulysses inside "
             "blocks of ranks (as many as KV heads and node allow), a ring across. 'auto': the cheapest for every degree."
+        },
+    )
+    stages: Stages = field(
+        default=1,
+        metadata={
+            "help": "Pipeline stages: the ranks are divided among so many, each of which holds a part of the layers, and long "
+            "sequences pass them in slices. 1: no pipeline. 'auto': what is predicted to be fastest on a sample of the training "
+            "set."
         },
     )
     parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
@@ -192,6 +202,7 @@ class LongContextConfig:
 
     def __post_init__(self) -> None:
         self.degrees = _parsed_degrees(self.degrees)
+        self.stages = _parsed_stages(self.stages)
         for name in ("max_length", "tokens_per_rank", "tokens_per_step"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -251,6 +262,18 @@ def _parsed_degrees(given: Degrees | None) -> Degrees | None:
         return [int(word) for word in words]
     except ValueError:
         raise ValueError(f"degrees is {given}; give positive group sizes, for example [1, 2, 4], or 'all' alone") from None
+
+
+def _parsed_stages(given: Stages) -> Stages:
+    """A number, or "auto": also from the word of a command line."""
+    if given == "auto":
+        return given
+    try:
+        if int(given) >= 1 and int(given) == float(given):
+            return int(given)
+    except ValueError:
+        pass
+    raise ValueError(f"stages is {given!r}; give a number of pipeline stages, 1 for none, or 'auto'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ from hf_longctx.hf.checkpoint import (
 )
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.setup import shared_parameters
+from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.sharded import free_gathered, is_sharded, shard_mesh, shard_model
+from hf_longctx.runtime.stage_model import StageModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class PlacementMixin(_TrainerBase):
     """The part of `LongContextMixin` that knows how parameters live; `longctx_config` is set before it is used."""
 
     longctx_config: LongContextConfig
+    _stage: StageModel | None
     _mesh: DeviceMesh | None
     _is_placed: bool
     _whole_weights: dict[str, Any] | None
@@ -69,9 +72,11 @@ class PlacementMixin(_TrainerBase):
     def _prepare_mesh(self) -> None:
         """Makes the groups of shards, collectively and before the sequence groups."""
         self._mesh, self._is_placed, self._whole_weights = None, False, None
-        parameters, shard_ranks = shared_parameters(self.longctx_config, self.args.world_size)
+        num_stages = 1 if self._stage is None else self._stage.num_stages
+        parameters, shard_ranks = self._shared_parameters()
         if parameters != "replicated":
-            self._mesh = shard_mesh(self.args.device.type, shard_ranks, self.longctx_config.collective_timeout_s)
+            timeout_s = self.longctx_config.collective_timeout_s
+            self._mesh = shard_mesh(self.args.device.type, shard_ranks, timeout_s, num_stages)
         elif self.longctx_config.parameters != "replicated":
             logger.warning("parameters=%r has no effect on one rank", self.longctx_config.parameters)
 
@@ -95,8 +100,13 @@ class PlacementMixin(_TrainerBase):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """As `Trainer`, but a model to be sharded goes to the device in shards, so that it need not fit there as a whole."""
-        if shared_parameters(self.longctx_config, self.args.world_size)[0] == "replicated":
+        if self._shared_parameters()[0] == "replicated":
             super()._move_model_to_device(model, device)
+
+    def _shared_parameters(self) -> tuple[Parameters, int]:
+        """How parameters live inside a stage, and how many ranks share one copy."""
+        num_stages = 1 if self._stage is None else self._stage.num_stages
+        return shared_parameters(self.longctx_config, self.args.world_size // num_stages)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As `Trainer`; over all shards, as one plain number that is the same on every rank."""

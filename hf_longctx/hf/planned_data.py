@@ -24,6 +24,7 @@ from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.resume import DataRecorder, data_settings, plans_done, sequences_per_step
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
+from hf_longctx.hf.stage_choice import loaded_ranges
 from hf_longctx.hf.streaming import PlannedStream, StreamBatches, StreamRules, is_stream, stream_problems
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,10 @@ class PlannedDataMixin(_TrainerBase):
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
         self._shows_progress = not args.disable_tqdm
         problems = stream_problems(datasets, self.longctx_config, args)
-        settings = {"model config": model.config.to_json_string(), "initial weights": _weights_digest(model)}
+        settings = {"model config": model.config.to_json_string()}
+        # stages that were loaded alone hold different weights
+        if loaded_ranges(model) is None:
+            settings["initial weights"] = _weights_digest(model)
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
         for name, scan in self._scan(given).items():
             problems += scan.problems

@@ -27,8 +27,8 @@ _TOLERATED_ERROR = 0.1
 # a step that differs more than this from its chunks is no step of this plan
 _FACTORS = (0.7, 1.5)
 
-# micro-batch, positions of the group, chunk
-ChunkKey = tuple[int, tuple[int, ...], int]
+# micro-batch, positions of the group, and the forward's name, which says stage, part and chunk
+ChunkKey = tuple[int, tuple[int, ...], str]
 Samples = dict[ChunkKey, ChunkSample]
 
 
@@ -117,7 +117,7 @@ def whole_step_factor(plans: Sequence[MeasuredPlan], seconds: Sequence[float], c
 
 
 def without_waiting(ranks: Sequence[Samples]) -> list[ChunkSample]:
-    """One sample per chunk of a plan from those of all ranks: of its group, the pass of the rank that waited least.
+    """One sample per chunk and stage of a plan from those of all ranks: the pass of the stage's rank that waited least.
 
     Ranks enter a micro-batch at different times, and the early ones wait inside their first exchange.
     """

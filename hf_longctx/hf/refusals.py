@@ -8,6 +8,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_longctx.hf.compat import model_problems, version_problems
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.stage_choice import loaded_ranges
+from hf_longctx.hf.stages import stage_problems
 from hf_longctx.plan.specs import check_degrees
 from hf_longctx.runtime.sharded import is_sharded
 
@@ -221,6 +223,43 @@ def sharding_problems(
     return problems
 
 
+def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
+    """The most ranks that a stage may have."""
+    return num_ranks if config.stages == "auto" else max(1, num_ranks // config.stages)
+
+
+def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
+    """What does not go with pipeline stages; nothing where there are none."""
+    if config.stages == 1:
+        return []
+    problems = [
+        f"{name}={getattr(config, name)!r} has no effect on pipeline stages; leave it out"
+        for name, default in (("solver", "auto"), ("node_aligned", True))
+        if getattr(config, name) != default
+    ]
+    if config.method in ("ring", "hybrid"):
+        problems.append(
+            f"method={config.method!r} does not run slices, which pipelines send through their stages; use 'auto' or 'ulysses'"
+        )
+    if config.parameters == "sharded":
+        problems.append(
+            "parameters='sharded' gathers every layer for every slice of a pipeline; use 'gathered_per_round', or 'replicated'"
+        )
+    if config.stages != "auto" and num_ranks % config.stages:
+        problems.append(f"stages={config.stages} does not divide the {num_ranks} ranks of the run; choose a divisor")
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    if config.stages != "auto" and config.stages > num_layers:
+        problems.append(f"stages={config.stages} are more than the model's {num_layers} layers; use at most {num_layers}")
+    elif loaded_ranges(model) is None:
+        problems += stage_problems(model)
+    elif config.stages != len(loaded_ranges(model) or ()):
+        problems.append(
+            f"the model was loaded as one of {len(loaded_ranges(model) or ())} stages, but stages is {config.stages!r}; load it "
+            f"with the same number"
+        )
+    return problems
+
+
 def setup_problems(
     model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
 ) -> list[str]:
@@ -243,9 +282,10 @@ def setup_problems(
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
     try:
-        check_degrees(degrees, num_ranks, model.config.num_attention_heads, config.method)
+        check_degrees(degrees, stage_ranks(config, num_ranks), model.config.num_attention_heads, config.method)
     except ValueError as error:
         problems.append(str(error))
+    problems += stage_setting_problems(model, config, num_ranks)
     if config.solver == "static" and config.static_degree and config.static_degree not in degrees:
         problems.append(f"static_degree {config.static_degree} is not among the degrees {list(degrees)}")
     return problems

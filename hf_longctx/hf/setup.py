@@ -18,12 +18,14 @@ from hf_longctx.hf.agreement import differing_settings, gather_objects, raise_to
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, usable_device_bytes
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.hf.refusals import launch_problems, setup_problems
+from hf_longctx.hf.refusals import launch_problems, setup_problems, stage_ranks
+from hf_longctx.hf.stage_choice import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.catalog import spec_name
 from hf_longctx.plan.cost import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.hardware import read_profile
 from hf_longctx.plan.memory import most_tokens
 from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.stage_memory import held_state_bytes
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.calibrate import copy_rate
 from hf_longctx.runtime.mesh import GroupPool
@@ -37,11 +39,19 @@ _HOST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PlanningSetup:
-    """Where planning starts: the cost model before anything is measured, the planner's limits, the longest sequence."""
+    """Where planning starts: the cost model before anything is measured, the planner's limits, the longest sequence.
+
+    ranges: the layers of every pipeline stage, one stage where there is no pipeline.
+    """
 
     costs: CostModel
     planner: PlannerConfig
     max_length: int
+    ranges: Ranges
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranges)
 
 
 def check_setup(
@@ -57,7 +67,7 @@ def check_setup(
     `problems` are those that the caller found. Collective over the ranks of `control`.
     """
     heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
-    degrees = _allowed_degrees(config, args.world_size, heads)
+    degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads)
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
     problems += _hardware_problems(config.hardware)
     problems += setup_problems(model, processing_class, config, args.world_size, degrees)
@@ -79,10 +89,12 @@ def planning_setup(
     args: TrainingArguments,
     degrees: tuple[int, ...],
     control: dist.ProcessGroup | None,
+    dataset: Any = None,
 ) -> PlanningSetup:
     """The start of planning for `model` on the ranks of `control`; collective over them.
 
-    Raises ValueError if the model's states leave no room for a token.
+    `dataset`: what is trained on, for the choice of pipeline stages. Raises ValueError if the model's states leave no room for
+    a token.
     """
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
@@ -90,8 +102,12 @@ def planning_setup(
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
-    parameters, shard_ranks = shared_parameters(config, args.world_size)
-    budget = _budget(config, spec, cluster, parameters, shard_ranks, args.device, control)
+    max_length = config.max_length or spec.max_positions
+    ranges = _stage_ranges(config, model, CostModel(spec, cluster, coefficients), dataset, max_length, control)
+    ranks_per_stage = args.world_size // len(ranges)
+    degrees = tuple(degree for degree in degrees if degree <= ranks_per_stage)
+    parameters, shard_ranks = shared_parameters(config, ranks_per_stage)
+    budget = _budget(config, spec, cluster, parameters, shard_ranks, ranges, args.device, control)
     activations = budget if config.activations == "auto" and not _has_activation_problem(model, control) else None
     fitting = budget.kept_tokens
     if activations is not None:
@@ -126,9 +142,29 @@ def planning_setup(
         nested=config.nested,
         node_aligned=config.node_aligned,
         solver_time_limit_s=config.solver_time_limit_s,
+        stages=ranges if len(ranges) > 1 else (),
     )
-    costs = CostModel(spec, cluster, coefficients, config.method, parameters=parameters, shard_ranks=shard_ranks)
-    return PlanningSetup(costs, planner, config.max_length or spec.max_positions)
+    # rings do not run slices
+    method = "ulysses" if len(ranges) > 1 else config.method
+    costs = CostModel(spec, cluster, coefficients, method, parameters=parameters, shard_ranks=shard_ranks)
+    return PlanningSetup(costs, planner, max_length, ranges)
+
+
+def _stage_ranges(
+    config: LongContextConfig,
+    model: PreTrainedModel,
+    costs: CostModel,
+    dataset: Any,
+    max_length: int,
+    control: dist.ProcessGroup | None,
+) -> Ranges:
+    """The layers of every stage; of one stage where there is no pipeline. Collective."""
+    if (loaded := loaded_ranges(model)) is not None:
+        return loaded
+    if config.stages == 1:
+        return balanced_ranges(costs, 1, ())
+    lengths = sampled_lengths(dataset, max_length, control)
+    return balanced_ranges(costs, int(config.stages), lengths)
 
 
 def _budget(
@@ -137,16 +173,24 @@ def _budget(
     cluster: ClusterSpec,
     parameters: Parameters,
     shard_ranks: int,
+    ranges: Ranges,
     device: torch.device,
     control: dist.ProcessGroup | None,
 ) -> ActivationBudget:
-    """What every rank has beside the model's states; collective. Raises ValueError for more host memory than there is."""
+    """What every rank has beside the states of the model, or of the stage with the most; collective.
+
+    Raises ValueError for more host memory than there is.
+    """
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
     machine = psutil.virtual_memory()
     own_host_bytes = (machine.available // cluster.ranks_per_node, machine.total // cluster.ranks_per_node)
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
-    left_bytes = max(0, usable_bytes - spec.state_bytes(parameters, shard_ranks))
+    held = [
+        held_state_bytes(spec, sum(part.num_layers for part in own), stage, len(ranges), parameters, shard_ranks)
+        for stage, own in enumerate(ranges)
+    ]
+    left_bytes = max(0, usable_bytes - max(held))
     if config.host_gib is None:
         # of the whole, so that a run that resumes finds the same unless others took it
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0
@@ -209,7 +253,8 @@ def plan_source(
     config: LongContextConfig, setup: PlanningSetup, control: dist.ProcessGroup | None, device: torch.device
 ) -> PlanSource:
     """The group pool of the run and its plans; creates groups, so every rank calls it at the same point."""
-    pool = GroupPool(block_sizes(setup.planner.degrees, setup.costs), config.collective_timeout_s, control)
+    blocks = block_sizes(setup.planner.degrees, setup.costs)
+    pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages)
     # one more than are fitted: the first step pays for start-up and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     source = PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=config.collective_timeout_s / 3)

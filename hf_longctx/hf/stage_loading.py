@@ -6,7 +6,6 @@ it and is never read, while renamed and fused weights, dtypes and buffers go the
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,15 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
+from hf_longctx.hf.checkpoint import checkpoint_files
 from hf_longctx.hf.stages import Ranges, check_ties, cut_model, drop_embedding, find_pieces
-
-_INDEX_FILE, _WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 def checkpoint_config(folder: str) -> PretrainedConfig:
     """The config of a checkpoint in a local folder; ValueError if its weights are not there, or not in safetensors."""
-    path = Path(folder)
-    if not path.is_dir():
+    if not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a folder; download the checkpoint first, stages are read from local files")
-    index = path / _INDEX_FILE
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [_WEIGHTS_FILE]
-    missing = [file for file in files if not (path / file).exists()]
-    if missing:
-        raise ValueError(f"{folder} has no {missing[0]}; stages are read from safetensors, whole or with an index")
+    checkpoint_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the checkpoint in {folder} is quantized, which stages do not support; use one in bfloat16 or float32")

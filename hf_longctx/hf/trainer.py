@@ -37,7 +37,10 @@ from hf_longctx.hf.refusals import (
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
+from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
+from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.runtime.executor import StepExecutor, forward_only
+from hf_longctx.runtime.stage_model import StageModel
 
 
 class LongContextMixin(PlannedDataMixin, PlacementMixin):
@@ -140,7 +143,7 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         model.eval()
         self._switch_optimizer("eval")
         self.callback_handler.eval_dataloader = dataloader
-        executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device)
+        executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device, stage=self._stage)
         loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
         with self._explained():
             for batch in dataloader:
@@ -187,11 +190,21 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         problems = problems + config_problems(config, args)
         problems += override_problems(type(self), LongContextMixin, self._plans_evaluation)
         degrees = check_setup(config, model, args, processing_class, problems, self._control)
-        setup = planning_setup(config, model, args, degrees, self._control)
+        setup = planning_setup(config, model, args, degrees, self._control, datasets.get("train_dataset"))
         self._prepare_data(setup, model, args, datasets)
         patch_model(model)
         self._num_attention_layers = num_attention_layers(model)
+        self._stage = self._own_stage(setup, model)
         return setup
+
+    def _own_stage(self, setup: PlanningSetup, model: Any) -> StageModel | None:
+        """The pipeline stage of this rank, to which `model` is cut; None for a run without a pipeline."""
+        if setup.num_stages == 1:
+            return None
+        stage = own_stage(setup.num_stages)
+        if loaded_ranges(model) is None:
+            cut_model(model, setup.ranges, stage)
+        return stage_model(model, setup.ranges, stage)
 
     def _start_planning(self, setup: PlanningSetup) -> None:
         """Makes process groups, source of plans and report, once `Trainer` is built. Collective over all ranks."""
@@ -202,7 +215,10 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         self._pool = self._source.pool
         budget = setup.planner.activations
         self._activations = ActivationRuntime(
-            self.args.device, budget.host_bytes if budget is not None else 0, self._source.copies_take
+            self.args.device,
+            budget.host_bytes if budget is not None else 0,
+            self._source.copies_take,
+            has_head=self._pool.stage == setup.num_stages - 1,
         )
         self._recorder = DataRecorder()
         # before the report, which lets the other ranks go on after a checkpoint
@@ -216,7 +232,9 @@ class LongContextMixin(PlannedDataMixin, PlacementMixin):
         model = self._placed_model()
         if self._executor is None or self._executor.model is not model:
             fp32_gradients = self.longctx_config.fp32_gradients
-            self._executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device, fp32_gradients)
+            self._executor = StepExecutor(
+                model, self._pool, self._num_attention_layers, self.args.device, fp32_gradients, stage=self._stage
+            )
         return self._executor
 
     def _explained(self) -> AbstractContextManager[None]:

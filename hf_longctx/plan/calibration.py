@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.plan.cost import CostCoefficients, FloatArray, PassCoefficients
+from hf_longctx.plan.cost import WHOLE_MODEL, CostCoefficients, FloatArray, ModelPart, PassCoefficients
 from hf_longctx.plan.traffic import Traffic
 
 # where the weights begin to fall (Huber) and end (Tukey), in standard deviations: 95 % efficient under normal noise
@@ -25,13 +25,16 @@ _ROUNDS_EACH = 25
 _LEAST_DEVIATION = 0.01
 # a measured prior counts as one pass that saw a coefficient alone, ten times less exactly than passes are measured
 _PRIOR_WEIGHT = 0.01
+# of the rates of a pass, in the order of features
+_RATES = ("pair_s", "token_s", "chunk_s", "message_s", "link_byte_s", "network_byte_s", "tile_s")
+_TOKENS = _RATES.index("token_s")
 
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
     """One measured pass of one chunk on one rank: its tokens and causal pairs (whole chunk), degree, traffic, seconds.
 
-    tiles: of a ring, as `cost.num_tiles` counts them.
+    tiles: of a ring, as `cost.num_tiles` counts them. part: what ran of the model; traffic and tiles are those of all layers.
     """
 
     num_tokens: int
@@ -40,18 +43,29 @@ class PassSample:
     traffic: Traffic
     seconds: float
     tiles: float = 0.0
+    part: ModelPart = WHOLE_MODEL
 
     @property
     def features(self) -> tuple[float, ...]:
-        """What each field of `PassCoefficients` is multiplied by, in their order."""
-        tokens = max(self.num_tokens, self.degree) / self.degree
+        """What each of `PassCoefficients.rates` is multiplied by, in their order: in the layers, where they are not all."""
         traffic = self.traffic
         exchanged = (traffic.messages, traffic.link_bytes, traffic.network_bytes)
-        return self.num_pairs / self.degree, tokens, 1.0, *exchanged, self.tiles
+        whole = (self.num_pairs / self.degree, self._tokens, 1.0, *exchanged, self.tiles)
+        return tuple(self.part.layers * value for value in whole)
+
+    @property
+    def head_tokens(self) -> float:
+        """Tokens of a rank that ran through the output head."""
+        return self._tokens if self.part.has_head else 0.0
 
     def predicted_s(self, costs: PassCoefficients) -> float:
         """Seconds of this pass under `costs`."""
-        return float(np.dot(self.features, astuple(costs)))
+        head_s = costs.token_s * min(1.0, self.part.head_share * costs.head_factor)
+        return float(np.dot(self.features, costs.rates)) + head_s * (self.head_tokens - self.part.layers * self._tokens)
+
+    @property
+    def _tokens(self) -> float:
+        return max(self.num_tokens, self.degree) / self.degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +122,8 @@ def fit_coefficients(samples: Sequence[ChunkSample], step_s: float, source: str,
 def scaled_coefficients(coefficients: CostCoefficients, factor: float) -> CostCoefficients:
     """The coefficients of a machine on which everything takes `factor` times as long."""
     forward, backward = (
-        PassCoefficients(*(factor * value for value in astuple(costs))) for costs in (coefficients.forward, coefficients.backward)
+        replace(PassCoefficients(*(factor * value for value in costs.rates)), head_factor=costs.head_factor)
+        for costs in (coefficients.forward, coefficients.backward)
     )
     return CostCoefficients(forward, backward, factor * coefficients.step_s, coefficients.source)
 
@@ -130,17 +145,38 @@ def mean_relative_error(samples: Sequence[ChunkSample], coefficients: CostCoeffi
 def _fit_pass(
     samples: Sequence[PassSample], prior: PassCoefficients | None, is_prior_measured: bool
 ) -> tuple[PassCoefficients, FloatArray]:
-    """The coefficients of one pass, and the weight that each sample ended with."""
-    features = np.array([sample.features for sample in samples], dtype=np.float64)
+    """The coefficients of one pass, and the weight that each sample ended with.
+
+    Where stages of a pipeline ran parts of the model, tokens in the layers and tokens in the head are a column each.
+    """
+    is_cut = not all(sample.part.is_whole for sample in samples)
+    rows_of_samples = [(*sample.features, *([sample.head_tokens] if is_cut else [])) for sample in samples]
+    features = np.array(rows_of_samples, dtype=np.float64)
     seconds = np.maximum([sample.seconds for sample in samples], 1e-9)
-    known = np.zeros(features.shape[1]) if prior is None else np.array(astuple(prior))
+    prior = PassCoefficients(*[0.0] * len(samples[0].features)) if prior is None else prior
+    known = np.array(prior.rates)
+    head_share = max(sample.part.head_share for sample in samples)
+    if is_cut:
+        head_s = prior.token_s * min(1.0, head_share * prior.head_factor)
+        known[_TOKENS] -= head_s
+        known = np.append(known, head_s)
     is_seen = (features > 0).any(axis=0)
     # what seconds are left for the columns that samples show is all of them: the others multiply by zero
     rows = features[:, is_seen] / seconds[:, None]
     anchors = _anchors(known[is_seen]) if is_prior_measured else np.zeros((0, int(is_seen.sum())))
     values, weights = _robust_least_squares(rows, anchors)
     known[is_seen] = values
-    return PassCoefficients(*(float(value) for value in known)), weights
+    found = replace(prior, **dict(zip(_RATES, known.tolist(), strict=False)))
+    if is_cut:
+        found = _with_head(found, float(known[-1]), head_share)
+    return found, weights
+
+
+def _with_head(layers: PassCoefficients, head_s: float, head_share: float) -> PassCoefficients:
+    """The coefficients of the whole model from those of its layers and a token's seconds in the output head."""
+    token_s = layers.token_s + head_s
+    is_known = token_s > 0 and head_share > 0
+    return replace(layers, token_s=token_s, head_factor=head_s / token_s / head_share if is_known else layers.head_factor)
 
 
 def _anchors(known: FloatArray) -> FloatArray:
@@ -184,7 +220,7 @@ def _tukey_weights(deviations: FloatArray) -> FloatArray:
 
 
 def _non_negative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
-    """argmin |matrix @ x - target| over x >= 0, exactly, by trying every set of non-zero entries (seven columns: 128 sets)."""
+    """argmin |matrix @ x - target| over x >= 0, exactly, by trying every set of non-zero entries (eight columns: 256 sets)."""
     num_columns = matrix.shape[1]
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     if len(matrix) > num_columns:

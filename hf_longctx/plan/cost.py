@@ -35,7 +35,8 @@ class PassCoefficients:
 
     pair_s: per causal query-key pair. token_s: per token. chunk_s: per chunk. message_s: per exchange. link_byte_s,
     network_byte_s: per byte sent inside a node and to another one. tile_s: per tile of attention that a ring makes of a
-    document beyond what one call for the whole chunk would cost.
+    document beyond what one call for the whole chunk would cost. head_factor: how many times the output head's share of the
+    matrix products is its share of token_s, since the loss is more than products and layers have norms; a pipeline shows it.
     """
 
     pair_s: float
@@ -45,6 +46,15 @@ class PassCoefficients:
     link_byte_s: float = 0.0
     network_byte_s: float = 0.0
     tile_s: float = 0.0
+    head_factor: float = 1.0
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Every field that is seconds of something, in order."""
+        return (
+            *(self.pair_s, self.token_s, self.chunk_s, self.message_s),
+            *(self.link_byte_s, self.network_byte_s, self.tile_s),
+        )
 
     def exchange_s(self, traffic: Traffic) -> float:
         """Seconds of what one rank sends in one pass."""
@@ -53,6 +63,25 @@ class PassCoefficients:
             + self.link_byte_s * traffic.link_bytes
             + self.network_byte_s * traffic.network_bytes
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What a pass ran of the model: a share of its layers, and its output head or not.
+
+    head_share: the head's share of the matrix products of a token in the whole model; no matter where all of it ran.
+    """
+
+    layers: float = 1.0
+    has_head: bool = True
+    head_share: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.layers == 1 and self.has_head
+
+
+WHOLE_MODEL = ModelPart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +163,25 @@ class CostModel:
     ) -> float:
         """Seconds of one pass of `chunk` over `num_layers` layers of a pipeline stage, with output head and loss or without.
 
-        A token's seconds in the head are its share of the model's matrix products, so that all parts add up to the model.
+        A token's seconds in the head are a share of `token_s`, so that all parts add up to the model.
         """
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        head_s = costs.token_s * self.model.head_share * max(chunk.num_tokens, shape.degree) / shape.degree
+        head_s = costs.token_s * self.head_share(is_backward) * max(chunk.num_tokens, shape.degree) / shape.degree
         whole_s = self._pass_s(chunk, shape, self.model.num_layers, is_backward, near_ranks)
         return (whole_s - head_s) * num_layers / self.model.num_layers + (head_s if has_head else 0.0)
+
+    def head_share(self, is_backward: bool) -> float:
+        """The output head's share of a token's seconds in a pass."""
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        return min(1.0, self.model.head_share * costs.head_factor)
+
+    def head_layers(self, chunks: Sequence[Chunk], shape: GroupShape) -> float:
+        """How many layers take as long as the output head and the loss for all of `chunks`, forward plus backward."""
+        head_s, layer_s = (
+            sum(self.part_s(chunk, shape, backward, num_layers, has_head) for chunk in chunks for backward in (False, True))
+            for num_layers, has_head in ((0, True), (1, False))
+        )
+        return head_s / layer_s
 
     def hop_s(self, num_tokens: int, leaves_node: bool) -> float:
         """Seconds in which a rank's `num_tokens` hidden states, or their gradients, reach the next stage."""

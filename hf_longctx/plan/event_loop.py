@@ -6,8 +6,9 @@ action at a time in its own order. Sends do not block, receives do; neither take
 messages among the actions a result leaves when it is made, and whoever needs it waits.
 
 The host's link has a channel for each direction and stage, both first come, first served. A copy out is queued when its layers
-have run forward and makes nobody wait. A copy back is sent for when the backward of the step above it begins, as the runtime
-does, not before its copy out is done; the step waits for it.
+have run forward and makes nobody wait. A copy back is sent for when the step above it begins its backward, as the runtime does,
+not before its copy out is done; the step waits for it. The uppermost step's is sent for when its own turn comes, or, with
+`fetches_ahead`, when the stage begins the backward before, as SPPO does (arXiv 2503.10377), for more room on the device.
 """
 
 from __future__ import annotations
@@ -70,17 +71,23 @@ def run_copying(
     copies: Copies,
     num_parts: int = 1,
     start_s: Sequence[float] = (),
+    fetches_ahead: bool = False,
 ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
     """As `run_actions`, with copies to the host and back; a backward is longer than its seconds by what it waits for them."""
-    return _Loop(stages, num_parts).run(seconds, hop_s, start_s, copies)
+    return _Loop(stages, num_parts, fetches_ahead).run(seconds, hop_s, start_s, copies)
 
 
 @dataclass(slots=True)
 class _Links:
-    """The channels between one stage and the host, and when each chunk's copies out were done, in the order of the forward."""
+    """The channels between one stage and the host, and when each chunk's copies out were done, in the order of the forward.
 
+    begun_s: when the stage began its last backward.
+    """
+
+    fetches_ahead: bool
     out_s: float = 0.0
     back_s: float = 0.0
+    begun_s: float = 0.0
     done: dict[tuple[int, int], list[float]] = field(default_factory=dict)
 
     def forward(self, action: Action, start_s: float, steps: tuple[CopyStep, ...]) -> tuple[float, ...]:
@@ -98,8 +105,9 @@ class _Links:
         """When a backward that starts at `start_s` stops."""
         # what runs before the first step that has something on the host, the head for one
         clock_s = start_s + seconds - sum(step.compute_s for step in steps)
-        sent_s = clock_s
-        for step, out_s in zip(steps, reversed(self.done.pop((action.part, action.chunk))), strict=True):
+        sent_s = self.begun_s if self.fetches_ahead else clock_s
+        self.begun_s = start_s
+        for step, out_s in zip(steps, reversed(self.done.pop((action.part, action.chunk), ())), strict=True):
             if step.copy_s:
                 self.back_s = max(self.back_s, out_s, sent_s) + step.copy_s
                 clock_s = max(clock_s, self.back_s)
@@ -112,10 +120,11 @@ class _Links:
 class _Loop:
     """The state of one run. Arrivals are kept for every (place, chunk), flat."""
 
-    def __init__(self, stages: Sequence[Sequence[Action]], num_parts: int) -> None:
+    def __init__(self, stages: Sequence[Sequence[Action]], num_parts: int, fetches_ahead: bool = False) -> None:
         self.stages, self.num_stages = stages, len(stages)
         self.num_places = num_parts * self.num_stages
         self.num_chunks = 1 + max((action.chunk for stage in stages for action in stage), default=-1)
+        self.links = [_Links(fetches_ahead) for _ in stages]
         self.sends = any(action.kind in _MESSAGES for stage in stages for action in stage)
         size = self.num_places * self.num_chunks
         # when activations from before and gradients from behind are there; None: not yet
@@ -136,10 +145,9 @@ class _Loop:
     ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
         clocks = list(start_s) or [0.0] * self.num_stages
         copied: list[CopiedOut] = []
-        links = [_Links() for _ in self.stages]
         while self.ready:
             stage = self.ready.pop()
-            clocks[stage] = self._advance(stage, clocks[stage], seconds, hop_s, copies, links[stage], copied)
+            clocks[stage] = self._advance(stage, clocks[stage], seconds, hop_s, copies, copied)
         waiting = [
             str(actions[len(times)]) for actions, times in zip(self.stages, self.times, strict=True) if len(times) < len(actions)
         ]
@@ -154,7 +162,6 @@ class _Loop:
         seconds: Callable[[Action], float],
         hop_s: Callable[[Action], float],
         copies: Copies | None,
-        links: _Links,
         copied: list[CopiedOut],
     ) -> float:
         """Runs a stage until it is done or waits; its clock then."""
@@ -180,17 +187,23 @@ class _Loop:
             clock_s = start_s
             if kind == "F" or kind == "B":
                 clock_s += seconds(action)
-                if copies is not None and (steps := copies(action)):
-                    if kind == "F":
-                        copied.append(CopiedOut(stage, steps, links.forward(action, start_s, steps)))
-                    else:
-                        clock_s = links.backward(action, start_s, clock_s - start_s, steps)
+                if copies is not None:
+                    clock_s = self._copy(action, start_s, clock_s, copies(action), copied)
                 if kind == "F":
                     has_run[key] = 1
             times.append((start_s, clock_s))
             if kind != "RF" and kind != "RB":
                 self._hand_over(stage, action, key, clock_s, hop_s)
         return clock_s
+
+    def _copy(self, action: Action, start_s: float, stop_s: float, steps: tuple[CopyStep, ...], copied: list[CopiedOut]) -> float:
+        """Adds the copies of a pass; when it stops with them."""
+        links = self.links[action.stage]
+        if action.kind == "B":
+            return links.backward(action, start_s, stop_s - start_s, steps)
+        if steps:
+            copied.append(CopiedOut(action.stage, steps, links.forward(action, start_s, steps)))
+        return stop_s
 
     def _hand_over(self, stage: int, action: Action, key: int, clock_s: float, hop_s: Callable[[Action], float]) -> None:
         """Lets the next place know when it will have an action's result, if this action is what hands it over."""

@@ -8,7 +8,7 @@ one of its passes needs beyond all that is held when the forward is complete: a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from hf_longctx.plan.activation_memory import class_bytes
@@ -34,6 +34,10 @@ class ChunkBytes:
     @property
     def workspace(self) -> int:
         return max(self.forward_workspace, self.backward_workspace)
+
+
+# by load, policies of the layers and tile
+KnownBytes = dict[tuple[Load, tuple[LayerPolicy, ...], int], ChunkBytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +91,35 @@ def round_bytes(
     trains_weights: bool = True,
     tiles_loss: bool = True,
     copying: Sequence[int] = (),
+    known: KnownBytes | None = None,
 ) -> RoundBytes:
     """What the rank at `position` of the group holds and works with in one round of the stage, whose F and B are walked.
 
-    copying: for each F and B in order, bytes that are on their way to the host and still on the device.
+    copying: for each F and B in order, bytes that are on their way to the host and still on the device. known: what calls for
+    the same model and `position` share, so that chunks alike are counted once.
     """
+    moments = round_moments(model, group, stage, position, trains_weights, tiles_loss, copying, known)
+    most = (max(getattr(moment, field.name) for moment in moments) if moments else 0 for field in fields(RoundBytes))
+    return RoundBytes(*most)
+
+
+def round_moments(
+    model: ModelSpec,
+    group: SequenceGroup,
+    stage: StagePlan,
+    position: int = 0,
+    trains_weights: bool = True,
+    tiles_loss: bool = True,
+    copying: Sequence[int] = (),
+    known: KnownBytes | None = None,
+) -> list[RoundBytes]:
+    """As `round_bytes`, for each F and B of the stage in order."""
     passes = [action for action in stage.actions if action.kind in ("F", "B")]
-    chunks = _part_chunks(model, group, stage, passes, position, trains_weights, tiles_loss)
+    known = {} if known is None else known
+    chunks = _part_chunks(model, group, stage, passes, position, trains_weights, tiles_loss, known)
     books = [_Book(model, group, part.num_layers, position) for part in stage.parts]
     saved = host = 0
-    moments: list[tuple[int, int, int, int, int]] = []
+    moments: list[RoundBytes] = []
     for action, moving in zip(passes, copying or [0] * len(passes), strict=True):
         one, chunk, book = chunks[action.chunk, action.part], group.chunks[action.chunk], books[action.part]
         others = sum(other.num_bytes for other in books if other is not book)
@@ -107,10 +130,10 @@ def round_bytes(
         else:
             work, kept = one.backward_workspace, book.backward(chunk)
         peak = max(saved + work + kept[0], saved - one.device + one.ending + kept[1]) + others + moving
-        moments.append((saved, host, max(kept) + others, work, peak))
+        moments.append(RoundBytes(saved, host, max(kept) + others, work, peak))
         if action.kind == "B":
             saved, host = saved - one.device, host - one.host
-    return RoundBytes(*(max(column) for column in zip(*moments, strict=True))) if moments else RoundBytes(0, 0, 0, 0, 0)
+    return moments
 
 
 def _part_chunks(
@@ -121,12 +144,13 @@ def _part_chunks(
     position: int,
     trains_weights: bool,
     tiles_loss: bool,
+    known: KnownBytes,
 ) -> dict[tuple[int, int], ChunkBytes]:
     """Of every chunk on every part of a stage. Output head and loss are on the last part of the last stage."""
     policies = {(policy.chunk, policy.part): policy for policy in stage.activations}
     at_once = {(a.chunk, a.part) for a, b in pairwise(passes) if (a.chunk, a.part) == (b.chunk, b.part) and a.kind == "F"}
     last_stage, last_part = len(group.stages) - 1, len(stage.parts) - 1
-    common, ends = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss), _ends(group)
+    common, ends = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss), group_ends(group)
     found = {}
     for chunk in group.chunks:
         of_chunk = chunk_load(group, chunk, position, common, ends)
@@ -134,7 +158,11 @@ def _part_chunks(
             has_head = (stage.stage, part) == (last_stage, last_part)
             is_next = (chunk.index, part) in at_once
             load = replace(of_chunk, num_layers=layers.num_layers, has_head=has_head, keeps_gradients=is_next)
-            found[chunk.index, part] = chunk_bytes(model, load, policies.get((chunk.index, part)))
+            policy = policies.get((chunk.index, part), ActivationPolicy(chunk.index, part))
+            key = load, policy.layers, policy.tile_tokens
+            if key not in known:
+                known[key] = chunk_bytes(model, load, policy)
+            found[chunk.index, part] = known[key]
     return found
 
 
@@ -144,7 +172,7 @@ def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, en
     ends: where every sequence of the group ends, for a caller with many chunks.
     """
     degree = group.degree
-    ends = _ends(group) if ends is None else ends
+    ends = group_ends(group) if ends is None else ends
     tokens = shard_tokens(chunk, group.shape)[position]
     slices = [span for span in chunk.spans if span.start or span.stop < ends[span.sequence]]
     return replace(
@@ -157,7 +185,8 @@ def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, en
     )
 
 
-def _ends(group: SequenceGroup) -> dict[int, int]:
+def group_ends(group: SequenceGroup) -> dict[int, int]:
+    """Where every sequence ends in the group."""
     ends: dict[int, int] = {}
     for span in (span for chunk in group.chunks for span in chunk.spans):
         ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
@@ -170,7 +199,7 @@ class _Book:
     def __init__(self, model: ModelSpec, group: SequenceGroup, num_layers: int, position: int) -> None:
         block = group.shape.ulysses
         heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
-        self.ends, self.num_layers = _ends(group), num_layers
+        self.ends, self.num_layers = group_ends(group), num_layers
         # of keys and values, and of their gradients in at least fp32
         self.token_bytes = 2 * num_layers * heads * model.head_dim * model.bytes_per_element
         self.gradient_bytes = 2 * num_layers * heads * model.head_dim * max(4, model.bytes_per_element)

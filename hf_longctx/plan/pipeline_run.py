@@ -12,7 +12,7 @@ from hf_longctx.plan.activation import SavedClass
 from hf_longctx.plan.activation_memory import layer_slots
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, run_actions, run_copying
-from hf_longctx.plan.memory import RoundBytes, round_bytes
+from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.stage_memory import most_tokens_in_flight, stage_state_bytes
 from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan
@@ -64,18 +64,21 @@ def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s
         times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
     else:
         times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
+    known: KnownBytes = {}
     return tuple(
-        _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage])
+        _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
         for stage, when in zip(group.stages, times, strict=True)
     )
 
 
-def _stage_run(plan: StepPlan, seconds: _Seconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut]) -> StageRun:
+def _stage_run(
+    plan: StepPlan, seconds: _Seconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
+) -> StageRun:
     computing = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
     actions, when = [stage.actions[place] for place in computing], tuple(times[place] for place in computing)
     model, group = seconds.costs.model, seconds.group
     copying = _copying_bytes(seconds, actions, when, copied) if copied else ()
-    found: RoundBytes = round_bytes(model, group, stage, copying=copying)
+    found: RoundBytes = round_bytes(model, group, stage, copying=copying, known=known)
     return StageRun(
         tuple(actions),
         when,
@@ -204,7 +207,7 @@ class _Seconds:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
         costs = self.costs
         slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
-        inside = 1 - costs.model.head_share
+        inside = 1 - costs.head_share(is_backward=False)
         return [
             replace(item, recompute_s=item.recompute_s * inside) if item.tensor_class in ("qkv", "mlp") else item
             for item in slot.saved

@@ -45,6 +45,8 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     Raises ValueError for a sequence that fits no allowed group, and PlanError if a pass broke an invariant.
     """
     started_s = time.perf_counter()
+    if config.stages:
+        return _plan_stages(step, lengths, costs, config)
     check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
     # equal sequences are told apart at the very end, so that no pass depends on the order of the input
     problem, order = GroupingProblem.build(lengths, costs, config).longest_first()
@@ -74,6 +76,14 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         cost_source=costs.coefficients.source,
     )
     return replace(plan, estimate=estimate)
+
+
+def _plan_stages(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
+    """The plan on pipeline stages that the configuration names."""
+    # the planner of pipelines stands on this module
+    from hf_longctx.plan.pipeline_planner import plan_pipelines
+
+    return plan_pipelines(step, lengths, costs, len(config.stages), config, parts=config.stages)
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:

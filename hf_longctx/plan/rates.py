@@ -12,7 +12,7 @@ def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: Mode
     """Coefficients of `whole` from those of its few layers (`spec`) and of its head alone; `few` where these are all.
 
     What layers cost grows with their number, what is sent is counted in bytes and messages, and the reduction follows the
-    parameters.
+    parameters. What the head alone took is what it takes in a pipeline.
     """
     if head is None:
         return few
@@ -24,12 +24,15 @@ def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: Mode
             fixed = min(fixed, value)
             return fixed + (value - fixed) * times
 
+        token_s = grown(layers.token_s, bare.token_s)
+        head_s, product_s = min(bare.token_s, layers.token_s), token_s * whole.head_share
         return replace(
             layers,
             pair_s=layers.pair_s * times,
-            token_s=grown(layers.token_s, bare.token_s),
+            token_s=token_s,
             chunk_s=grown(layers.chunk_s, bare.chunk_s),
             tile_s=layers.tile_s * times,
+            head_factor=head_s / product_s if product_s > 0 else layers.head_factor,
         )
 
     return CostCoefficients(

@@ -104,7 +104,7 @@ class Solution:
 
 def solve_linear_program(program: LinearProgram, time_limit_s: float = math.inf, backend: Backend = "auto") -> Solution:
     """The solution of a linear program; optimal, infeasible, unbounded or timed out. Raises SolverError if that is wrong."""
-    solved = _solve(program, None, time_limit_s, 0.0, None, -math.inf, backend)
+    solved = _solve(program, None, time_limit_s, 0.0, None, -math.inf, backend, 0)
     if not solved.has_values:
         return solved
     if solved.status != "optimal":
@@ -122,15 +122,17 @@ def solve_integer_program(
     start: FloatArray | None = None,
     target: float = -math.inf,
     backend: Backend = "auto",
+    most_nodes: int = 0,
 ) -> Solution:
     """The best solution with whole numbers where `is_integer` that is found in time.
 
-    Ends early within `relative_gap` of the optimum, or (HiGHS) at an objective of at most `target`. start: a solution to
-    begin with. It is kept if nothing better is found, but must be feasible: ValueError. Raises SolverError as above.
+    Ends early within `relative_gap` of the optimum, or (HiGHS) at an objective of at most `target`, or after `most_nodes` nodes
+    (0: any number), which unlike time is the same on every machine. start: a solution to begin with. It is kept if nothing
+    better is found, but must be feasible: ValueError. Raises SolverError as above.
     """
     if start is not None and program.violation(start) > _TOLERANCE:
         raise ValueError(f"the start violates the program by {program.violation(start):.3g}; give a feasible one or none")
-    solved = _solve(program, is_integer, time_limit_s, relative_gap, start, target, backend)
+    solved = _solve(program, is_integer, time_limit_s, relative_gap, start, target, backend, most_nodes)
     if solved.has_values:
         values = np.where(is_integer, np.round(solved.values), solved.values)
         if np.abs(values - solved.values).max(initial=0.0) > _TOLERANCE:
@@ -181,6 +183,7 @@ def _solve(
     start: FloatArray | None,
     target: float,
     backend: Backend,
+    most_nodes: int,
 ) -> Solution:
     """Hands the program to a backend, unverified. Raises ValueError for a backend that is not there."""
     have = available_backends()
@@ -194,8 +197,8 @@ def _solve(
     if time_limit_s <= 0:
         return Solution("timed out", chosen)
     if chosen == "highs":
-        return _solve_with_highs(program, is_integer, time_limit_s, relative_gap, start, target)
-    return _solve_with_cbc(program, is_integer, time_limit_s, relative_gap, start)
+        return _solve_with_highs(program, is_integer, time_limit_s, relative_gap, start, target, most_nodes)
+    return _solve_with_cbc(program, is_integer, time_limit_s, relative_gap, start, most_nodes)
 
 
 def _highspy() -> Any:
@@ -217,6 +220,7 @@ def _solve_with_highs(
     relative_gap: float,
     start: FloatArray | None,
     target: float,
+    most_nodes: int,
 ) -> Solution:
     highspy = _highspy()
     highs = highspy.Highs()
@@ -225,6 +229,8 @@ def _solve_with_highs(
         options["time_limit"] = float(time_limit_s)
     if math.isfinite(target):
         options["objective_target"] = float(target)
+    if most_nodes:
+        options["mip_max_nodes"] = most_nodes
     for name, value in options.items():
         if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
             raise SolverError(f"this HiGHS refuses the option {name}={value}; install highspy 1.9 or later, or use CBC")
@@ -290,6 +296,7 @@ def _solve_with_cbc(
     time_limit_s: float,
     relative_gap: float,
     start: FloatArray | None,
+    most_nodes: int,
 ) -> Solution:
     pulp = _pulp()
     problem, variables = _pulp_problem(pulp, program, is_integer)
@@ -302,6 +309,7 @@ def _solve_with_cbc(
             msg=False,
             timeLimit=time_limit_s if math.isfinite(time_limit_s) else None,
             gapRel=relative_gap or None,
+            maxNodes=most_nodes or None,
             threads=1,
             logPath=str(log),
             warmStart=start is not None,
@@ -374,7 +382,7 @@ def _cbc_solution(
 def _told_apart(program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Solution:
     if not program.costs.any():
         return Solution("infeasible", "cbc")
-    without_costs = _solve_with_cbc(replace(program, costs=np.zeros(len(program.costs))), is_integer, math.inf, 0.0, None)
+    without_costs = _solve_with_cbc(replace(program, costs=np.zeros(len(program.costs))), is_integer, math.inf, 0.0, None, 0)
     return Solution("unbounded" if without_costs.has_values else "infeasible", "cbc")
 
 

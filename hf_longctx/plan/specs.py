@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_longctx.plan.types import Parameters
+from hf_longctx.plan.types import LayerRange, Parameters
 
 Solver = Literal["auto", "greedy", "lp", "milp", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "lp", "milp", "static")
@@ -188,7 +188,8 @@ class PlannerConfig:
     """What a plan may use.
 
     tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. activations: how
-    chunks above what is wholly kept make room (None: everything is kept, whatever its size).
+    chunks above what is wholly kept make room (None: everything is kept, whatever its size). stages: the layers of every
+    pipeline stage, part by part (none: no pipeline).
     degrees: allowed sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best).
     micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit. solver_time_limit_s: what
     solvers "lp" and "milp" may take for one step, beside the greedy layout that they start from.
@@ -211,6 +212,7 @@ class PlannerConfig:
     node_aligned: bool = True
     solver_time_limit_s: float = 10.0
     activations: ActivationBudget | None = None
+    stages: tuple[tuple[LayerRange, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:

@@ -8,27 +8,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import Action, StagePlan, StepPlan
+from hf_longctx.plan.types import Action, Parameters, StagePlan, StepPlan
 
 
 def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:
     """Bytes on a rank of the stage of weights, gradients and two fp32 Adam moments, as `ModelSpec.state_bytes` counts them."""
-    outside = _outside_parameters(model, stage.stage == 0, stage.stage == plan.num_stages - 1)
-    num_parameters = stage.num_layers * model.layer_parameters + outside
+    return held_state_bytes(model, stage.num_layers, stage.stage, plan.num_stages, plan.parameters, plan.block_ranks)
+
+
+def held_state_bytes(
+    model: ModelSpec, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int
+) -> int:
+    """The same for `num_layers` layers on stage `stage` of `num_stages`, before there is a plan."""
+    num_parameters = held_parameters(model, num_layers, stage, num_stages)
     whole = num_parameters * (2 * model.bytes_per_element + 8)
-    if plan.parameters == "replicated":
+    if parameters == "replicated":
         return whole
-    unit = min(2, stage.num_layers) * model.layer_parameters + outside
-    gathered = unit if plan.parameters == "sharded" else num_parameters
-    return -(-whole // plan.block_ranks) + (gathered + unit) * model.bytes_per_element
+    unit = num_parameters - max(0, num_layers - 2) * model.layer_parameters
+    gathered = unit if parameters == "sharded" else num_parameters
+    return -(-whole // shard_ranks) + (gathered + unit) * model.bytes_per_element
 
 
-def _outside_parameters(model: ModelSpec, is_first: bool, is_last: bool) -> int:
-    """Matrix parameters of a stage that are in no layer."""
+def stage_parameters(model: ModelSpec, stage: StagePlan, num_stages: int) -> int:
+    """Matrix parameters of one of `num_stages` stages."""
+    return held_parameters(model, stage.num_layers, stage.stage, num_stages)
+
+
+def held_parameters(model: ModelSpec, num_layers: int, stage: int, num_stages: int) -> int:
+    """Matrix parameters of `num_layers` layers on stage `stage` of `num_stages`, embeddings and head included."""
+    is_first, is_last = stage == 0, stage == num_stages - 1
     table = model.vocab_size * model.hidden_size
     positions = model.max_positions * model.hidden_size if model.learned_positions and is_first else 0
     num_tables = 1 if model.tied_embeddings and is_first and is_last else is_first + is_last
-    return num_tables * table + positions
+    return num_layers * model.layer_parameters + num_tables * table + positions
 
 
 def most_in_flight(actions: Iterable[Action]) -> int:

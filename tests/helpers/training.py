@@ -18,11 +18,12 @@ from hf_longctx.hf.sampler import LengthAwareSampler
 
 
 class LossRecorder(TrainerCallback):
-    """Layouts and losses of all steps, in full precision."""
+    """Layouts, losses and the most chunks of a group of all steps, in full precision."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.layouts: list[str] = []
+        self.num_chunks: list[int] = []
 
     def attach(self, trainer: LongContextTrainer) -> None:
         original = trainer._report.step_done
@@ -30,6 +31,7 @@ class LossRecorder(TrainerCallback):
         def step_done(plan: Any, result: Any) -> None:
             self.losses.append(float(result.loss))
             self.layouts.append(plan.layout)
+            self.num_chunks.append(max(len(group.chunks) for each in plan.micro_batches for group in each.groups))
             original(plan, result)
 
         trainer._report.step_done = step_done

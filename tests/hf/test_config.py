@@ -118,6 +118,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "lookahead_batches": 3,
         "degrees": [1, 2],
         "method": "ring",
+        "stages": 2,
         "parameters": "sharded",
         "shard_ranks": 2,
         "solver": "static",
@@ -185,3 +186,14 @@ def test_launch_environment_is_what_the_launcher_set(monkeypatch, variables: dic
         monkeypatch.setenv(name, value)
     launch = LaunchEnvironment.read()
     assert (launch.num_ranks, launch.ranks_per_node) == expected
+
+
+@pytest.mark.parametrize("given,found", [("auto", "auto"), ("2", 2), (4, 4)])
+def test_stages_are_a_number_or_auto(given, found) -> None:
+    assert LongContextConfig(stages=given).stages == found
+
+
+@pytest.mark.parametrize("given", [0, -1, "two", "1.5", 2.5])
+def test_other_stages_are_refused(given) -> None:
+    with pytest.raises(ValueError, match="give a number of pipeline stages, 1 for none, or 'auto'"):
+        LongContextConfig(stages=given)

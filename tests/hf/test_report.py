@@ -113,7 +113,7 @@ def test_samples_are_this_ranks_chunks_with_whole_chunk_sizes() -> None:
     traffic = [mean_traffic(costs.model, costs.cluster, GroupShape(2, 2), 12, is_backward) for is_backward in (False, True)]
     assert traffic[0].num_bytes > 0
     samples = step_record().samples(costs)
-    assert list(samples) == [(0, (0, 1), 0), (1, (1,), 0)]
+    assert list(samples) == [(0, (0, 1), "0F0"), (1, (1,), "0F0")]
     assert list(samples.values()) == [
         ChunkSample(
             PassSample(12, 45.0, 2, traffic[0], pytest.approx(0.1)), PassSample(12, 45.0, 2, traffic[1], pytest.approx(0.2))
@@ -130,7 +130,7 @@ def test_ranks_of_a_group_call_a_chunk_the_same_where_one_of_them_was_left_out_b
     plan = replace(plan, micro_batches=(alone, second))
     intervals = tuple(Interval(r, kind, f"0{kind}0", r, r + 1.0) for r in (0, 1) for kind in "FB")
     keys = [set(StepRecord(plan, rank, 0.0, intervals).samples(tiny_costs(2))) for rank in (0, 1)]
-    assert keys == [{(1, (0, 1), 0)}, {(0, (1,), 0), (1, (0, 1), 0)}]
+    assert keys == [{(1, (0, 1), "0F0")}, {(0, (1,), "0F0"), (1, (0, 1), "0F0")}]
 
 
 def test_samples_tell_several_chunks_of_a_group_apart() -> None:

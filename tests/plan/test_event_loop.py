@@ -224,6 +224,18 @@ def test_copies_out_queue_behind_each_other_and_copies_back_wait_for_them() -> N
     assert times == (((0, 1), (1, 2), (2, 15), (15, 21)),)
 
 
+def test_copies_that_are_sent_for_ahead_hide_behind_the_backward_before() -> None:
+    stages = one_rank("0F0 0F1 0B1 0B0")
+    found = []
+    for fetches_ahead in (False, True):
+        times, _ = run_copying(
+            stages, unit_s, no_hop_s, lambda action: (CopyStep(unit_s(action), 1.0),), fetches_ahead=fetches_ahead
+        )
+        found.append(times[0][2:])
+    # out: 1 to 2, 2 to 3. Back: chunk 1 from 3 to 4, runs to 6; chunk 0 from 6 to 7, or from 4 to 5
+    assert found == [((2, 6), (6, 9)), ((2, 6), (6, 8))]
+
+
 def test_the_head_runs_before_the_first_copy_is_sent_for() -> None:
     stages = one_rank("0F0 0B0")
     times, _ = run_copying(

@@ -123,6 +123,16 @@ def test_one_chunk_passes_two_stages_with_the_head_on_the_last_and_a_hop_between
         assert run.ranks[0].idle_s == pytest.approx(2 * hop_s + 3 * last_s)
 
 
+def test_only_hops_between_nodes_take_the_network() -> None:
+    forward = PassCoefficients(0.0, 1.0, 0.0, 0.0, 0.0, 1.0 / 256)
+    parts = tuple((LayerRange(layer, 1),) for layer in range(3))
+    group = group_of(chunks_of((40,)), with_messages(one_forward_one_backward(3, 1)), parts)
+    run = evaluate_plan(plan_of((40,), [[group]]), costs_of(HEADLESS, 3, dataclasses.replace(UNIT, forward=forward), 2))
+    # a layer takes 10 and 20 seconds; ranks 0 and 1 share a node, a token between 1 and 2 takes one second each way
+    starts = {event.name: event.start_s for event in run.events}
+    assert starts == {"0F0": 0, "1F0": 10, "2F0": 60, "2B0": 70, "1B0": 130, "0B0": 150}
+
+
 def side_by_side(parameters: Parameters) -> tuple[StepPlan, CostModel]:
     """<2,1> on two stages of three ranks, then <1,1,1>."""
     lengths = (60, 40, 80, 20, 10)
@@ -175,6 +185,16 @@ def test_states_of_all_stages_are_those_of_the_model(is_tied: bool) -> None:
     table = MODEL.vocab_size * MODEL.hidden_size * 16
     assert first + last == model.state_bytes() + (table if is_tied else 0)
     assert first == 16 * 3 * model.layer_parameters + table + 16 * model.max_positions * model.hidden_size
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages_in_the_middle_have_no_table(is_tied: bool) -> None:
+    model = dataclasses.replace(MODEL, tied_embeddings=is_tied)
+    parts = tuple((LayerRange(layer, 1),) for layer in range(3))
+    plan = plan_of((40,), [[group_of(chunks_of((40,)), with_messages(one_forward_one_backward(3, 1)), parts)]])
+    states = [stage_state_bytes(model, stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
+    table = MODEL.vocab_size * MODEL.hidden_size * 16
+    assert states == [layers * 16 * model.layer_parameters + table * tables for layers, tables in ((1, 1), (1, 0), (1, 1))]
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
@@ -233,6 +253,19 @@ def test_parts_hold_their_own_chunks_and_books() -> None:
         found = round_bytes(MODEL, group, stage)
         token_bytes = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
         assert token_bytes * (2 * 64 + 32) <= found.book <= token_bytes * 2 * (64 + 32)
+
+
+def test_only_the_last_part_holds_logits() -> None:
+    lengths = (64, 64)
+    actions = with_messages(interleaved(2, 2, 2), 2)
+    first, last = group_of(chunks_of(lengths), actions, even_parts(4, 2, 2)).stages
+    group = group_of(chunks_of(lengths), actions, even_parts(4, 2, 2))
+    # both stages hold two chunks on two parts, of one layer each; logits of one chunk after the other
+    load = Load(64, (64,), 1, has_head=False, keeps_gradients=False)
+    without, logits = (chunk_bytes(MODEL, dataclasses.replace(load, has_head=has)).device for has in (False, True))
+    assert round_bytes(MODEL, group, first).saved == 4 * without
+    assert [str(a) for a in last.actions if a.kind in "FB"][:5] == ["1F0", "1F1", "1.1F0", "1.1B0", "1.1F1"]
+    assert round_bytes(MODEL, group, last).saved == 2 * without + logits
 
 
 HOST = LayerPolicy((TensorShare("mlp", host=0.5, device=0.5), TensorShare("layer_input", host=1.0)))

@@ -52,7 +52,9 @@ def test_a_model_of_more_layers_is_its_head_and_so_many_times_the_layers() -> No
     few, whole = replace(MODEL, num_layers=2), replace(MODEL, num_layers=10)
     found = whole_model(COSTS, head, few, whole)
     # token: 5e-5 of the head, 1e-4 of two layers; chunk: 1 ms and 3 ms
-    assert astuple(found.forward) == pytest.approx((1e-6, 5.5e-4, 16e-3, 2e-4, 3e-8, 9e-8, 5e-3))
+    assert found.forward.rates == pytest.approx((1e-6, 5.5e-4, 16e-3, 2e-4, 3e-8, 9e-8, 5e-3))
+    # in a pipeline the head takes what it took alone
+    assert found.forward.token_s * found.forward.head_factor * whole.head_share == pytest.approx(5e-5)
     # backward's head alone measured more start-up than with its layers: none is left for these
     assert found.backward.chunk_s == pytest.approx(9e-3)
     assert found.step_s == pytest.approx(0.5 * whole.num_parameters / few.num_parameters)

@@ -1,0 +1,194 @@
+"""One ordinary Hugging Face checkpoint out of stages, and stages back out of it, at any number of them.
+
+The first rank of every stage writes its weights, as transformers names and shapes them in files, into a folder of its own; rank
+0 then puts the files in their places under one index. Until the last rename what lay there before can be loaded, so a rank that
+dies while it writes takes nothing along. Of tied embeddings the first stage's weight, and its optimizer state, stand for both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from transformers.core_model_loading import revert_weight_conversion
+
+from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.checkpoint import BY_NAME, INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE, copy_weights, gather_weights
+from hf_longctx.hf.stages import find_pieces
+from hf_longctx.runtime.stage_model import StageModel
+
+_SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
+_ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def save_stages(
+    stage: StageModel, folder: str, ranks_per_stage: int, control: dist.ProcessGroup | None, max_shard_size: str = "5GB"
+) -> None:
+    """Writes the model of all stages to `folder`, where `from_pretrained` reads it; of adapters, the adapters alone.
+
+    Collective over all ranks, which must see the same folder. Raises RuntimeError on every rank if some rank could not write;
+    the folder's old checkpoint is then as it was.
+    """
+    rank = dist.get_rank() if control is not None else 0
+    is_writer = rank % ranks_per_stage == 0
+    weights = gather_weights(stage.model, is_writer)
+    if stage.tied and stage.stage:
+        weights.pop(stage.tied, None)
+    error = ""
+    partial = _partial(folder, stage.stage)
+    try:
+        if is_writer:
+            shutil.rmtree(partial, ignore_errors=True)
+            _save_own(stage.model, partial, weights, max_shard_size)
+    except Exception as problem:
+        error = f"rank {rank}: {type(problem).__name__}: {problem}"
+    _raise_everywhere(error, control, folder)
+    try:
+        if rank == 0:
+            _join([_partial(folder, number) for number in range(stage.num_stages)], Path(folder))
+    except Exception as problem:
+        error = f"rank {rank}: {type(problem).__name__}: {problem}"
+    _raise_everywhere(error, control, folder)
+
+
+def load_stage_weights(stage: StageModel, folder: str) -> None:
+    """Copies the weights of a whole checkpoint that are this stage's into its model; every rank reads its own.
+
+    Raises ValueError for a folder without safetensors, or without a weight of this stage.
+    """
+    owner = _embedding_name(stage)
+    copy_weights(stage.model, folder, {owner: stage.tied} if stage.tied and stage.stage else {}, is_part=True)
+
+
+def save_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
+    """Writes the optimizer's states of all stages by parameter name, once each. Collective over all ranks."""
+    states = get_optimizer_state_dict(stage.model, optimizer, options=BY_NAME)
+    if stage.tied and stage.stage:
+        # the first stage's are the same
+        states = {key: value for key, value in states.items() if not _is_of(key, stage.tied)}
+    save_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
+
+
+def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
+    """Reads what `save_stage_optimizer` or a run without stages wrote as shards, at any number of stages and ranks.
+
+    Collective over all ranks.
+    """
+    states = get_optimizer_state_dict(stage.model, optimizer, options=BY_NAME)
+    names = {key: key for key in states}
+    if stage.tied and stage.stage:
+        owner = _embedding_name(stage)
+        names = {key: key.replace(f".{stage.tied}.", f".{owner}.") if _is_of(key, stage.tied) else key for key in states}
+    found = {names[key]: value for key, value in states.items()}
+    load_shards(found, checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    loaded = {key: found[names[key]] for key in states}
+    set_optimizer_state_dict(stage.model, optimizer, loaded, options=BY_NAME)
+
+
+def _embedding_name(stage: StageModel) -> str:
+    """The name that the first stage's part of a tied weight has; the same model class has it in the same place."""
+    if not stage.tied:
+        return ""
+    pieces = find_pieces(stage.model)
+    names = {id(module): name for name, module in stage.model.named_modules()}
+    return f"{names[id(getattr(pieces.decoder, pieces.first[0]))]}.weight"
+
+
+def _is_of(key: str, parameter: str) -> bool:
+    """Whether a flat optimizer state is of `parameter`: `state.NAME.exp_avg`, `param_groups.NAME.lr`."""
+    return f".{parameter}." in key
+
+
+def _partial(folder: str, stage: int) -> Path:
+    """Where a stage writes, on the file system of the checkpoint, so that renames are enough."""
+    return Path(folder) / f"stage-{stage}.partial"
+
+
+def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_size: str) -> None:
+    """Writes one stage. Not `save_pretrained` for a whole model: it writes on the first of all ranks alone."""
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)
+        return
+    partial.mkdir(parents=True)
+    weights = revert_weight_conversion(model, weights)
+    pattern = WEIGHTS_FILE.replace(".", "{suffix}.")
+    split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: weights[name].contiguous() for name in names}, partial / file, metadata={"format": "pt"})
+    # as save_pretrained; a sharded model's class is named after the plain one
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.save_pretrained(str(partial))
+    if model.can_generate():
+        model.generation_config.save_pretrained(str(partial))
+
+
+def _raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str) -> None:
+    if errors := [found for found in gather_objects(error, control) if found]:
+        raise RuntimeError(f"the checkpoint in {folder} could not be written, what was there before is left: {'; '.join(errors)}")
+
+
+def _join(partials: list[Path], folder: Path) -> None:
+    """Moves what the stages wrote into its place; the step that makes it the folder's checkpoint is one rename."""
+    if missing := [partial for partial in partials if not partial.is_dir()]:
+        raise FileNotFoundError(f"{missing[0]} is not there; the ranks of all stages must write to one shared folder")
+    if (partials[0] / _ADAPTER_FILE).exists():
+        _join_adapters(partials, folder)
+    else:
+        _join_weights(partials, folder)
+    for partial in partials:
+        shutil.rmtree(partial)
+
+
+def _join_weights(partials: list[Path], folder: Path) -> None:
+    files = [file for partial in partials for file in sorted(partial.glob("*.safetensors"))]
+    width = len(files)
+    names = [f"model-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
+    if any((folder / name).exists() for name in names):
+        # not over the shards of the checkpoint that is there
+        names = [f"model-new-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for file, name in zip(files, names, strict=True):
+        with safe_open(file, framework="pt") as reader:
+            weight_map.update((key, name) for key in reader.keys())  # noqa: SIM118 (not a mapping)
+        num_bytes += _tensor_bytes(file)
+        file.replace(folder / name)
+    for file in partials[0].glob("*.json"):
+        file.replace(folder / file.name)
+    index = partials[0] / "index.tmp"
+    index.write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": weight_map}, indent=2) + "\n")
+    index.replace(folder / INDEX_FILE)
+    # a single file goes before an index, so this is the step where there was one
+    (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+    for file in folder.glob("model*.safetensors"):
+        if _SHARD.fullmatch(file.name) and file.name not in names:
+            file.unlink()
+
+
+def _join_adapters(partials: list[Path], folder: Path) -> None:
+    adapters: dict[str, Tensor] = {}
+    for partial in partials:
+        adapters.update(load_file(partial / _ADAPTER_FILE))
+    joined = partials[0] / "joined.tmp"
+    save_file(adapters, joined, metadata={"format": "pt"})
+    for file in (*partials[0].glob("*.json"), *partials[0].glob("*.md")):
+        file.replace(folder / file.name)
+    joined.replace(folder / _ADAPTER_FILE)
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file: what follows the header, whose length stands in the first eight bytes."""
+    with file.open("rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")

@@ -1,0 +1,110 @@
+"""How many pipeline stages a run has, and which layers each of them holds: decided once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.model_spec import cluster_spec
+from hf_longctx.hf.stage_loading import checkpoint_config, load_stage
+from hf_longctx.hf.streaming import is_stream
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.pipeline import layer_ranges
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, Span
+
+# the parts of every stage
+Ranges = tuple[tuple[LayerRange, ...], ...]
+
+# the attribute of a model that was loaded stage by stage
+RANGES = "longctx_ranges"
+_SAMPLED_ROWS = 256
+
+
+def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Tokens of up to 256 rows spread over the set, none above `max_length`, as rank 0 found them; collective.
+
+    Of a stream, or without a set, one sequence of `max_length`.
+    """
+    lengths = [max_length]
+    is_reader = control is None or dist.get_rank() == 0
+    if is_reader and dataset is not None and not is_stream(dataset) and len(dataset):
+        stride = max(1, len(dataset) // _SAMPLED_ROWS)
+        rows = [len(dataset[place]["input_ids"]) for place in range(0, len(dataset), stride)][:_SAMPLED_ROWS]
+        lengths = [min(length, max_length) for length in rows if length] or lengths
+    found: list[int] = gather_objects(lengths, control)[0]
+    return tuple(found)
+
+
+def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int]) -> Ranges:
+    """The layers of every stage for sequences of such lengths: the head with the loss counts as layers of its seconds."""
+    if num_stages == 1:
+        return ((LayerRange(0, costs.model.num_layers),),)
+    chunk, shape = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths))), GroupShape(1)
+    # what a chunk costs whatever its tokens is paid per chunk, of which there are fewer
+    per_token = replace(
+        costs,
+        coefficients=replace(
+            costs.coefficients,
+            forward=replace(costs.coefficients.forward, chunk_s=0.0),
+            backward=replace(costs.coefficients.backward, chunk_s=0.0),
+        ),
+    )
+    layer_s = sum(per_token.part_s(chunk, shape, is_backward, 1, has_head=False) for is_backward in (False, True))
+    head_s = sum(per_token.part_s(chunk, shape, is_backward, 0, has_head=True) for is_backward in (False, True))
+    return layer_ranges(costs.model.num_layers, num_stages, head_layers=head_s / layer_s)
+
+
+def load_pipeline_stage(
+    folder: str, config: LongContextConfig, dtype: torch.dtype | str = "auto", **settings: Any
+) -> PreTrainedModel:
+    """This rank's stage of the checkpoint in a local `folder`, for a trainer with the same `config`; of one stage all of it.
+
+    No rank reads or holds the weights of another stage, but for an embedding that the head is tied to. Layers are split by
+    operation counts for sequences of `max_length`. `settings` go to `from_pretrained`. Not collective, but every rank must call
+    it. Raises ValueError for stages "auto", which a trainer chooses by its data, and as `load_stage`.
+
+    Example:
+
+        config = LongContextConfig(stages=4)
+        model = load_pipeline_stage("checkpoints/llama-70b", config, dtype=torch.bfloat16)
+        trainer = LongContextTrainer(model=model, args=args, train_dataset=dataset, longctx_config=config)
+    """
+    if config.stages == 1:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **settings)
+    if config.stages == "auto":
+        raise ValueError("stages is 'auto', which is decided when the model is there; give the number of stages to load one of")
+    state, checkpoint = PartialState(), checkpoint_config(folder)
+    if state.num_processes % config.stages:
+        raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")
+    spec = ModelSpec.from_config(checkpoint.get_text_config().to_dict())
+    if config.stages > spec.num_layers:
+        raise ValueError(f"stages is {config.stages}, more than the checkpoint's {spec.num_layers} layers; use fewer")
+    launch = LaunchEnvironment.read()
+    cluster = cluster_spec(state.device, state.num_processes, min(launch.ranks_per_node, state.num_processes))
+    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
+    ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions])
+    model = load_stage(folder, ranges, own_stage(config.stages), dtype, **settings)
+    setattr(model, RANGES, ranges)
+    return model
+
+
+def own_stage(num_stages: int) -> int:
+    """The pipeline stage of this rank."""
+    state = PartialState()
+    return int(state.process_index * num_stages // state.num_processes)
+
+
+def loaded_ranges(model: nn.Module) -> Ranges | None:
+    """The layers of all stages where `model` is one stage that was loaded alone; None for a whole model."""
+    ranges: Ranges | None = getattr(model, RANGES, None)
+    return ranges

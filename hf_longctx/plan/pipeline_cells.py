@@ -1,0 +1,245 @@
+"""What the joint program must know of a pipeline, and what its answer means: cells and moments out, policies in.
+
+Offloaded shares are spread over the layers in front, and recomputed layers lie behind them, because the runtime sends for a
+layer's tensors when it replays the layer behind: a copy back then hides beside a backward. Where no layer is recomputed, one
+token of the last layer's input goes to the host, since a layer that keeps everything is not replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.activation_memory import layer_slots
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.joint_activation import Cell, JointChoice, Moment
+from hf_longctx.plan.layer_memory import LayerBytes, Load
+from hf_longctx.plan.memory import KnownBytes, chunk_load, group_ends, round_moments
+from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.types import (
+    TENSOR_CLASSES,
+    Action,
+    ActivationPolicy,
+    Chunk,
+    LayerPolicy,
+    SequenceGroup,
+    StagePlan,
+    TensorClass,
+    TensorShare,
+)
+
+# of what copies hide at best: they share a link with messages, and start when there is something to copy
+_LINK_SHARE = 0.9
+# of one layer's backward that a layer's copy back may take
+_LAYER_SHARE = 0.95
+# of a second for every second of a hidden copy: nothing is moved that may as well stay
+_IDLE_COPY = 1e-4
+
+# policies of layers by stage, chunk and part
+LayerPolicies = Mapping[tuple[int, int, int], tuple[LayerPolicy, ...]]
+
+
+def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
+    """Of a layer that keeps its input, and perhaps attention's output."""
+    again: tuple[TensorClass, ...] = ("qkv", "mlp") if keeps_attention else ("attention_output", "qkv", "mlp")
+    return LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in again))
+
+
+def _offloaded(share: float, can_keep_qkv: bool) -> LayerPolicy:
+    """Of a layer of which a share of the tokens waits on the host."""
+    return LayerPolicy(
+        tuple(
+            TensorShare(name, recompute=1.0)
+            if name == "qkv" and not can_keep_qkv
+            else TensorShare(name, host=share, device=1 - share)
+            for name in TENSOR_CLASSES
+        )
+    )
+
+
+def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -> SequenceGroup:
+    """The group with these policies by stage, chunk and part, and tiles everywhere."""
+    stages = tuple(
+        replace(
+            stage,
+            activations=tuple(
+                ActivationPolicy(chunk.index, part, layers.get((stage.stage, chunk.index, part), ()), tile_tokens)
+                for chunk in group.chunks
+                for part in range(len(stage.parts))
+            ),
+        )
+        for stage in group.stages
+    )
+    return replace(group, stages=stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerWays:
+    """One layer of a chunk: device bytes kept, recomputed and offloaded, host bytes; seconds to recompute and of offloading."""
+
+    kept_bytes: int
+    recomputed_bytes: int
+    offloaded_bytes: int
+    host_bytes: int
+    recompute_s: float
+    offload_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sketch:
+    """A moment before the room of its stage is known: bytes on the device with everything kept."""
+
+    stage: int
+    num_bytes: float
+    cells: tuple[int, ...]
+    resident: frozenset[int]
+
+
+class GroupCells:
+    """The cells and moments of one group, whose policies have tiles but nothing else yet."""
+
+    def __init__(
+        self, group: SequenceGroup, costs: CostModel, tile_tokens: int, keeps_attention: bool, known: KnownBytes
+    ) -> None:
+        self.group, self.costs, self.tile_tokens, self.known = group, costs, tile_tokens, known
+        self.recomputed = recomputed_layer(keeps_attention)
+        self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
+        self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        # by stage, chunk and part
+        self.places: dict[tuple[int, int, int], int] = {}
+        self.cells: list[Cell] = []
+        self._known_s: dict[tuple[int, str, int, bool], float] = {}
+        self._add_cells()
+        self._sketches = [sketch for stage in group.stages for sketch in self._sketches_of(stage)]
+
+    def moments(self, room_bytes: Sequence[float]) -> list[Moment]:
+        """Every forward and backward of every stage, with so many bytes for saved tensors and work on each."""
+        return [Moment(one.num_bytes - room_bytes[one.stage], one.cells, one.resident) for one in self._sketches]
+
+    def under(self, choice: JointChoice) -> SequenceGroup:
+        layers = {
+            key: self._layers(self.cells[place], choice.layers[place], choice.offload[place], self.tokens[key[1]])
+            for key, place in self.places.items()
+        }
+        return with_layers(self.group, layers, self.tile_tokens)
+
+    def _layers(self, cell: Cell, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
+        """Policies of a cell's layers, of as many of them as do not keep everything."""
+        count = cell.num_layers - num_recomputed
+        if not offload:
+            return (self.recomputed,) * num_recomputed
+        top = (self.recomputed,) * num_recomputed
+        if not num_recomputed and count > 1:
+            count -= 1
+            again = [share for share in _offloaded(0.0, self.costs.model.can_keep_qkv).shares if share.recompute]
+            top = (LayerPolicy((TensorShare("layer_input", host=1 / num_tokens, device=1 - 1 / num_tokens), *again)),)
+        share = min(1.0, offload * cell.num_layers / count) if count else 0.0
+        # whole tokens, never more than was asked for
+        share = int(share * num_tokens) / num_tokens
+        return (_offloaded(share, self.costs.model.can_keep_qkv),) * count + top if share else top
+
+    def _add_cells(self) -> None:
+        order = [
+            action.chunk for action in self.group.stages[-1].actions if (action.kind, action.part) == ("B", self.num_parts - 1)
+        ]
+        last_place = self.num_stages * self.num_parts - 1
+        ends = group_ends(self.group)
+        ways = [self._layer_ways(chunk, ends) for chunk in self.group.chunks]
+        for stage in self.group.stages:
+            windows = self._windows_s(stage)
+            for chunk in self.group.chunks:
+                for part, owned in enumerate(stage.parts):
+                    diagonal = order.index(chunk.index) + last_place - (part * self.num_stages + stage.stage)
+                    self.places[stage.stage, chunk.index, part] = len(self.cells)
+                    self.cells.append(self._cell(diagonal, owned.num_layers, ways[chunk.index], windows[chunk.index, part]))
+
+    def _layer_ways(self, chunk: Chunk, ends: Mapping[int, int]) -> _LayerWays:
+        model, load = self.costs.model, chunk_load(self.group, chunk, 0, Load(0, (), 1), ends)
+        kept, recomputed, offloaded = (
+            LayerBytes(model, load, policy, self.tile_tokens)
+            for policy in (LayerPolicy(), self.recomputed, _offloaded(1.0, model.can_keep_qkv))
+        )
+        # the products of layers do not have the head's part of a token's seconds
+        inside = 1 - model.head_share
+        again_s = {
+            item.tensor_class: item.recompute_s * (1.0 if item.tensor_class == "attention_output" else inside)
+            for item in layer_slots(self.costs, chunk, self.group.shape)[0].saved
+        }
+        return _LayerWays(
+            kept.held,
+            recomputed.held,
+            offloaded.held,
+            offloaded.held_host,
+            sum(again_s[share.tensor_class] for share in self.recomputed.shares),
+            0.0 if model.can_keep_qkv else again_s["qkv"],
+        )
+
+    def _cell(self, diagonal: int, num_layers: int, ways: _LayerWays, windows_s: tuple[float, float]) -> Cell:
+        """windows_s: see `_windows_s`. A copy back hides beside the layers behind its own, so not beside the last one's."""
+        out_s, backward_s = windows_s
+        behind = (num_layers - 1) / num_layers
+        copy_s = num_layers * ways.host_bytes / self.costs.cluster.hardware.copy_bytes_per_s
+        hidden_s = min(_LINK_SHARE * out_s, _LAYER_SHARE * backward_s * behind)
+        return Cell(
+            diagonal,
+            num_layers,
+            ways.recompute_s,
+            ways.kept_bytes - ways.recomputed_bytes,
+            num_layers * (ways.kept_bytes - ways.offloaded_bytes),
+            num_layers * ways.host_bytes,
+            _IDLE_COPY * copy_s + num_layers * ways.offload_s,
+            min(behind, hidden_s / copy_s) if copy_s else 0.0,
+        )
+
+    def _windows_s(self, stage: StagePlan) -> dict[tuple[int, int], tuple[float, float]]:
+        """Seconds by chunk and part until the next forward is done, in which copies out hide, and of the backward.
+
+        Nothing follows the last forward that it should hurry for: it stays.
+        """
+        passes = [action for action in stage.actions if action.kind in ("F", "B")]
+        windows: dict[tuple[int, int], tuple[float, float]] = {}
+        backward_s: dict[tuple[int, int], float] = {}
+        until_s, has_next = 0.0, False
+        for action in reversed(passes):
+            key, seconds = (action.chunk, action.part), self._seconds(stage, action)
+            if action.kind == "B":
+                backward_s[key] = seconds
+                until_s += seconds
+            else:
+                windows[key] = (until_s if has_next else 0.0), backward_s[key]
+                until_s, has_next = seconds, True
+        return windows
+
+    def _seconds(self, stage: StagePlan, action: Action) -> float:
+        has_head = (stage.stage, action.part) == (self.num_stages - 1, self.num_parts - 1)
+        key = action.chunk, action.kind, stage.parts[action.part].num_layers, has_head
+        if key not in self._known_s:
+            chunk, is_backward = self.group.chunks[action.chunk], action.kind == "B"
+            self._known_s[key] = self.costs.part_s(chunk, self.group.shape, is_backward, key[2], has_head)
+        return self._known_s[key]
+
+    def _sketches_of(self, stage: StagePlan) -> Iterator[_Sketch]:
+        """What each pass of a stage finds on the device, before anything is recomputed or offloaded.
+
+        What works beside saved tensors is about the same whatever the policy; the most of both ends is taken.
+        """
+        model, group = self.costs.model, self.group
+        recomputed = {key: (self.recomputed,) * self.cells[place].num_layers for key, place in self.places.items()}
+        least = with_layers(group, recomputed, self.tile_tokens).stages[stage.stage]
+        both = zip(*(round_moments(model, group, each, known=self.known) for each in (stage, least)), strict=True)
+        passes = [action for action in stage.actions if action.kind in ("F", "B")]
+        coming = [self._place(stage, action) for action in passes if action.kind == "B"]
+        waiting: list[int] = []
+        newest: list[int] = []
+        for action, (kept, lean) in zip(passes, both, strict=True):
+            place = self._place(stage, action)
+            if action.kind == "F":
+                waiting.append(place)
+                newest = [*newest[-1:], place]
+            peak = kept.saved + max(kept.peak - kept.saved, lean.peak - lean.saved)
+            yield _Sketch(stage.stage, float(peak), tuple(waiting), frozenset((*newest, coming[0])))
+            if action.kind == "B":
+                waiting.remove(coming.pop(0))
+
+    def _place(self, stage: StagePlan, action: Action) -> int:
+        return self.places[stage.stage, action.chunk, action.part]

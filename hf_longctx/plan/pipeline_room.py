@@ -1,0 +1,186 @@
+"""The pass that makes room in pipelines: what a stage cannot hold is recomputed or offloaded, and the judge has the last word.
+
+A group that fits as it is stays as it is. For another one the loss runs in tiles, and if that does not do, the program of
+`joint_activation.py` chooses for every chunk and stage. It knows workspaces and copies only roughly, so its answer counts when
+the judge has run it and found it within the limits; what it is over is taken off the room, and the program is solved again. The
+program without offload is asked too where copies turn out to be in the way. What is left when nothing of that fits: every layer
+of every chunk recomputed, on the host what goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.joint_activation import choose_jointly
+from hf_longctx.plan.memory import KnownBytes, lean_policy
+from hf_longctx.plan.pipeline_cells import GroupCells, with_layers
+from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.specs import ActivationBudget
+from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.types import MicroBatch, SequenceGroup, StagePlan, StepPlan
+
+# how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
+_ATTEMPTS = 5
+# free bytes of every stage, of its limit, with which it is solved again with more room; how much of them it gets then
+_WORTH, _REGAIN = 0.02, 0.8
+# of a group's seconds that a better solution of the program is not worth a search
+_TOLERANCE = 0.001
+# seconds beyond what the program counts at which the one without offload is asked too
+_SLACK = 1.005
+
+
+def make_room(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> StepPlan:
+    """The plan with activation policies for every group that does not fit as it is, by the judge's word.
+
+    `budget.device_bytes` is what the stage with the most weights and optimizer states has beside them; the others have more.
+    Raises ValueError for the first group for which nothing fits, with what it needs.
+    """
+    room = PipelineRoom(plan, costs, budget)
+    micro_batches = tuple(
+        replace(micro_batch, groups=tuple(map(room.for_group, micro_batch.groups))) for micro_batch in plan.micro_batches
+    )
+    return replace(plan, micro_batches=micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A group, its seconds alone, and by how many bytes each stage is over its limit."""
+
+    group: SequenceGroup
+    group_s: float
+    over_bytes: tuple[float, ...]
+    over_host_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return max(self.over_bytes) <= 0 and self.over_host_bytes <= 0
+
+
+class PipelineRoom:
+    """Makes room for the groups of one step; groups alike are solved once.
+
+    keeps_attention: recomputed layers keep attention's output wherever that fits.
+    """
+
+    def __init__(self, plan: StepPlan, costs: CostModel, budget: ActivationBudget, keeps_attention: bool = True) -> None:
+        self.plan, self.costs, self.budget, self.keeps_attention = plan, costs, budget, keeps_attention
+        stages = plan.micro_batches[0].groups[0].stages
+        states = [stage_state_bytes(costs.model, stage, plan) for stage in stages]
+        self.limit_bytes = max(states) + budget.device_bytes
+        self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
+        self.known_bytes: KnownBytes = {}
+        self._known: dict[object, tuple[StagePlan, ...]] = {}
+
+    def for_group(self, group: SequenceGroup) -> SequenceGroup:
+        """The group with the policies that it needs to fit; raises ValueError where nothing fits."""
+        spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
+        key = group.shape, spans, tuple(stage.actions for stage in group.stages)
+        if key not in self._known:
+            self._known[key] = self._choose(group).stages
+        return replace(group, stages=self._known[key])
+
+    def judge(self, group: SequenceGroup) -> _Judged:
+        """What the group alone takes."""
+        run = evaluate_plan(replace(self.plan, micro_batches=(MicroBatch((group,)),)), self.costs, with_events=False)
+        ranks = [[s * self.plan.ranks_per_stage + p for p in group.positions] for s in range(len(group.stages))]
+        over = tuple(float(max(run.peak_bytes[rank] for rank in of_stage) - self.limit_bytes) for of_stage in ranks)
+        host = max(run.host_bytes[rank] for of_stage in ranks for rank in of_stage)
+        return _Judged(group, run.step_s - run.once_s, over, float(host - self.budget.host_bytes))
+
+    def _choose(self, group: SequenceGroup) -> SequenceGroup:
+        if self.judge(group).fits:
+            return group
+        tiled = self.judge(with_layers(group, {}, self.budget.tile_tokens))
+        if tiled.fits:
+            return tiled.group
+        options = list(self._options(tiled))
+        if not options:
+            raise ValueError(self._nothing_fits(tiled.group))
+        return min(options, key=lambda option: option.group_s).group
+
+    def _options(self, tiled: _Judged) -> Iterator[_Judged]:
+        for keeps_attention in (True, False) if self.keeps_attention else (False,):
+            cells = GroupCells(tiled.group, self.costs, self.budget.tile_tokens, keeps_attention, self.known_bytes)
+            solved = self._accepted(cells, tiled.group_s, self.budget.host_bytes)
+            if solved is not None:
+                option, cost_s = solved
+                yield option
+                # copies cost nothing in the program
+                if self.budget.host_bytes and option.group_s > _SLACK * (tiled.group_s + cost_s):
+                    without = self._accepted(cells, tiled.group_s, 0)
+                    if without is not None:
+                        yield without[0]
+                return
+        for option in self._lean(tiled.group):
+            if option.fits:
+                yield option
+                return
+
+    def _accepted(self, cells: GroupCells, group_s: float, host_bytes: float) -> tuple[_Judged, float] | None:
+        """The fastest that the judge accepts, and the seconds that the program counted for it; None if that is nothing.
+
+        Room is taken away from stages that are over their limit, and given to all where there is some left.
+        """
+        room = list(self.room_bytes)
+        best: tuple[_Judged, float] | None = None
+        for _ in range(_ATTEMPTS):
+            choice = choose_jointly(cells.cells, cells.moments(room), host_bytes, _TOLERANCE * group_s)
+            if choice is None:
+                break
+            judged = self.judge(cells.under(choice))
+            if judged.fits:
+                if best is None or judged.group_s < best[0].group_s:
+                    best = judged, choice.cost_s
+                # what recomputation may still win back
+                if choice.cost_s <= 5 * _TOLERANCE * group_s or max(judged.over_bytes) > -_WORTH * self.limit_bytes:
+                    break
+                room = [num_bytes - _REGAIN * over for num_bytes, over in zip(room, judged.over_bytes, strict=True)]
+                continue
+            if best is not None:
+                break
+            room = [num_bytes - max(0.0, over) for num_bytes, over in zip(room, judged.over_bytes, strict=True)]
+            host_bytes -= max(0.0, judged.over_host_bytes)
+        return best
+
+    def _lean(self, group: SequenceGroup) -> Iterator[_Judged]:
+        """Every layer recomputed, the least device memory last."""
+        for keeps_attention in (True, False):
+            for host_bytes in dict.fromkeys((0, self.budget.host_bytes)):
+                yield self.judge(self._lean_group(group, host_bytes, keeps_attention))
+
+    def _lean_group(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> SequenceGroup:
+        # a chunk's part of the host is its part of the most tokens in flight
+        tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        in_flight = max(_most_in_flight(stage, tokens) for stage in group.stages)
+        layers = {}
+        for stage in group.stages:
+            for chunk, num_tokens in zip(group.chunks, tokens, strict=True):
+                for part, owned in enumerate(stage.parts):
+                    share = int(host_bytes * num_tokens * owned.num_layers / in_flight)
+                    policy = lean_policy(self.costs.model, num_tokens, share, 0, owned.num_layers, keeps_attention)
+                    layers[stage.stage, chunk.index, part] = policy.layers
+        return with_layers(group, layers, self.budget.tile_tokens)
+
+    def _nothing_fits(self, group: SequenceGroup) -> str:
+        least = min(self._lean(group), key=lambda judged: max(judged.over_bytes))
+        place = max(range(len(least.over_bytes)), key=lambda stage: least.over_bytes[stage])
+        needed = self.limit_bytes + least.over_bytes[place]
+        return (
+            f"stage {place} of {len(group.stages)} needs {needed / 2**30:.2f} GiB on a rank for {len(group.chunks)} chunks of up "
+            f"to {max(chunk.num_tokens for chunk in group.chunks)} tokens on {group.degree} rank(s) even if every layer is "
+            f"recomputed, and {self.limit_bytes / 2**30:.2f} GiB are usable; use smaller chunks, more ranks per stage, shorter "
+            f"sequences or more host memory (host_gib)"
+        )
+
+
+def _most_in_flight(stage: StagePlan, tokens: Sequence[int]) -> int:
+    """The most tokens times layers that wait for their backward at one time."""
+    waiting = most = 0
+    for action in stage.actions:
+        size = tokens[action.chunk] * stage.parts[action.part].num_layers
+        waiting += size * ((action.kind == "F") - (action.kind == "B"))
+        most = max(most, waiting)
+    return most

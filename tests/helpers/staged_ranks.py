@@ -1,0 +1,124 @@
+"""A model cut into stages on a pool of ranks: this rank's stage, its groups, and one step of gradients through all stages."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers.staged import even_parts, family_model
+from helpers.steps import whole
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hf_longctx.hf.agreement import control_group
+from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.runtime.reduction import GradientSum
+from hf_longctx.runtime.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.stage_groups import StageGroups, TiedWeight, clip_stage_gradients, stage_groups
+from hf_longctx.runtime.stage_model import StageModel
+
+_GROUPS: dict[int, tuple[StageGroups, Any]] = {}
+_MESHES: dict[int, DeviceMesh] = {}
+
+
+@dataclass
+class RankStage:
+    """What one rank has; `tied` is None where no other stage has a weight of this one."""
+
+    stage: StageModel
+    groups: StageGroups
+    control: dist.ProcessGroup
+    ranks_per_stage: int
+    tied: TiedWeight | None
+
+    @property
+    def parameters(self) -> list[Any]:
+        return list(self.stage.model.parameters())
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights by name."""
+        return {name: whole(p.detach()).clone() for name, p in self.stage.model.named_parameters()}
+
+
+def rank_mesh(num_stages: int) -> DeviceMesh:
+    """The mesh of this rank's stage; lasts as long as the pool."""
+    if num_stages not in _MESHES:
+        _MESHES[num_stages] = shard_mesh("cpu", dist.get_world_size() // num_stages, 60.0, num_stages)
+    return _MESHES[num_stages]
+
+
+def rank_stage(num_stages: int, tied: bool, is_sharded: bool, build: Any = family_model, num_parts: int = 1) -> RankStage:
+    """This rank's stage of a tiny llama; groups last as long as the pool."""
+    if num_stages not in _GROUPS:
+        _GROUPS[num_stages] = (stage_groups(num_stages, 60.0), control_group(60.0))
+    groups, control = _GROUPS[num_stages]
+    model = build("llama", tied)
+    parts = even_parts(num_stages, num_parts)
+    cut_model(model, parts, groups.stage)
+    stage = stage_model(model, parts, groups.stage)
+    if is_sharded:
+        shard_model(model, tuple(model._no_split_modules), rank_mesh(num_stages))
+    weight = TiedWeight(model.get_parameter(stage.tied), groups.ends) if stage.tied else None
+    return RankStage(stage, groups, control, dist.get_world_size() // num_stages, weight)
+
+
+def random_gradient(name: str, shape: Any, step: int) -> Tensor:
+    """The gradient that the parameter of this name gets in a step, whoever holds it."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def sharded_like(parameter: Any, value: Tensor) -> Tensor:
+    """`value`, which every rank has, cut as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def set_gradients(own: RankStage, step: int) -> None:
+    """Gives this stage's parameters their gradients, as if its ranks had summed them, and sums those of tied weights."""
+    for name, parameter in own.stage.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.grad = sharded_like(parameter, random_gradient(name, parameter.shape, step))
+    GradientSum(own.parameters).reduce(None, own.tied)
+
+
+def set_whole_gradients(model: Any, step: int, is_tied: bool) -> None:
+    """The same on the whole model."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = random_gradient(name, parameter.shape, step)
+            if is_tied and name == "model.embed_tokens.weight":
+                gradient += random_gradient("lm_head.weight", parameter.shape, step)
+            parameter.grad = sharded_like(parameter, gradient)
+
+
+def whole_training(steps: range, is_tied: bool, max_norm: float, build: Any = family_model) -> tuple[Any, list[float]]:
+    """The whole model after AdamW steps in one process, clipped by torch, and the norms before clipping."""
+    model = build("llama", is_tied)
+    optimizer = new_optimizer(model.parameters())
+    norms = []
+    for step in steps:
+        set_whole_gradients(model, step, is_tied)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+    return model, norms
+
+
+def train_stage(own: RankStage, optimizer: torch.optim.Optimizer, steps: range, max_norm: float) -> list[float]:
+    """The same on this rank's stage."""
+    norms = []
+    for step in steps:
+        set_gradients(own, step)
+        tied = own.tied.parameter if own.tied else None
+        norms.append(float(clip_stage_gradients(own.parameters, max_norm, own.groups, tied)))
+        optimizer.step()
+    return norms
+
+
+def new_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2, weight_decay=0.1)

@@ -1,0 +1,255 @@
+"""Checkpoints of stages: one ordinary checkpoint out, states back at any number of stages, and nothing lost when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from helpers.models import relative_error
+from helpers.ranks import RankFailure
+from helpers.staged import family_model
+from helpers.staged_ranks import RankStage, new_optimizer, rank_mesh, rank_stage, set_whole_gradients, train_stage, whole_training
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_longctx.hf import stage_checkpoint
+from hf_longctx.hf.checkpoint import gather_weights, load_optimizer, load_weights, save_optimizer
+from hf_longctx.hf.stage_checkpoint import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
+from hf_longctx.runtime.sharded import shard_model
+
+NORM = 50.0
+# (stages, whether parameters are sharded inside a stage), on four ranks
+LAYOUTS = [(2, True), (4, False), (2, False)]
+
+
+def save(own: RankStage, folder: str, **settings: Any) -> None:
+    save_stages(own.stage, folder, own.ranks_per_stage, own.control, **settings)
+
+
+def train_and_save(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> None:
+    own = rank_stage(num_stages, tied, is_sharded)
+    optimizer = new_optimizer(own.parameters)
+    train_stage(own, optimizer, range(2), NORM)
+    save(own, folder, max_shard_size="20KB")
+    save_stage_optimizer(own.stage, optimizer, folder)
+
+
+def resume(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> dict[str, Tensor]:
+    """Weights after two more steps, from a checkpoint."""
+    own = rank_stage(num_stages, tied, is_sharded, build=zero_model)
+    optimizer = new_optimizer(own.parameters)
+    load_stage_weights(own.stage, folder)
+    load_stage_optimizer(own.stage, optimizer, folder)
+    train_stage(own, optimizer, range(2, 4), NORM)
+    return own.weights()
+
+
+def zero_model(family: str, tied: bool) -> Any:
+    model = family_model(family, tied)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return model
+
+
+def assert_weights(folder: Path, expected: Any) -> None:
+    """What `from_pretrained` reads is the model expected, and nothing is missing or left over."""
+    found, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(found) is type(expected)
+    assert found.config.tie_word_embeddings == expected.config.tie_word_embeddings
+    weights = found.state_dict()
+    assert sorted(weights) == sorted(expected.state_dict())
+    assert max(relative_error(weights[name], value) for name, value in expected.state_dict().items()) <= 1e-12
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("num_stages", "is_sharded"), LAYOUTS)
+def test_stages_write_one_ordinary_checkpoint_and_resume_from_it_at_any_number(
+    ranks, tmp_path: Path, num_stages: int, is_sharded: bool, tied: bool
+) -> None:
+    folder = str(tmp_path)
+    ranks(4).run(train_and_save, folder, num_stages, tied, is_sharded)
+    assert_weights(tmp_path, whole_training(range(2), tied, NORM)[0])
+    assert (tmp_path / "generation_config.json").exists()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    # tied weights once, as in the model
+    assert set(index["weight_map"]) == {name for name, _ in family_model("llama", tied).named_parameters()}
+    assert set(index["weight_map"].values()) == {file.name for file in tmp_path.glob("*.safetensors")}
+    assert not list(tmp_path.glob("*.partial"))
+    expected = dict(whole_training(range(4), tied, NORM)[0].named_parameters(remove_duplicate=False))
+    for layout in LAYOUTS if not tied else [(4, True)]:
+        for weights in ranks(4).run(resume, folder, layout[0], tied, layout[1]):
+            assert max(relative_error(weight, expected[name].detach()) for name, weight in weights.items()) <= 1e-12
+
+
+def resume_whole(folder: str, tied: bool) -> dict[str, Tensor]:
+    """Weights of the whole model on every rank, after two more steps from a checkpoint."""
+    model = zero_model("llama", tied)
+    optimizer = new_optimizer(model.parameters())
+    load_weights(model, folder)
+    load_optimizer(model, optimizer, folder)
+    for step in range(2, 4):
+        set_whole_gradients(model, step, tied)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def save_whole(folder: str, tied: bool) -> None:
+    """A checkpoint of a run without stages, whose parameters are sharded over all ranks."""
+    model = family_model("llama", tied)
+    shard_model(model, tuple(model._no_split_modules), rank_mesh(1))
+    optimizer = new_optimizer(model.parameters())
+    for step in range(2):
+        set_whole_gradients(model, step, tied)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+    weights = gather_weights(model, dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=weights)
+    save_optimizer(model, optimizer, folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_runs_with_stages_and_without_resume_from_each_other(ranks, tmp_path: Path, tied: bool) -> None:
+    expected = dict(whole_training(range(4), tied, NORM)[0].named_parameters(remove_duplicate=False))
+    staged, whole = str(tmp_path / "staged"), str(tmp_path / "whole")
+    ranks(4).run(train_and_save, staged, 2, tied, True)
+    ranks(4).run(save_whole, whole, tied)
+    for weights in (*ranks(4).run(resume_whole, staged, tied), *ranks(4).run(resume, whole, 2, tied, True)):
+        assert max(relative_error(weight, expected[name].detach()) for name, weight in weights.items()) <= 1e-12
+
+
+def with_adapters(family: str, tied: bool) -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = family_model(family, tied)
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
+
+
+def save_adapters(folder: str, is_sharded: bool) -> None:
+    own = rank_stage(2, True, is_sharded, build=with_adapters)
+    optimizer = new_optimizer(own.parameters)
+    train_stage(own, optimizer, range(2), NORM)
+    save(own, folder)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_adapters_of_all_stages_are_one_adapter(ranks, tmp_path: Path, is_sharded: bool) -> None:
+    ranks(4).run(save_adapters, str(tmp_path), is_sharded)
+    expected, _ = whole_training(range(2), True, NORM, build=with_adapters)
+    found = peft.PeftModel.from_pretrained(family_model("llama", True), str(tmp_path), autocast_adapter_dtype=False)
+    weights = {name: value for name, value in found.state_dict().items() if "lora_" in name}
+    assert len(weights) == len(load_file(tmp_path / "adapter_model.safetensors")) == 7 * 4
+    assert max(relative_error(value, expected.state_dict()[name]) for name, value in weights.items()) <= 1e-12
+    assert not list(tmp_path.glob("model*")) and not list(tmp_path.glob("*.partial"))
+
+
+def mixture(family: str, tied: bool) -> Any:
+    """A model whose files hold every expert alone, and whose layers hold all of them in one weight."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 7}
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **more, pad_token_id=0))
+
+
+def save_mixture(folder: str) -> None:
+    save(rank_stage(2, False, False, build=mixture), folder)
+
+
+def test_fused_weights_are_written_as_files_have_them(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_mixture, str(tmp_path))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert "model.layers.6.mlp.experts.3.up_proj.weight" in index["weight_map"]
+    assert_weights(tmp_path, mixture("", False))
+
+
+def save_again(folder: str, step: int) -> None:
+    own = rank_stage(2, False, False)
+    train_stage(own, new_optimizer(own.parameters), range(step), NORM)
+    save(own, folder)
+
+
+def test_a_folder_may_be_saved_to_again(ranks, tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path)
+    for step in (1, 2, 3):
+        ranks(2).run(save_again, str(tmp_path), step)
+        assert_weights(tmp_path, whole_training(range(step), False, NORM)[0])
+        assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+def die_while_saving(folder: str, when: str) -> str:
+    """The error on this rank."""
+    own = rank_stage(2, False, False)
+    train_stage(own, new_optimizer(own.parameters), range(2), NORM)
+    write, measure = stage_checkpoint._save_own, stage_checkpoint._tensor_bytes
+
+    def dying(model: Any, partial: Path, *args: Any) -> None:
+        write(model, partial, *args)
+        if own.stage.stage:
+            file = next(partial.glob("*.safetensors"))
+            file.write_bytes(file.read_bytes()[:1000])
+            if when == "killed":
+                os._exit(1)
+            raise OSError("no space left")
+
+    def full(file: Path) -> int:
+        if file.parent.name == "stage-1.partial":
+            raise OSError("no space left")
+        return measure(file)
+
+    if when == "joining":
+        stage_checkpoint._tensor_bytes = full
+    else:
+        stage_checkpoint._save_own = dying
+    try:
+        save(own, folder)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        stage_checkpoint._save_own, stage_checkpoint._tensor_bytes = write, measure
+
+
+def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_checkpoint(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_again, str(tmp_path), 1)
+    expected = whole_training(range(1), False, NORM)[0]
+    for when, rank in (("raised", 1), ("joining", 0)):
+        for error in ranks(2).run(die_while_saving, str(tmp_path), when):
+            assert re.fullmatch(rf"the checkpoint in .* is left: rank {rank}: OSError: no space left", error)
+        assert_weights(tmp_path, expected)
+    # what was left behind is no hindrance
+    ranks(2).run(save_again, str(tmp_path), 3)
+    assert_weights(tmp_path, whole_training(range(3), False, NORM)[0])
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def load_other(folder: str) -> str:
+    own = rank_stage(2, False, False)
+    try:
+        load_stage_weights(own.stage, folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_without_a_weight_of_the_stage_is_refused(ranks, tmp_path: Path) -> None:
+    family_model("llama", num_hidden_layers=3).save_pretrained(tmp_path)
+    first, last = ranks(2).run(load_other, str(tmp_path))
+    assert first == ""
+    assert "lacks 36 weights of the model, model.layers.3.self_attn.q_proj.weight first" in last
+
+
+# the last one, since it ends its pool
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_checkpoint(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_again, str(tmp_path), 1)
+    with pytest.raises(RankFailure, match="the process ended"):
+        ranks(2).run(die_while_saving, str(tmp_path), "killed")
+    assert_weights(tmp_path, whole_training(range(1), False, NORM)[0])

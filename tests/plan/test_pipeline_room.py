@@ -1,0 +1,184 @@
+"""Room in pipelines: whatever comes out fits by the judge or raises, what fits stays as it is, and copies come before layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.elastic_chunks import elastic_chunks
+from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline_room import PipelineRoom, make_room
+from hf_longctx.plan.specs import GENERIC_GPU, ActivationBudget, ClusterSpec, ModelSpec
+from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.types import ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.validate import validate_plan
+
+MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
+LARGE = ModelSpec(16, 4096, 14336, 32, 8, 128, 32000, 1 << 20, bytes_per_element=2)
+GIB = 1 << 30
+# stages, ranks of each, schedule, parts of each
+SHAPES = [(2, 1, "elastic", 1), (2, 2, "1f1b", 1), (4, 1, "elastic", 1), (3, 1, "gpipe", 1), (2, 1, "interleaved", 2)]
+
+
+def costs_of(model: ModelSpec, num_stages: int, degree: int, copy_bytes_per_s: float = 2e10) -> CostModel:
+    hardware = replace(GENERIC_GPU, copy_bytes_per_s=copy_bytes_per_s)
+    cluster = ClusterSpec(num_stages * degree, degree, hardware)
+    return CostModel(model, cluster, default_coefficients(model, cluster), parameters="sharded", shard_ranks=degree)
+
+
+def plan_of(
+    costs: CostModel, lengths: list[int], num_slices: int, num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+) -> StepPlan:
+    """All sequences in one pipeline over all ranks."""
+    coefficients = costs.coefficients
+    pair_s = coefficients.forward.pair_s + coefficients.backward.pair_s
+    token_s = coefficients.forward.token_s + coefficients.backward.token_s
+    chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, pair_s, token_s, max(lengths))
+    degree = costs.cluster.num_ranks // num_stages
+    group = SequenceGroup(tuple(range(degree)), "local" if degree == 1 else "ulysses", chunks, ())
+    group = pipelined(group, layer_ranges(costs.model.num_layers, num_stages, num_parts), schedule)
+    return StepPlan(0, tuple(lengths), num_stages, degree, "sharded", (MicroBatch((group,)),), shard_ranks=degree)
+
+
+def limit_of(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> int:
+    """Bytes of a rank: the budget beside the stage with the most states."""
+    stages = plan.micro_batches[0].groups[0].stages
+    return max(stage_state_bytes(costs.model, stage, plan) for stage in stages) + budget.device_bytes
+
+
+def judged(plan: StepPlan, costs: CostModel) -> Evaluation:
+    return evaluate_plan(plan, costs, with_events=False)
+
+
+def policies_of(plan: StepPlan) -> list[ActivationPolicy]:
+    return [policy for mb in plan.micro_batches for group in mb.groups for stage in group.stages for policy in stage.activations]
+
+
+def recomputed(policy: ActivationPolicy) -> int:
+    return sum(layer.share("mlp").recompute == 1 for layer in policy.layers)
+
+
+def host_share(plan: StepPlan) -> float:
+    return sum(layer.share("mlp").host for policy in policies_of(plan) for layer in policy.layers)
+
+
+@given(
+    st.lists(st.integers(1, 6_000), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.sampled_from(
+        [(2, 1, "elastic", 1), (2, 2, "1f1b", 1), (4, 1, "elastic", 1), (3, 1, "gpipe", 1), (2, 1, "interleaved", 2)]
+    ),
+    st.integers(18, 29).map(lambda bits: 1 << bits),
+    st.sampled_from([0, 1 << 22, 1 << 30]),
+    st.sampled_from([0, 256]),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_plans_fit_by_the_judge_or_raise(
+    lengths: list[int],
+    num_slices: int,
+    shape: tuple[int, int, Schedule, int],
+    device_bytes: int,
+    host_bytes: int,
+    tile_tokens: int,
+    can_keep_qkv: bool,
+) -> None:
+    num_stages, degree, schedule, num_parts = shape
+    costs = costs_of(replace(MODEL, can_keep_qkv=can_keep_qkv), num_stages, degree)
+    plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_parts)
+    budget = ActivationBudget(0, device_bytes, host_bytes, tile_tokens)
+    limit, before = limit_of(plan, costs, budget), judged(plan, costs)
+    try:
+        made = make_room(plan, costs, budget)
+    except ValueError as error:
+        assert max(before.peak_bytes) > limit
+        assert "GiB are usable" in str(error)
+        return
+    validate_plan(made)
+    after = judged(made, costs)
+    assert max(after.peak_bytes) <= limit and max(after.host_bytes) <= host_bytes
+    assert (made == plan) == (max(before.peak_bytes) <= limit)
+    assert make_room(plan, costs, budget) == made
+    for policy in policies_of(made):
+        for layer in policy.layers:
+            # a layer is replayed from its input, and attention of slices runs again wholly or not at all
+            assert layer.share("layer_input").recompute == 0
+            assert layer.share("attention_output").recompute in (0, 1)
+            assert layer.keeps_everything or can_keep_qkv or layer.share("qkv").recompute == 1
+
+
+@pytest.fixture(scope="module")
+def long_case() -> tuple[StepPlan, CostModel, int]:
+    """A pipeline of four stages with one long sequence and short ones, and its bytes where everything is kept."""
+    costs = costs_of(LARGE, 4, 2)
+    plan = plan_of(costs, [40_000, 30_000, *range(2_000, 12_000, 500)], 6, 4)
+    return plan, costs, max(judged(plan, costs).peak_bytes) - limit_of(plan, costs, ActivationBudget(0, 0))
+
+
+def test_less_memory_is_never_faster_and_copies_come_before_layers(long_case: tuple[StepPlan, CostModel, int]) -> None:
+    plan, costs, whole_bytes = long_case
+    free_s = judged(plan, costs).step_s
+    before_s = 0.0
+    for share in (1.0, 0.9, 0.7, 0.5):
+        without = make_room(plan, costs, ActivationBudget(0, int(share * whole_bytes)))
+        both = make_room(plan, costs, ActivationBudget(0, int(share * whole_bytes), 64 * GIB))
+        without_s, both_s = judged(without, costs).step_s, judged(both, costs).step_s
+        assert before_s <= without_s * (1 + 1e-3)
+        assert free_s <= both_s * (1 + 1e-9) and both_s <= without_s * (1 + 1e-9)
+        before_s = without_s
+        if share < 0.9:
+            assert sum(map(recomputed, policies_of(both))) < sum(map(recomputed, policies_of(without)))
+            assert host_share(both) > 0 == host_share(without)
+
+
+def test_a_slow_link_moves_less_and_recomputes_more(long_case: tuple[StepPlan, CostModel, int]) -> None:
+    plan, _, whole_bytes = long_case
+    layers, moved = [], []
+    for copy_bytes_per_s in (1e11, 1e10, 1e9):
+        costs = costs_of(LARGE, 4, 2, copy_bytes_per_s)
+        made = make_room(plan, costs, ActivationBudget(0, int(0.4 * whole_bytes), 64 * GIB))
+        layers.append(sum(map(recomputed, policies_of(made))))
+        moved.append(max(judged(made, costs).host_bytes))
+    assert layers[0] <= layers[1] < layers[2]
+    assert moved[1] > moved[2]
+
+
+def test_stages_recompute_side_by_side(long_case: tuple[StepPlan, CostModel, int]) -> None:
+    plan, costs, whole_bytes = long_case
+    made = make_room(plan, costs, ActivationBudget(0, int(0.6 * whole_bytes)))
+    (group,) = made.micro_batches[0].groups
+    # seconds that each stage's recomputation adds if the others have room for everything
+    free_s = judged(plan, costs).step_s
+    alone_s = []
+    for place in range(4):
+        stages = tuple(stage if stage.stage == place else replace(stage, activations=()) for stage in group.stages)
+        alone = replace(made, micro_batches=(MicroBatch((replace(group, stages=stages),)),))
+        alone_s.append(judged(alone, costs).step_s - free_s)
+    assert sum(seconds > 0 for seconds in alone_s) > 1
+    assert judged(made, costs).step_s - free_s < 0.85 * sum(alone_s)
+
+
+def test_groups_alike_are_solved_once(long_case: tuple[StepPlan, CostModel, int]) -> None:
+    plan, costs, whole_bytes = long_case
+    room = PipelineRoom(plan, costs, ActivationBudget(0, int(0.6 * whole_bytes)))
+    (group,) = plan.micro_batches[0].groups
+    renumbered = replace(
+        group,
+        chunks=tuple(
+            replace(chunk, spans=tuple(replace(span, sequence=span.sequence + 100) for span in chunk.spans))
+            for chunk in group.chunks
+        ),
+    )
+    first, second = room.for_group(group), room.for_group(renumbered)
+    assert second.stages is first.stages and second.chunks == renumbered.chunks
+
+
+def test_too_little_memory_says_how_much_is_needed(long_case: tuple[StepPlan, CostModel, int]) -> None:
+    plan, costs, _ = long_case
+    with pytest.raises(ValueError, match=r"stage \d of 4 needs [\d.]+ GiB .* use smaller chunks, more ranks"):
+        make_room(plan, costs, ActivationBudget(0, GIB // 8))

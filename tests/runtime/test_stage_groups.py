@@ -1,0 +1,52 @@
+"""Ranks of several stages against one process: the norm of the whole model, clipped steps, and weights that lie on two stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import relative_error
+from helpers.staged_ranks import new_optimizer, rank_stage, train_stage, whole_training
+from torch import Tensor
+
+from hf_longctx.runtime.stage_groups import stage_groups
+
+MAX_NORM = 50.0
+
+
+def train(num_stages: int, tied: bool, is_sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
+    own = rank_stage(num_stages, tied, is_sharded)
+    norms = train_stage(own, new_optimizer(own.parameters), range(3), MAX_NORM)
+    return norms, own.weights()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("num_stages", "num_ranks", "is_sharded"), [(2, 2, False), (2, 4, True), (4, 4, False), (2, 4, False)])
+def test_clipped_steps_of_stages_are_those_of_the_whole_model(
+    ranks, num_stages: int, num_ranks: int, is_sharded: bool, tied: bool
+) -> None:
+    whole, expected_norms = whole_training(range(3), tied, MAX_NORM)
+    assert min(expected_norms) > MAX_NORM
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    results = ranks(num_ranks).run(train, num_stages, tied, is_sharded)
+    assert set().union(*(weights for _, weights in results)) == set(expected)
+    for norms, weights in results:
+        assert norms == results[0][0]
+        assert norms == pytest.approx(expected_norms, rel=1e-14)
+        assert max(relative_error(weight, expected[name].detach()) for name, weight in weights.items()) <= 1e-12
+    if tied:
+        # bit by bit, else they would drift apart
+        assert torch.equal(results[0][1]["model.embed_tokens.weight"], results[-1][1]["lm_head.weight"])
+
+
+def refuse(num_stages: int) -> str:
+    try:
+        stage_groups(num_stages, 1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_stages_that_do_not_divide_the_ranks_are_refused(ranks, num_stages: int) -> None:
+    for message in ranks(4).run(refuse, num_stages):
+        assert message == f"{num_stages} stages do not divide the 4 ranks of the run; choose a divisor from 2 on"
