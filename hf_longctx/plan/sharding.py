@@ -211,6 +211,11 @@ def shared_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple
     return tuple(zip(*by_position, strict=True))
 
 
+def is_shared(group: SequenceGroup) -> bool:
+    """Whether stages share chunks of the group."""
+    return any(action.helpers for stage in group.stages for action in stage.actions)
+
+
 def sharing_stages(action: Action) -> tuple[int, ...]:
     """The stages whose ranks run an action, in order."""
     return tuple(sorted({action.stage, *(stage for stage, _ in action.helpers)}))

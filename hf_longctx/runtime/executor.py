@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_longctx.plan.sharding import is_shared
 from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
@@ -27,7 +28,7 @@ from hf_longctx.runtime.p2p import RoundMessages
 from hf_longctx.runtime.profiler import Interval, StepClock
 from hf_longctx.runtime.reduction import ReplicatedParameters, TiedWeight
 from hf_longctx.runtime.sharded import parameters_of
-from hf_longctx.runtime.shared_round import SharedRound, alone, check_shared, is_shared
+from hf_longctx.runtime.shared_round import SharedRound, alone, check_shared
 from hf_longctx.runtime.slices import KVBook
 from hf_longctx.runtime.stage_model import StageModel, whole_model
 

@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from hf_longctx.runtime.executor import StepExecutor
 
 
-def is_shared(group: SequenceGroup) -> bool:
-    """Whether stages share chunks of the group."""
-    return any(action.helpers for stage in group.stages for action in stage.actions)
-
-
 def alone(group: SequenceGroup) -> SequenceGroup:
     """The group without helpers: every stage runs its own chunks."""
     stages = tuple(

@@ -12,10 +12,9 @@ from helpers.shared import lent_plan, new_optimizer, shared_step_on_rank
 from helpers.sliced import cut
 
 from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.sharding import shared_order
+from hf_longctx.plan.sharding import is_shared, shared_order
 from hf_longctx.plan.types import StepPlan
 from hf_longctx.plan.validate import validate_plan
-from hf_longctx.runtime.shared_round import is_shared
 
 TOLERANCE = 1e-12
 
