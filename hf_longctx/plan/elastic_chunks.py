@@ -69,8 +69,7 @@ def elastic_chunks(
     ]
     short = [(sequence, lengths[sequence]) for sequence in ordered[len(long) :]]
     cell_s = max(_seconds(start, stop, pair_s, token_s) for start, stop in pairwise(mesh))
-    most_s = _MOST_LOAD * max(cell_s, target_s)
-    packs = _pack(tails, [(i, n, _seconds(0, n, pair_s, token_s)) for i, n in short], most_s, capacity_tokens)
+    packs = _pack(tails, [(i, n, _seconds(0, n, pair_s, token_s)) for i, n in short], max(cell_s, target_s), capacity_tokens)
     chunks = [[span] for family in families for span in family]
     place = -1
     for family, tail in zip(families, tails, strict=True):
@@ -125,15 +124,9 @@ def _seconds(start: int, stop: int, pair_s: float, token_s: float) -> float:
 def _mesh(longest: int, num_slices: int, pair_s: float, token_s: float, capacity_tokens: int) -> tuple[int, ...]:
     """Bounds of equal time for the longest sequence, in more slices than asked for where these would be too large."""
     # the first slice has the most tokens, since none before it are attended to
-    fewest = math.ceil(
-        _seconds(0, longest, pair_s, token_s) / _seconds(0, min(capacity_tokens, longest), pair_s, token_s) * (1 - 1e-9)
-    )
-    while True:
-        # bounds are rounded to tokens, so that one slice more may be needed
-        mesh = slice_bounds(longest, max(num_slices, fewest), pair_s, token_s)
-        if max(stop - start for start, stop in pairwise(mesh)) <= capacity_tokens:
-            return mesh
-        fewest = max(num_slices, fewest) + 1
+    largest_s = _seconds(0, min(capacity_tokens, longest), pair_s, token_s)
+    fewest = math.ceil(_seconds(0, longest, pair_s, token_s) / largest_s * (1 - 1e-9))
+    return slice_bounds(longest, max(num_slices, fewest), pair_s, token_s)
 
 
 def _slices(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:
@@ -142,7 +135,7 @@ def _slices(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:
     return [Span(sequence, start, stop) for start, stop in pairwise([*inside, length])]
 
 
-def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], most_s: float, capacity_tokens: int) -> list[_Bucket]:
+def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], target_s: float, capacity_tokens: int) -> list[_Bucket]:
     """Puts short sequences (number, tokens, seconds), longest first, behind tails and into new buckets, which it returns.
 
     Each goes into the bucket with the fewest seconds per token that has time and tokens left: long sequences, dense in time,
@@ -150,7 +143,7 @@ def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], most_s: flo
     """
     work_s = sum(seconds for *_, seconds in short) + sum(tail.seconds for tail in tails)
     tokens = sum(length for _, length, _ in short) + sum(tail.num_tokens for tail in tails)
-    fewest = max(len(tails), math.ceil(work_s / most_s), -(-tokens // capacity_tokens)) if short else len(tails)
+    fewest = max(len(tails), math.ceil(work_s / target_s * (1 - 1e-9)), -(-tokens // capacity_tokens)) if short else len(tails)
     buckets = [*tails, *(_Bucket(0.0, 0, []) for _ in range(fewest - len(tails)))]
     limit_s = work_s / max(1, fewest)
     densities = sorted((bucket.density, place) for place, bucket in enumerate(buckets))
@@ -167,7 +160,7 @@ def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], most_s: flo
         if rank < 0:
             with_room = (rank for rank, (_, place) in enumerate(densities) if buckets[place].num_tokens <= room)
             rank = min(with_room, key=lambda rank: buckets[densities[rank][1]].seconds, default=-1)
-            if rank < 0 or buckets[densities[rank][1]].seconds + seconds > most_s:
+            if rank < 0 or buckets[densities[rank][1]].seconds + seconds > _MOST_LOAD * target_s:
                 densities.append((0.0, len(buckets)))
                 buckets.append(_Bucket(0.0, 0, []))
                 rank = len(densities) - 1

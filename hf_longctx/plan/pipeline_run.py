@@ -14,7 +14,7 @@ from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, run_actions, run_copying
 from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
 from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.stage_memory import most_tokens_in_flight, stage_state_bytes
+from hf_longctx.plan.stage_memory import message_bytes, most_tokens_in_flight, stage_state_bytes
 from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
@@ -79,11 +79,12 @@ def _stage_run(
     model, group = seconds.costs.model, seconds.group
     copying = _copying_bytes(seconds, actions, when, copied) if copied else ()
     found: RoundBytes = round_bytes(model, group, stage, copying=copying, known=known)
+    messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
     return StageRun(
         tuple(actions),
         when,
         tuple(seconds.exchange_s(action) for action in actions),
-        stage_state_bytes(model, stage, plan) + found.peak,
+        stage_state_bytes(model, stage, plan) + found.peak + messages,
         found.host,
         most_tokens_in_flight(actions, seconds.tokens),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 
 from hf_longctx.plan.types import ACTION_KINDS, Action, SequenceGroup, StagePlan, StepPlan
 
@@ -61,6 +60,7 @@ def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 def _check_compute(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan) -> None:
     """Every chunk runs F then B once per part; slices of a sequence forward in order and backward in reverse."""
     done: dict[tuple[str, int, int], int] = {}
+    neighbours = _slice_neighbours(group)
     for place, action in enumerate(stage.actions):
         if action.kind not in ACTION_KINDS or action.stage != stage.stage:
             raise _fault(name, group, stage, place, f"does not belong to stage {stage.stage}")
@@ -72,7 +72,7 @@ def _check_compute(plan: StepPlan, name: str, group: SequenceGroup, stage: Stage
             raise _fault(name, group, stage, place, "runs twice")
         if action.kind == "B" and ("F", action.part, action.chunk) not in done:
             raise _fault(name, group, stage, place, "runs before its forward")
-        for other in _slice_neighbours(group, action):
+        for other in neighbours.get((action.kind, action.chunk), ()):
             if (action.kind, action.part, other) not in done:
                 order = "before the slice in front of it" if action.kind == "F" else "before the slice behind it"
                 raise _fault(name, group, stage, place, f"runs {order} (chunk {other})")
@@ -85,18 +85,18 @@ def _check_compute(plan: StepPlan, name: str, group: SequenceGroup, stage: Stage
                     raise PlanError(f"{name}: {missing} is missing\n{schedule_grid(group)}")
 
 
-def _slice_neighbours(group: SequenceGroup, action: Action) -> Iterator[int]:
-    """Chunks that must have run the same kind before: the previous slice for F, the next slice for B."""
-    if action.kind not in ("F", "B"):
-        return
-    sequences = {span.sequence for span in group.chunks[action.chunk].spans}
-    step = -1 if action.kind == "F" else 1
-    neighbours = range(action.chunk + step, -1 if step < 0 else len(group.chunks), step)
-    for sequence in sequences:
-        for other in neighbours:
-            if any(span.sequence == sequence for span in group.chunks[other].spans):
-                yield other
-                break
+def _slice_neighbours(group: SequenceGroup) -> dict[tuple[str, int], list[int]]:
+    """Chunks that must run the same kind before (kind, chunk): the previous slice for F, the next slice for B."""
+    holders: dict[int, list[int]] = defaultdict(list)
+    for place, chunk in enumerate(group.chunks):
+        for sequence in {span.sequence for span in chunk.spans}:
+            holders[sequence].append(place)
+    neighbours: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for places in holders.values():
+        for earlier, later in itertools.pairwise(places):
+            neighbours["F", later].append(earlier)
+            neighbours["B", earlier].append(later)
+    return neighbours
 
 
 def _check_helpers(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, place: int) -> None:

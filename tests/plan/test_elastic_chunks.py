@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import lognormal_lengths
+from plan_cases import lognormal_lengths, set_partitions
 
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.types import Chunk, Span
@@ -79,11 +79,20 @@ def test_a_sequence_above_the_capacity_is_cut_whatever_is_asked_for() -> None:
     assert max(sizes) == sizes[0] <= 300 and len(sizes) == 12
 
 
+def test_packs_end_at_the_capacity_where_there_is_time_for_more() -> None:
+    # the long sequence takes 5100 s, a short one 1.5
+    chunks = elastic_chunks({0: 100, **dict.fromkeys(range(1, 301), 1)}, 1, 1.0, 1.0, 100)
+    assert [chunk.num_tokens for chunk in chunks] == [100] * 4
+
+
 def test_packs_may_take_longer_than_the_longest_sequence_where_that_is_asked_for() -> None:
     lengths = dict.fromkeys(range(40), 10)
     assert len(elastic_chunks(lengths, 1, 0.0, 1.0, 1000)) == 40
     chunks = elastic_chunks(lengths, 1, 0.0, 1.0, 1000, target_s=100.0)
     assert [chunk.num_tokens for chunk in chunks] == [100] * 4
+    # what is left over is spread, not put into a last small pack
+    chunks = elastic_chunks(dict.fromkeys(range(42), 10), 1, 0.0, 1.0, 1000, target_s=100.0)
+    assert [chunk.num_tokens for chunk in chunks] == [90, 90, 80, 80, 80]
 
 
 def test_a_long_sequence_of_the_batch_decides_what_the_others_look_like() -> None:
@@ -103,15 +112,10 @@ def test_a_long_sequence_of_the_batch_decides_what_the_others_look_like() -> Non
     ]
 
 
-def least_makespan(sizes: Sequence[float], num_bins: int, starts: Sequence[float]) -> float:
-    """The least possible maximum over bins that start with `starts`, by plain enumeration."""
-    best = float("inf")
-    for choice in itertools.product(range(num_bins), repeat=len(sizes)):
-        loads = [*starts, *[0.0] * (num_bins - len(starts))]
-        for size, place in zip(sizes, choice, strict=True):
-            loads[place] += size
-        best = min(best, max(loads))
-    return best
+def least_makespan(sizes: Sequence[float], num_bins: int) -> float:
+    """The least possible maximum over bins, by plain enumeration."""
+    partitions = set_partitions(tuple(range(len(sizes))))
+    return min(max(sum(sizes[i] for i in part) for part in parts) for parts in partitions if len(parts) <= num_bins)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(101, 150), st.sampled_from([(0.0, 1.0), (0.02, 1.0)]))
@@ -120,10 +124,10 @@ def test_packs_are_close_to_the_best_ones_in_as_many_buckets(short: list[int], l
     chunks = elastic_chunks(lengths, 1, *rates, 10_000)
     sizes = [seconds(Chunk(0, (Span(0, 0, n),)), *rates) for n in short]
     longest_s = seconds(Chunk(0, (Span(0, 0, longest),)), *rates)
-    best_s = least_makespan([*sizes, longest_s], len(chunks), ())
+    best_s = least_makespan([*sizes, longest_s], len(chunks))
     assert max(seconds(chunk, *rates) for chunk in chunks) <= 4 / 3 * best_s
     # and no more buckets than a third above the fewest that keep within the longest sequence
-    fewest = next(count for count in range(1, 9) if least_makespan([*sizes, longest_s], count, ()) <= longest_s * (1 + 1e-9))
+    fewest = next(count for count in range(1, 9) if least_makespan([*sizes, longest_s], count) <= longest_s * (1 + 1e-9))
     assert len(chunks) <= max(fewest + 1, 4 / 3 * fewest)
 
 

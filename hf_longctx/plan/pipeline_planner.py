@@ -1,0 +1,196 @@
+"""`plan_pipelines`: sequence lengths to a validated plan for several stages, one pass after the other.
+
+    lengths -> layouts of a stage, sequences to their groups, chunks, schedules -> the quickest by simulation
+            -> room for what does not fit -> evaluate -> validate -> estimate
+
+The quickest pipelines whose bytes fit are taken, by the judge's word. Where none fit even with room made, long sequences get
+a pipeline of their own, and the others another one behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hf_longctx.plan import pipeline_room
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.pipeline import Schedule, layer_ranges
+from hf_longctx.plan.pipeline_candidates import PipelineStep
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.specs import ModelSpec, PlannerConfig, check_degrees
+from hf_longctx.plan.stage_costs import Parts
+from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.types import Estimate, MicroBatch, StepPlan
+from hf_longctx.plan.validate import validate_plan
+
+# makes room for what a plan saves; None or ValueError where there is none
+RoomPass = Callable[[StepPlan], StepPlan | None]
+
+# for so many candidates room is made
+_MOST_ROOMS = 2
+
+
+def plan_pipelines(
+    step: int,
+    lengths: Sequence[int],
+    costs: CostModel,
+    num_stages: int,
+    config: PlannerConfig,
+    make_room: RoomPass | None = None,
+    schedule: Schedule = "elastic",
+    parts: Parts | None = None,
+) -> StepPlan:
+    """The plan of optimizer step `step` for sequences of `lengths` tokens on `num_stages` pipeline stages, and its estimate.
+
+    The ranks of a stage follow each other: `costs.cluster.num_ranks / num_stages` of them. make_room: what to do with a plan
+    that does not fit with everything kept (None: `pipeline_room.make_room`, where `config.activations` says how much there
+    is). parts: layers of every stage (None: those of `config.stages`, or else `stage_parts`). One stage is planned by
+    `plan_step`. Deterministic. Raises ValueError for a sequence that fits in no way.
+    """
+    started_s = time.perf_counter()
+    if num_stages == 1:
+        return plan_step(step, lengths, costs, replace(config, stages=()))
+    parts = parts or config.stages or stage_parts(costs.model, num_stages)
+    check_stages(num_stages, costs, config)
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
+    pipelines = PipelineStep(lengths, costs, parts, config, schedule)
+    search = _Search(step, pipelines, costs, make_room)
+    rows = search.rows(tuple(range(len(lengths))))
+    plan = search.with_micro_batches([micro_batch for row in rows for micro_batch in row.plan.micro_batches])
+    run = rows[0].run if len(rows) == 1 else evaluate_plan(plan, costs, with_events=False)
+    validate_plan(plan)
+    estimate = Estimate(
+        step_s=run.step_s,
+        lower_bound_s=_lower_bound_s(pipelines, costs),
+        peak_bytes=max(run.peak_bytes),
+        host_bytes=max(run.host_bytes),
+        solve_s=time.perf_counter() - started_s,
+        solver="pipelines",
+        cost_source=costs.coefficients.source,
+    )
+    return replace(plan, estimate=estimate)
+
+
+def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Parts:
+    """Layers of every stage, the head counted as the layers whose matrix products it has. Depends on the model alone."""
+    head_layers = model.num_layers * model.head_share / (1 - model.head_share)
+    return layer_ranges(model.num_layers, num_stages, num_parts, head_layers)
+
+
+def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> None:
+    """Raises ValueError unless so many stages have equal numbers of ranks, and some allowed degree fits into one."""
+    num_ranks = costs.cluster.num_ranks
+    if num_stages < 1 or num_ranks % num_stages:
+        fitting = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0 and count <= costs.model.num_layers]
+        raise ValueError(f"{num_ranks} ranks cannot form {num_stages} stages of equal size; use one of {fitting}")
+    per_stage = num_ranks // num_stages
+    degrees = tuple(degree for degree in config.degrees if degree <= per_stage)
+    if not degrees:
+        raise ValueError(
+            f"no degree of {config.degrees} fits into a stage of {per_stage} rank(s) ({num_ranks} ranks in {num_stages} "
+            f"stages); allow smaller degrees or use fewer stages"
+        )
+    check_degrees(degrees, per_stage, costs.model.num_heads, costs.method)
+
+
+def _lower_bound_s(pipelines: PipelineStep, costs: CostModel) -> float:
+    """All rank-seconds, each sequence at the degree at which it costs the fewest, spread evenly over all ranks."""
+    work = [degree * pipelines.costs.sequences_s(pipelines.lengths.tolist(), shape) for degree, shape in pipelines.shapes.items()]
+    least = [min(each) for each in zip(*(of_degree.tolist() for of_degree in work), strict=True)]
+    return sum(least) / costs.cluster.num_ranks + costs.coefficients.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A plan of some of the sequences in one micro-batch, and what the judge says of it."""
+
+    plan: StepPlan
+    run: Evaluation
+
+
+class _Search:
+    """Finds micro-batches that fit: candidates in the order of their seconds, room made where they need it."""
+
+    def __init__(self, step: int, pipelines: PipelineStep, costs: CostModel, make_room: RoomPass | None) -> None:
+        self.step, self.pipelines, self.costs, self.config = step, pipelines, costs, pipelines.config
+        if make_room is None and self.config.activations is not None:
+            make_room = partial(pipeline_room.make_room, costs=costs, budget=self.config.activations)
+        self.make_room = make_room
+
+    def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> StepPlan:
+        """The plan tree around these micro-batches."""
+        return StepPlan(
+            step=self.step,
+            lengths=tuple(self.pipelines.lengths.tolist()),
+            num_stages=self.pipelines.num_stages,
+            ranks_per_stage=self.pipelines.ranks_per_stage,
+            parameters=self.costs.parameters,
+            micro_batches=tuple(micro_batches),
+            shard_ranks=self.pipelines.costs.shards,
+        )
+
+    def rows(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
+        """Micro-batches for these sequences: one, or several in a row where one does not fit."""
+        row = self._quickest(members)
+        return self._apart(members) if row is None else (row,)
+
+    def _apart(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
+        """Those above half of the longest sequence before the others; like ones in two halves."""
+        lengths = self.pipelines.lengths
+        ordered = sorted(members, key=lambda i: (-lengths[i], i))
+        if len(ordered) == 1:
+            raise ValueError(self._nothing_fits(ordered[0]))
+        num_long = sum(bool(2 * lengths[i] > lengths[ordered[0]]) for i in ordered)
+        num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
+        return (*self.rows(tuple(ordered[:num_long])), *self.rows(tuple(ordered[num_long:])))
+
+    def _quickest(self, members: tuple[int, ...]) -> _Row | None:
+        """One micro-batch of these sequences, the quickest found that fits; None where none does."""
+        best, rooms = None, _MOST_ROOMS
+        for candidate in self.pipelines.candidates(members):
+            if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
+                break
+            plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
+            row: _Row | None = _Row(plan, evaluate_plan(plan, self.costs, with_events=False))
+            if row is not None and not self._fits(row):
+                row = self._roomy(plan) if rooms else None
+                rooms -= rooms > 0
+            if row is not None and (best is None or row.run.step_s < best.run.step_s):
+                best = row
+        return best
+
+    def _roomy(self, plan: StepPlan) -> _Row | None:
+        """The plan with room made, if it fits then."""
+        try:
+            roomy = self.make_room(plan) if self.make_room else None
+        except ValueError:
+            return None
+        if roomy is None:
+            return None
+        row = _Row(roomy, evaluate_plan(roomy, self.costs, with_events=False))
+        return row if self._fits(row) else None
+
+    def _fits(self, row: _Row) -> bool:
+        """Whether every rank has room: in bytes beside the largest states, or in tokens on its share of the layers."""
+        plan, run = row.plan, row.run
+        stages = plan.micro_batches[0].groups[0].stages
+        budget = self.config.activations
+        if budget is not None:
+            limit_bytes = budget.device_bytes + max(stage_state_bytes(self.costs.model, stage, plan) for stage in stages)
+            return max(run.peak_bytes) <= limit_bytes and max(run.host_bytes) <= budget.host_bytes
+        most = self.config.tokens_per_rank * self.costs.model.num_layers
+        return all(rank.peak_tokens * stages[rank.rank // plan.ranks_per_stage].num_layers <= most for rank in run.ranks)
+
+    def _nothing_fits(self, sequence: int) -> str:
+        budget = self.config.activations
+        room = f"{budget.device_bytes / 2**30:.2f} GiB beside the model" if budget else f"{self.config.tokens_per_rank} tokens"
+        return (
+            f"sequence {sequence} has {self.pipelines.lengths[sequence]} tokens and fits no pipeline of "
+            f"{self.pipelines.num_stages} stages of {self.pipelines.ranks_per_stage} rank(s) with {room} on each; allow "
+            f"larger degrees, more tokens_per_rank, more room or recomputation (activations)"
+        )
