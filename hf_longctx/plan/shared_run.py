@@ -17,8 +17,8 @@ from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, chunk_load
 from hf_longctx.plan.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
 from hf_longctx.plan.schedule import PlanError
-from hf_longctx.plan.sharding import head_shares, shared_order, sharing_stages
-from hf_longctx.plan.stage_memory import stage_parameters, stage_state_bytes
+from hf_longctx.plan.sharding import head_shares, shard_tokens, shared_order, sharing_stages
+from hf_longctx.plan.stage_memory import message_bytes, stage_parameters, stage_state_bytes
 from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
 
 
@@ -160,6 +160,8 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
     model = costs.model
     others = sum(stage_parameters(model, other, plan.num_stages) for other in group.stages if other.stage != stage)
     total = stage_state_bytes(model, group.stages[stage], plan) + others * model.bytes_per_element
+    most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+    total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
     kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv
     value_bytes = model.bytes_per_element + max(4, model.bytes_per_element)
     stops: dict[int, int] = {}

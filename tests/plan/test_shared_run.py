@@ -18,6 +18,7 @@ from hf_longctx.plan.schedule import PlanError
 from hf_longctx.plan.sharding import shared_order
 from hf_longctx.plan.shared_run import run_shared
 from hf_longctx.plan.specs import ClusterSpec, ModelSpec
+from hf_longctx.plan.stage_memory import message_bytes
 from hf_longctx.plan.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.validate import validate_plan
 
@@ -92,6 +93,8 @@ def test_a_rank_holds_its_parts_of_shared_slices_and_the_weights_of_all_stages()
     expected = [states + half.device + second.device + last.device + token * (80 + 80)]
     # stage 1: part of the other stage's first slice, its first, and its second in part
     expected += [states + half.device + first.device + last.device + token * (40 + 80)]
+    stages = sliced(2, 2).micro_batches[0].groups[0].stages
+    expected = [total + message_bytes(HEADLESS, stage, 2, 40) for total, stage in zip(expected, stages, strict=True)]
     work = [max(half.workspace, one.workspace, last.workspace) for one in (second, first)]
     assert lent.peak_bytes == tuple(total + most for total, most in zip(expected, work, strict=True))
     assert [use.peak_tokens for use in lent.ranks] == [20 + 40 + 20, 20 + 40 + 20]

@@ -8,8 +8,10 @@ import pytest
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
 from helpers.pipelines import adapted, pipeline_plan
 from helpers.ranks import RankPool
-from helpers.shared import lent_plan, new_optimizer, shared_step_on_rank
+from helpers.shared import BUGS, lent_plan, new_optimizer, shared_step_on_rank
 from helpers.sliced import cut
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from hf_longctx.plan.serialize import plan_to_json
 from hf_longctx.plan.sharding import is_shared, shared_order
@@ -19,17 +21,17 @@ from hf_longctx.plan.validate import validate_plan
 TOLERANCE = 1e-12
 
 
-def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, num_steps: int = 1) -> None:
+def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, num_steps: int = 1, bug: str = "") -> None:
     """Asserts that every rank ends with the reference's losses, all its gradients and weights, and ran what was planned."""
     rows = random_rows(list(plan.lengths))
     reference = adapted(build_model(case)) if lora else build_model(case)
     optimizer = new_optimizer(reference)
-    expected_losses = []
+    expected_losses = [reference_step(reference, rows)[0]]
     for _ in range(num_steps):
         loss, expected = reference_step(reference, rows)
         expected_losses.append(loss)
         optimizer.step()
-    results = pool.run(shared_step_on_rank, case, plan_to_json(plan), rows, lora, num_steps)
+    results = pool.run(shared_step_on_rank, case, plan_to_json(plan), rows, lora, num_steps, bug)
     for rank, (losses, gradients, weights, words) in enumerate(results):
         assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
         assert gradients.keys() == expected.keys()
@@ -72,6 +74,37 @@ def test_stages_of_two_ranks_match(ranks) -> None:
 
 def test_two_optimizer_steps_match(ranks) -> None:
     check(ranks(2), ModelCase(num_layers=4), one_sequence([15, 11, 9, 5], 2), num_steps=2)
+
+
+@pytest.mark.parametrize("sides", [(True, False), (False, True)], ids=["first slices", "last slices"])
+def test_one_side_alone_matches(ranks, sides) -> None:
+    plan = pipeline_plan([40], [[(1, [[span] for span in cut(0, [15, 11, 9, 5])])]], 2)
+    check(ranks(2), ModelCase(num_layers=4), lent_plan(plan, *sides))
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_random_slices_match(ranks, num_stages: int) -> None:
+    pool = ranks(num_stages)
+
+    @settings(max_examples=12, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        st.lists(st.integers(num_stages, 12), min_size=num_stages - 1, max_size=num_stages + 3),
+        st.sampled_from([(True, True), (True, True), (True, False), (False, True)]),
+        st.sampled_from(["llama", "qwen3"]),
+    )
+    def matches(sizes: list[int], sides: tuple[bool, bool], family: str) -> None:
+        # with a handful of tokens some gradients are rounding alone
+        sizes[0] += 8
+        plan = pipeline_plan([sum(sizes)], [[(1, [[span] for span in cut(0, sizes)])]], num_stages)
+        check(pool, ModelCase(family, num_layers=4), lent_plan(plan, *sides))
+
+    matches()
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(ranks, bug: str) -> None:
+    with pytest.raises(AssertionError):
+        check(ranks(2), ModelCase(num_layers=4), one_sequence([15, 11, 9, 5], 2), bug=bug)
 
 
 def test_trained_weights_match_too(ranks) -> None:
