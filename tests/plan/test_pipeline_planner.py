@@ -70,6 +70,12 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
         assert group.shape.num_blocks == 1 or not any(chunk.prefix_tokens for chunk in group.chunks)
 
 
+@pytest.mark.parametrize("parameters", ["replicated", "gathered_per_round", "sharded"])
+def test_a_step_without_sequences_runs_dummies(parameters: Parameters) -> None:
+    plan = plan_pipelines(0, [], replace(cost_model("linear", 4), parameters=parameters), 2, config())
+    assert plan.layout == "<1,1>" and not any(group.num_tokens for group in validate_plan(plan).micro_batches[0].groups)
+
+
 def test_the_lower_bound_is_one() -> None:
     for kind in COST_KINDS:
         plan = plan_pipelines(0, MIXTURE, cost_model(kind, 8), 2, config())
