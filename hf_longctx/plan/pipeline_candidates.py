@@ -258,9 +258,10 @@ class PipelineStep:
                 made[group] = self._chunks(group, 1, work_s / (count * self.num_stages))
             if any(len(family) > 1 for chunks in made.values() for family in families(chunks)):
                 return None
-            most = max(map(len, made.values()))
+            most = max(map(len, made.values()), default=1)
             padded = tuple(_padded(made.get(group, ()), most) for group in placed)
-            seconds = max(self._seconds(group, padded[place]) for place, group in enumerate(placed) if group.members)
+            slowest = [self._seconds(group, padded[place]) for place, group in enumerate(placed) if group.members]
+            seconds = max(slowest, default=0.0)
             if best is None or seconds < best.seconds:
                 best = Candidate(seconds, tuple(placed), padded)
         return best if best is None or best.seconds < math.inf else None

@@ -70,6 +70,12 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
         assert group.shape.num_blocks == 1 or not any(chunk.prefix_tokens for chunk in group.chunks)
 
 
+@pytest.mark.parametrize("parameters", ["replicated", "gathered_per_round", "sharded"])
+def test_a_step_without_sequences_runs_dummies(parameters: Parameters) -> None:
+    plan = plan_pipelines(0, [], replace(cost_model("linear", 4), parameters=parameters), 2, config())
+    assert plan.layout == "<1,1>" and not any(group.num_tokens for group in validate_plan(plan).micro_batches[0].groups)
+
+
 def test_the_lower_bound_is_one() -> None:
     for kind in COST_KINDS:
         plan = plan_pipelines(0, MIXTURE, cost_model(kind, 8), 2, config())
@@ -136,6 +142,11 @@ def test_sharded_parameters_keep_groups_side_by_side_in_one_order() -> None:
     (micro_batch,) = plan.micro_batches
     assert plan.layout == "<1,1,1,1>"
     assert all(kinds(group) == kinds(micro_batch.groups[0]) for group in micro_batch.groups)
+    # groups with unlike sequences need unlike numbers of chunks, which dummies make equal
+    plan = plan_pipelines(0, MIXTURE, costs, 2, config(8000, (1,)))
+    first, *others = plan.micro_batches[0].groups
+    assert others and all(kinds(group) == kinds(first) for group in others)
+    assert any(not chunk.spans for group in (first, *others) for chunk in group.chunks)
     # slices would have to lie at the same places in all groups, so that they need a group alone
     assert plan_pipelines(0, [8000] + [100] * 20, costs, 2, config(2000)).layout == "<4>"
     # where copies are shared by half of a stage, its halves are free

@@ -19,7 +19,14 @@ from hf_longctx.plan.types import Chunk, GroupShape, MicroBatch, SequenceGroup, 
     st.lists(st.integers(1, 900), min_size=1, max_size=12),
     st.sampled_from(COST_KINDS),
     st.sampled_from(
-        [(2, 1, 1, "elastic"), (2, 2, 1, "1f1b"), (4, 2, 1, "gpipe"), (2, 4, 1, "elastic"), (2, 2, 2, "interleaved")]
+        [
+            (2, 1, 1, "elastic"),
+            (2, 2, 1, "1f1b"),
+            (4, 2, 1, "gpipe"),
+            (2, 4, 1, "elastic"),
+            (4, 1, 1, "elastic"),
+            (2, 2, 2, "interleaved"),
+        ]
     ),
     st.integers(1, 6),
 )

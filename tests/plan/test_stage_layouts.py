@@ -39,3 +39,11 @@ def test_promising_layouts_hold_the_longest_sequence_and_those_of_one_degree_sta
     # 100 tokens need four ranks
     assert kept == [(4, 4), (4, 1, 1, 1, 1), (4, 2, 1, 1)]
     assert promising(layouts, seconds, lengths, {1: 30, 2: 60, 4: 90}, 2) == []
+
+
+def test_layouts_in_which_the_longest_sequence_is_done_late_are_not_promising() -> None:
+    lengths = np.array([100, 10, 10, 10])
+    seconds = {degree: lengths / degree**0.9 for degree in (1, 2, 4)}
+    # alone it takes 100 s on one rank, 54 on two, 29 on four, and all work spread over 8 ranks 16
+    kept = promising(stage_layouts(8, (1, 2, 4)), seconds, lengths, {1: 200, 2: 200, 4: 200}, 2)
+    assert kept == [(4, 4), (2, 2, 2, 2), (1,) * 8, (4, 1, 1, 1, 1), (4, 2, 1, 1)]
