@@ -136,17 +136,28 @@ def with_adapters(family: str, tied: bool) -> Any:
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
 
 
-def save_adapters(folder: str, is_sharded: bool) -> None:
+def save_adapters(folder: str, is_sharded: bool) -> dict[str, Tensor]:
+    """This stage's weights, read again after they were written."""
     own = rank_stage(2, True, is_sharded, build=with_adapters)
     optimizer = new_optimizer(own.parameters)
     train_stage(own, optimizer, range(2), NORM)
     save(own, folder)
+    for parameter in own.parameters:
+        if parameter.requires_grad:
+            parameter.detach().zero_()
+    load_stage_weights(own.stage, folder)
+    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):
+        load_stage_weights(own.stage, f"{folder}/other")
+    return own.weights()
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_adapters_of_all_stages_are_one_adapter(ranks, tmp_path: Path, is_sharded: bool) -> None:
-    ranks(4).run(save_adapters, str(tmp_path), is_sharded)
+    results = ranks(4).run(save_adapters, str(tmp_path), is_sharded)
     expected, _ = whole_training(range(2), True, NORM, build=with_adapters)
+    of_whole = expected.state_dict()
+    for loaded in results:
+        assert max(relative_error(value, of_whole[name]) for name, value in loaded.items()) <= 1e-12
     found = peft.PeftModel.from_pretrained(family_model("llama", True), str(tmp_path), autocast_adapter_dtype=False)
     weights = {name: value for name, value in found.state_dict().items() if "lora_" in name}
     assert len(weights) == len(load_file(tmp_path / "adapter_model.safetensors")) == 7 * 4

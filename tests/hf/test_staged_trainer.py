@@ -9,15 +9,17 @@ import datasets
 import pytest
 import torch
 import transformers
-from helpers.models import random_rows, relative_error
+from helpers.models import ModelCase, build_model, random_rows, relative_error
 from helpers.staged import family_model
 from helpers.staged_ranks import random_gradient, sharded_like, whole_training
 from helpers.steps import whole
-from helpers.training import training_arguments
+from helpers.training import LossRecorder, plain_training, training_arguments
 from packaging.version import Version
+from test_sharded_trainer import train
+from test_trainer import SKEWED
 from torch import Tensor
 
-from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
 from hf_longctx.runtime.reduction import GradientSum, TiedWeight
 
 MAX_NORM, NUM_STEPS, ROW_TOKENS = 50.0, 4, 12
@@ -153,3 +155,63 @@ def test_optimizer_states_without_names_are_refused(ranks, tmp_path: Path) -> No
     (tmp_path / "optimizer.pt").touch()
     for error in ranks(4).run(refused_resume, str(tmp_path)):
         assert "without stages and with replicated parameters, whose states have no names; resume with stages=1" in error
+
+
+# two layers, so two stages; (ranks, how parameters live, rank's tokens)
+REAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "a rank per stage": (2, {"stages": 2, "tokens_per_rank": 96}),
+    "two ranks per stage": (4, {"stages": 2, "tokens_per_rank": 48, "parameters": "gathered_per_round"}),
+}
+REAL_STEPS = 8
+
+
+@resuming
+@pytest.mark.parametrize("name", REAL)
+def test_real_training_in_stages_follows_one_plain_process_over_a_restart(ranks, tmp_path: Path, name: str) -> None:
+    case, rows = ModelCase(promoted=True, tied=True), random_rows(SKEWED)
+    num_ranks, config = REAL[name]
+    losses, weights = plain_training(case, rows, REAL_STEPS)
+    saving = {"max_steps": REAL_STEPS, "save_strategy": "steps", "save_steps": 4}
+    whole_run = ranks(num_ranks).run(train, case, rows, str(tmp_path / "whole"), config, saving)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    resumed = ranks(num_ranks).run(train, case, rows, str(tmp_path / "again"), config, {**saving, "resume": checkpoint})
+    # and without stages
+    alone = {"tokens_per_rank": 96, "parameters": "gathered_per_round"}
+    single = ranks(2).run(train, case, rows, str(tmp_path / "single"), alone, {**saving, "resume": checkpoint})
+    for start, results in ((0, whole_run), (4, resumed), (4, single)):
+        for found, norms, final in results:
+            assert found == pytest.approx(losses[start:], rel=1e-10)
+            assert norms == results[0][1]
+            of_whole = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+            assert max(relative_error(weight, of_whole[key]) for key, weight in final.items()) <= 1e-10
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / f"checkpoint-{REAL_STEPS}").state_dict()
+    assert max(relative_error(saved[key], weight) for key, weight in weights.items()) <= 1e-10
+
+
+def losses_of(folder: str, rows: Any, is_loaded: bool, arguments: dict[str, Any]) -> tuple[list[float], float, set[Any]]:
+    """Losses of a run whose model every rank had whole, or loaded a stage of; the loss on the rows after it, and dtypes."""
+    config = LongContextConfig(stages=2, tokens_per_rank=96, report_steps=False, timeline_steps=0)
+    model = load_pipeline_stage(folder, config) if is_loaded else transformers.AutoModelForCausalLM.from_pretrained(folder)
+    recorder = LossRecorder()
+    trainer = LongContextTrainer(
+        model=model,
+        args=training_arguments(f"{folder}/out", max_steps=3, per_device_train_batch_size=4, **arguments),
+        train_dataset=datasets.Dataset.from_list(rows),
+        eval_dataset=datasets.Dataset.from_list(rows[:7]),
+        longctx_config=config,
+    )
+    recorder.attach(trainer)
+    trainer.train()
+    return recorder.losses, trainer.evaluate()["eval_loss"], {parameter.dtype for parameter in trainer.model.parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_loaded_stage_by_stage_trains_and_evaluates_as_a_whole_one(ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    build_model(ModelCase(dtype=dtype, tied=True)).save_pretrained(tmp_path)
+    rows = random_rows(SKEWED)
+    found = ranks(2).run(losses_of, str(tmp_path), rows, True, {"bf16": True})
+    expected = ranks(2).run(losses_of, str(tmp_path), rows, False, {"bf16": True})
+    # the layers are the same, since they are dealt out by the same costs
+    assert found == expected
+    assert found[0] == found[1]
+    assert found[0][2] == {dtype}
