@@ -52,8 +52,10 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
-def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float]) -> tuple[StageRun, ...]:
-    """The run of a group whose stages are free at `start_s`."""
+def run_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownBytes | None = None
+) -> tuple[StageRun, ...]:
+    """The run of a group whose stages are free at `start_s`. known: bytes of chunks that runs of one plan's groups share."""
     for stage in group.stages:
         for action in stage.actions:
             check_action(action, stage)
@@ -64,7 +66,7 @@ def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s
         times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
     else:
         times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
-    known: KnownBytes = {}
+    known = {} if known is None else known
     return tuple(
         _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
         for stage, when in zip(group.stages, times, strict=True)
@@ -134,6 +136,7 @@ class StageSeconds:
             for layer in policy.layers
             for share in layer.shares
         )
+        self._known_saved: dict[int, list[SavedClass]] = {}
         self._bodies: dict[tuple[int, bool, int], tuple[float, float, float]] = {}
         self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
 
@@ -208,6 +211,11 @@ class StageSeconds:
 
     def _saved(self, chunk: int) -> list[SavedClass]:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
+        if chunk not in self._known_saved:
+            self._known_saved[chunk] = self._saved_of(chunk)
+        return self._known_saved[chunk]
+
+    def _saved_of(self, chunk: int) -> list[SavedClass]:
         costs = self.costs
         slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
         inside = 1 - costs.head_share(is_backward=False)

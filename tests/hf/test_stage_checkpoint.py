@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers.models import relative_error
+from helpers.pipelines import stage_mesh
 from helpers.ranks import RankFailure
 from helpers.staged import family_model
-from helpers.staged_ranks import RankStage, new_optimizer, rank_mesh, rank_stage, set_whole_gradients, train_stage, whole_training
+from helpers.staged_ranks import RankStage, new_optimizer, rank_stage, set_whole_gradients, train_stage, whole_training
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,7 +32,7 @@ LAYOUTS = [(2, True), (4, False), (2, False)]
 
 
 def save(own: RankStage, folder: str, **settings: Any) -> None:
-    save_stages(own.stage, folder, own.ranks_per_stage, own.control, **settings)
+    save_stages(own.stage, folder, own.pool.ranks_per_stage, own.control, **settings)
 
 
 def train_and_save(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> None:
@@ -106,7 +107,7 @@ def resume_whole(folder: str, tied: bool) -> dict[str, Tensor]:
 def save_whole(folder: str, tied: bool) -> None:
     """A checkpoint of a run without stages, whose parameters are sharded over all ranks."""
     model = family_model("llama", tied)
-    shard_model(model, tuple(model._no_split_modules), rank_mesh(1))
+    shard_model(model, tuple(model._no_split_modules), stage_mesh(1, dist.get_world_size()))
     optimizer = new_optimizer(model.parameters())
     for step in range(2):
         set_whole_gradients(model, step, tied)
