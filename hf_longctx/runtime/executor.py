@@ -396,9 +396,4 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
             if action.kind not in _EXECUTED:
                 raise ValueError(f"action {action} is not executed yet; only {', '.join(_EXECUTED)} are")
         if is_shared(group):
-            if not has_all_stages:
-                raise ValueError(
-                    "the plan has helpers, for which every rank needs the weights of all stages; give the executor "
-                    "`shared_stages`, or plan without helpers"
-                )
-            check_shared(plan, group)
+            check_shared(plan, group, has_all_stages)

@@ -86,8 +86,13 @@ class Phases:
         return (self.front, (stage,), self.back)[self.phase(chunk)]
 
 
-def check_shared(plan: RankPlan, group: SequenceGroup) -> None:
-    """Raises ValueError naming what of a group with helpers is not executed."""
+def check_shared(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
+    """Raises ValueError naming what of a group with helpers is not executed. has_all_stages: on every rank."""
+    if not has_all_stages:
+        raise ValueError(
+            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `shared_stages`, or "
+            "plan without helpers"
+        )
     if plan.parameters != "replicated":
         raise ValueError(f"helpers need all weights at hand, but the plan's parameters are {plan.parameters}; use 'replicated'")
     if any(stage.activations for stage in group.stages):

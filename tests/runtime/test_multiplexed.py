@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.serialize import plan_to_json
 from hf_longctx.plan.sharding import is_shared, shared_order
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.types import Action, ActivationPolicy, MicroBatch, Span, StepPlan
 from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime.executor import refuse_unsupported
 
 TOLERANCE = 1e-12
 
@@ -99,6 +101,43 @@ def test_random_slices_match(ranks, num_stages: int) -> None:
         check(pool, ModelCase(family, num_layers=4), lent_plan(plan, *sides))
 
     matches()
+
+
+def refused() -> dict[str, tuple[StepPlan, str]]:
+    """What is not executed -> a plan with it, and what the refusal says."""
+    plan = one_sequence([15, 11, 9, 5], 2)
+    (group,) = plan.micro_batches[0].groups
+    first, last = group.stages
+
+    def changed(**changes: Any) -> StepPlan:
+        return replace(plan, micro_batches=(MicroBatch((replace(group, **changes),)),))
+
+    def swapped(words: dict[str, str]) -> StepPlan:
+        actions = tuple(Action.parse(words.get(str(action), str(action))) for action in first.actions)
+        return changed(stages=(replace(first, actions=actions), last))
+
+    ring = replace(one_sequence([23], 2).micro_batches[0].groups[0], positions=(0, 1), method="ring")
+    policy = ActivationPolicy(0, tile_tokens=4)
+    tail = replace(group.chunks[3], spans=(group.chunks[3].spans[0], Span(1, 0, 3)))
+    back_first = replace(first, actions=tuple(sorted(first.actions, key=lambda action: (action.chunk < 2, action.kind == "B"))))
+    return {
+        "sharded": (replace(plan, parameters="sharded"), "helpers need all weights at hand"),
+        "policies": (changed(stages=(replace(first, activations=(policy,)), last)), "activation policies"),
+        "ring": (replace(plan, micro_batches=(MicroBatch((ring,)),)), "helpers are not executed in ring groups"),
+        "hybrid chunk": (changed(chunks=(*group.chunks[:3], tail)), "not executed for packs and hybrids"),
+        "backward alone": (swapped({"0F0@1:0": "0F0"}), "the chunks of stage 0 are shared by stages"),
+        "in the middle": (swapped({"0F1": "0F1@1:0", "0B1": "0B1@1:0", "0F0@1:0": "0F0", "0B0@1:0": "0B0"}), "are shared by"),
+        "a position": (swapped({"0F0@1:0": "0F0@1:1", "0B0@1:0": "0B0@1:1"}), "must be shared by the group's positions"),
+        "another order": (changed(stages=(back_first, last)), "only all forwards, then all backwards are executed"),
+        "few tokens": (one_sequence([1, 20, 1], 2), "1 tokens cannot be shared by 2 stages"),
+    }
+
+
+@pytest.mark.parametrize("name", refused())
+def test_what_is_not_executed_is_refused_by_name(name: str) -> None:
+    plan, message = refused()[name]
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported(plan.for_rank(0), has_all_stages=True)
 
 
 @pytest.mark.parametrize("bug", BUGS)
