@@ -29,7 +29,8 @@ class Load:
     new ones that go there. has_head: final norm, logits and loss are here. trains_weights: false for LoRA, whose base has
     no gradients. is_shared: queries, keys and values travel between ranks. tiles_loss: the loss runs in the policy's token tiles.
     keeps_gradients: the backward comes next, so that a loss in tiles makes its gradients at once. groups_heads: attention's
-    operator reads a KV head for many query heads and takes strided tensors, as those of GPUs do.
+    operator reads a KV head for many query heads and takes strided tensors, as those of GPUs do. receives: hidden states come
+    from another part of the model, which wait with the chunk because their gradient goes back there.
     """
 
     num_tokens: int
@@ -43,6 +44,7 @@ class Load:
     tiles_loss: bool = True
     keeps_gradients: bool = True
     groups_heads: bool = False
+    receives: bool = False
 
     @classmethod
     def document(cls, num_tokens: int, num_layers: int, trains_weights: bool = True) -> Load:
@@ -255,7 +257,8 @@ class LayerBytes:
 class OutsideBytes:
     """What is outside of the layers: rotary embeddings and labels (shared), the final norm and the loss.
 
-    head: held from forward to backward. forward, backward: when the loss runs, without what layers and `shared` hold.
+    head: held from forward to backward; without a head, the hidden states that leave, from which backward starts. forward,
+    backward: when the loss runs, without what layers and `shared` hold.
     """
 
     def __init__(self, model: ModelSpec, load: Load, tile_tokens: int) -> None:
@@ -265,6 +268,7 @@ class OutsideBytes:
         self.shared = tokens * (2 * e * model.head_dim + 16)
         self.head = self.forward = self.backward = 0
         if not load.has_head:
+            self.head = e * d * tokens
             return
         norm = (4 * d + 4 + (e * d if load.trains_weights else 0)) * tokens
         hidden = e * d * tokens

@@ -67,7 +67,9 @@ def chunk_bytes(model: ModelSpec, load: Load, policy: ActivationPolicy | None = 
     host = sum(layer.held_host for layer in layers)
     # the model's forward holds the embeddings to its end, wherever the first layer's input lies
     embeddings = round(layers[0].policy.share("layer_input").host * load.num_tokens) * model.hidden_size * model.bytes_per_element
-    below, most_forward, most_backward = outside.shared, 0, 0
+    # hidden states of another part wait for their gradient, the model's own embeddings are gone with the forward
+    waiting, embeddings = (embeddings, 0) if load.receives else (0, embeddings)
+    below, most_forward, most_backward = outside.shared + waiting, 0, 0
     before = None
     for layer in layers:
         arriving = layer.held_host + (before.held_host if before else 0)
@@ -79,7 +81,7 @@ def chunk_bytes(model: ModelSpec, load: Load, policy: ActivationPolicy | None = 
     most_forward = max(most_forward, below + embeddings + outside.forward)
     most_backward = max(most_backward, below + outside.backward)
     device = below + outside.head
-    ending = outside.shared + layers[0].held + layers[0].held_host + layers[0].backward
+    ending = outside.shared + waiting + layers[0].held + layers[0].held_host + layers[0].backward
     return ChunkBytes(device, host, max(0, most_forward - device), max(0, most_backward - device), ending)
 
 
@@ -155,10 +157,15 @@ def _part_chunks(
     for chunk in group.chunks:
         of_chunk = chunk_load(group, chunk, position, common, ends)
         for part, layers in enumerate(stage.parts):
-            has_head = (stage.stage, part) == (last_stage, last_part)
-            is_next = (chunk.index, part) in at_once
-            load = replace(of_chunk, num_layers=layers.num_layers, has_head=has_head, keeps_gradients=is_next)
             policy = policies.get((chunk.index, part), ActivationPolicy(chunk.index, part))
+            load = replace(
+                of_chunk,
+                num_layers=layers.num_layers,
+                has_head=(stage.stage, part) == (last_stage, last_part),
+                keeps_gradients=(chunk.index, part) in at_once,
+                # all the same where nothing moves, so that stages alike are counted once
+                receives=bool(policy.layers) and (stage.stage, part) != (0, 0),
+            )
             key = load, policy.layers, policy.tile_tokens
             if key not in known:
                 known[key] = chunk_bytes(model, load, policy)

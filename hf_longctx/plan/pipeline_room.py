@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.joint_activation import choose_jointly
 from hf_longctx.plan.memory import KnownBytes, lean_policy
 from hf_longctx.plan.pipeline_cells import GroupCells, with_layers
+from hf_longctx.plan.pipeline_run import run_pipeline
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
-from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import MicroBatch, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
+from hf_longctx.plan.types import SequenceGroup, StagePlan, StepPlan
 
 # how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
 _ATTEMPTS = 5
@@ -84,11 +84,10 @@ class PipelineRoom:
 
     def judge(self, group: SequenceGroup) -> _Judged:
         """What the group alone takes."""
-        run = evaluate_plan(replace(self.plan, micro_batches=(MicroBatch((group,)),)), self.costs, with_events=False)
-        ranks = [[s * self.plan.ranks_per_stage + p for p in group.positions] for s in range(len(group.stages))]
-        over = tuple(float(max(run.peak_bytes[rank] for rank in of_stage) - self.limit_bytes) for of_stage in ranks)
-        host = max(run.host_bytes[rank] for of_stage in ranks for rank in of_stage)
-        return _Judged(group, run.step_s - run.once_s, over, float(host - self.budget.host_bytes))
+        runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.known_bytes)
+        over = tuple(float(run.peak_bytes - self.limit_bytes) for run in runs)
+        host = max(run.host_bytes for run in runs)
+        return _Judged(group, max(run.times[-1][1] for run in runs), over, float(host - self.budget.host_bytes))
 
     def _choose(self, group: SequenceGroup) -> SequenceGroup:
         if self.judge(group).fits:
@@ -124,7 +123,9 @@ class PipelineRoom:
 
         Room is taken away from stages that are over their limit, and given to all where there is some left.
         """
-        room = list(self.room_bytes)
+        group, tokens = cells.group, max(cells.tokens)
+        messages = [message_bytes(self.costs.model, stage, len(group.stages), tokens) for stage in group.stages]
+        room = [num_bytes - sent for num_bytes, sent in zip(self.room_bytes, messages, strict=True)]
         best: tuple[_Judged, float] | None = None
         for _ in range(_ATTEMPTS):
             choice = choose_jointly(cells.cells, cells.moments(room), host_bytes, _TOLERANCE * group_s)

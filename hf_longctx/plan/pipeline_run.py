@@ -14,7 +14,7 @@ from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, run_actions, run_copying
 from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
 from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.stage_memory import most_tokens_in_flight, stage_state_bytes
+from hf_longctx.plan.stage_memory import message_bytes, most_tokens_in_flight, stage_state_bytes
 from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
@@ -52,19 +52,21 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
-def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float]) -> tuple[StageRun, ...]:
-    """The run of a group whose stages are free at `start_s`."""
+def run_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownBytes | None = None
+) -> tuple[StageRun, ...]:
+    """The run of a group whose stages are free at `start_s`. known: bytes of chunks that runs of one plan's groups share."""
     for stage in group.stages:
         for action in stage.actions:
             check_action(action, stage)
-    seconds = _Seconds(plan, group, costs)
+    seconds = StageSeconds(plan, group, costs)
     actions = [stage.actions for stage in group.stages]
     num_parts = len(group.stages[0].parts)
     if seconds.has_copies:
         times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
     else:
         times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
-    known: KnownBytes = {}
+    known = {} if known is None else known
     return tuple(
         _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
         for stage, when in zip(group.stages, times, strict=True)
@@ -72,24 +74,27 @@ def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s
 
 
 def _stage_run(
-    plan: StepPlan, seconds: _Seconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
+    plan: StepPlan, seconds: StageSeconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
 ) -> StageRun:
     computing = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
     actions, when = [stage.actions[place] for place in computing], tuple(times[place] for place in computing)
     model, group = seconds.costs.model, seconds.group
     copying = _copying_bytes(seconds, actions, when, copied) if copied else ()
     found: RoundBytes = round_bytes(model, group, stage, copying=copying, known=known)
+    messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
     return StageRun(
         tuple(actions),
         when,
         tuple(seconds.exchange_s(action) for action in actions),
-        stage_state_bytes(model, stage, plan) + found.peak,
+        stage_state_bytes(model, stage, plan) + found.peak + messages,
         found.host,
         most_tokens_in_flight(actions, seconds.tokens),
     )
 
 
-def _copying_bytes(seconds: _Seconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]) -> tuple[int, ...]:
+def _copying_bytes(
+    seconds: StageSeconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]
+) -> tuple[int, ...]:
     """For every action the most bytes on their way to the host, when it begins or when it ends."""
     rate = seconds.costs.cluster.hardware.copy_bytes_per_s
     steps = [(step.copy_s, stop_s) for one in copied for step, stop_s in zip(one.steps, one.stops_s, strict=True)]
@@ -107,7 +112,7 @@ def _copying_bytes(seconds: _Seconds, actions: Sequence[Action], times: Times, c
     return tuple(result)
 
 
-class _Seconds:
+class StageSeconds:
     """Seconds of a group's actions, each worked out once."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
@@ -131,6 +136,7 @@ class _Seconds:
             for layer in policy.layers
             for share in layer.shares
         )
+        self._known_saved: dict[int, list[SavedClass]] = {}
         self._bodies: dict[tuple[int, bool, int], tuple[float, float, float]] = {}
         self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
 
@@ -205,6 +211,11 @@ class _Seconds:
 
     def _saved(self, chunk: int) -> list[SavedClass]:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
+        if chunk not in self._known_saved:
+            self._known_saved[chunk] = self._saved_of(chunk)
+        return self._known_saved[chunk]
+
+    def _saved_of(self, chunk: int) -> list[SavedClass]:
         costs = self.costs
         slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
         inside = 1 - costs.head_share(is_backward=False)

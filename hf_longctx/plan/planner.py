@@ -83,7 +83,7 @@ def _plan_stages(step: int, lengths: Sequence[int], costs: CostModel, config: Pl
     # the planner of pipelines stands on this module
     from hf_longctx.plan.pipeline_planner import plan_pipelines
 
-    return plan_pipelines(step, lengths, costs, len(config.stages), config, parts=config.stages)
+    return plan_pipelines(step, lengths, costs, len(config.stages), config)
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:

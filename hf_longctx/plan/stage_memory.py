@@ -65,3 +65,16 @@ def most_tokens_in_flight(actions: Iterable[Action], tokens: Sequence[int]) -> i
             waiting[action.chunk] -= 1
             count -= 0 if waiting[action.chunk] else tokens[action.chunk]
     return most
+
+
+def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
+    """Bytes of messages that no chunk in flight holds, where a chunk has at most `num_tokens` tokens on the rank.
+
+    The next message of each direction has its room before it comes; a gradient that came stays while its backward runs, one that
+    leaves until the next does.
+    """
+    if num_stages == 1:
+        return 0
+    has_parts = len(stage.parts) > 1
+    has_before, has_behind = stage.stage > 0 or has_parts, stage.stage < num_stages - 1 or has_parts
+    return (2 * has_before + 2 * has_behind) * num_tokens * model.hidden_size * model.bytes_per_element

@@ -266,8 +266,9 @@ def check_order(plan: StepPlan, stages: Sequence[StageStep]) -> None:
 def print_table(rows: Sequence[Row]) -> None:
     baseline = next(row for row in rows if row.plan == BASELINE)
     print(
-        f"{'plan':18s} {'chunks':>6s} {'predicted s':>11s} {'measured s':>10s} {'(rounds)':>14s} {'of cores':>8s} {'faster by':>9s} "
-        f"{'idle predicted':>15s} {'idle measured':>15s} {'in flight':>11s} {'judge':>7s} {'K/V MiB':>11s} {'judge':>11s}"
+        f"{'plan':18s} {'chunks':>6s} {'predicted s':>11s} {'measured s':>10s} {'(rounds)':>14s} {'of cores':>8s} "
+        f"{'faster by':>9s} {'idle predicted':>15s} {'idle measured':>15s} {'in flight':>11s} {'judge':>7s} "
+        f"{'K/V MiB':>11s} {'judge':>11s}"
     )
     for row in rows:
         rounds = f"({min(row.rounds_s):.2f}..{max(row.rounds_s):.2f})"

@@ -16,7 +16,7 @@ from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
 from hf_longctx.plan.specs import ClusterSpec, ModelSpec
-from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
 from hf_longctx.plan.types import (
     ActivationPolicy,
     Chunk,
@@ -211,8 +211,8 @@ def test_the_peak_of_a_stage_is_what_is_in_flight_and_what_works() -> None:
     run = evaluate_plan(plan, costs_of(MODEL, 2))
     stages = plan.micro_batches[0].groups[0].stages
 
-    def whole(tokens: int, num_layers: int, has_head: bool) -> ChunkBytes:
-        load = Load(tokens, (tokens,), num_layers, has_head=has_head, keeps_gradients=has_head)
+    def whole(tokens: int, num_layers: int, is_last: bool) -> ChunkBytes:
+        load = Load(tokens, (tokens,), num_layers, has_head=is_last, keeps_gradients=is_last, receives=is_last)
         return chunk_bytes(MODEL, load)
 
     # stage 0 runs F0 F1 B0 F2 B1 B2: the first two are in flight together
@@ -228,11 +228,27 @@ def test_the_peak_of_a_stage_is_what_is_in_flight_and_what_works() -> None:
         held[2].device + held[2].backward_workspace,
         held[2].ending,
     ]
-    assert run.peak_bytes[0] == stage_state_bytes(MODEL, stages[0], plan) + max(moments)
+    # room for a message that comes and a gradient that came: 64 tokens of 64 elements each
+    messages = 2 * 64 * 64 * 4
+    assert run.peak_bytes[0] == stage_state_bytes(MODEL, stages[0], plan) + max(moments) + messages
     # stage 1 has one at a time, with the head
     last = [whole(tokens, 1, True) for tokens in lengths]
     most = max(max(one.device + one.workspace, one.ending) for one in last)
-    assert run.peak_bytes[1] == stage_state_bytes(MODEL, stages[1], plan) + most
+    assert run.peak_bytes[1] == stage_state_bytes(MODEL, stages[1], plan) + most + messages
+
+
+def test_hidden_states_wait_with_the_chunk_for_their_gradient() -> None:
+    inputs = LayerPolicy((TensorShare("layer_input", host=1.0), TensorShare("mlp", recompute=1.0)))
+    hidden = 64 * MODEL.hidden_size * 4
+    load = Load(64, (64,), 1, has_head=False)
+    first, middle = (
+        chunk_bytes(MODEL, dataclasses.replace(load, receives=receives), ActivationPolicy(0, 0, (inputs,)))
+        for receives in (False, True)
+    )
+    # what came in stays on the device although the layer's input is on the host; what leaves is held on every stage
+    assert middle.device - first.device == hidden and middle.host == first.host == hidden
+    last = chunk_bytes(MODEL, dataclasses.replace(load, num_layers=2), ActivationPolicy(0, 0, (inputs, inputs)))
+    assert last.device - first.device == first.device - hidden - 64 * (2 * 4 * MODEL.head_dim + 16)
 
 
 def test_keys_and_values_of_slices_wait_for_the_first_slice_and_gradients_come_with_the_last() -> None:
@@ -298,7 +314,7 @@ def test_what_is_on_its_way_to_the_host_is_still_on_the_device() -> None:
     group = fast.micro_batches[0].groups[0]
     stage = group.stages[0]
     quick, stuck = evaluate_plan(fast, fast_costs), evaluate_plan(slow, slow_costs)
-    state = stage_state_bytes(HEADLESS, stage, fast)
+    state = stage_state_bytes(HEADLESS, stage, fast) + message_bytes(HEADLESS, stage, 2, 64)
     # nothing but the copy of the last layer that runs is on its way
     assert quick.peak_bytes[0] - state == round_bytes(HEADLESS, group, stage).peak
     # the first two chunks' copies are not even begun when the second forward ends

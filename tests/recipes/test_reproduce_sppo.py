@@ -86,9 +86,9 @@ def test_our_runtime_takes_the_same_seconds_and_holds_gradients_of_keys_and_valu
     for row in offload.values():
         # the head's seconds, and a layer's copy of each slice that nothing hides
         assert row["step_s"] < row["our_step_s"] < 1.03 * row["step_s"]
-    # keys, values and fp32 gradients: 12 bytes for each token where SPPO counts 4
+    # keys, values and fp32 gradients: 12 bytes for each token where SPPO counts 4; and what a layer and messages work with
     more = offload["run again"]["our_device_bytes"] - offload["run again"]["device_bytes"]
-    assert more == pytest.approx(8 * 5120 * 524288 / 8 * 5, rel=0.25)
+    assert 1 < more / (8 * 5120 * 524288 / 8 * 5) < 1.3
     host = [offload[name]["our_host_bytes"] for name in ("none", "fixed 0.5", "alpha", "full")]
     assert host == sorted(host) and host[0] == 0
 

@@ -1,0 +1,242 @@
+"""What each of the four systems alone would make of a step, and all of them in one plan, under the same judge and memory.
+
+FlexSP (arXiv 2412.01523): groups of different sizes, whole sequences, everything kept. Seq1F1B (2406.03488): equal groups, equal
+chunks of a quarter of the longest sequence, the window of 1F1B, everything kept. InfiniPipe (2509.21275): equal groups, elastic
+chunks, that window, layers recomputed where memory needs it. SPPO (2503.10377): equal groups, every sequence alone in slices of
+2K to 16K tokens a rank, offloaded by the link's rate. Each at its best number of stages that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
+from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.pipeline_room import make_room
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.replicas import deal_sequences
+from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
+from hf_longctx.plan.sppo import slice_counts
+from hf_longctx.plan.stage_memory import held_state_bytes, stage_state_bytes
+from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, StepPlan
+
+Ranges = tuple[tuple[LayerRange, ...], ...]
+# sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways
+_Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[Chunk, ...]]]
+
+_SLICES = (2, 4, 8, 16)
+_SEQ1F1B_SLICES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AblationRow:
+    """One system alone, or all of them: seconds of the step, 0 where nothing fits, and how it was run or why not."""
+
+    name: str
+    step_s: float
+    detail: str
+
+    @property
+    def is_possible(self) -> bool:
+        return self.step_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A plan that keeps everything, what it may use, and how it runs."""
+
+    plan: StepPlan
+    costs: CostModel
+    budget: ActivationBudget
+    run: Evaluation
+
+    def fitted(self, has_policies: bool) -> AblationRow:
+        """The plan made to fit, where it may be; no seconds where it does not."""
+        plan, run = self.plan, self.run
+        if has_policies:
+            try:
+                plan = make_room(plan, self.costs, self.budget)
+            except ValueError as error:
+                return AblationRow("", 0.0, str(error))
+            run = evaluate_plan(plan, self.costs, with_events=False)
+        stages = plan.micro_batches[0].groups[0].stages
+        limit = self.budget.device_bytes + max(stage_state_bytes(self.costs.model, stage, plan) for stage in stages)
+        if (needed := max(run.peak_bytes)) > limit:
+            text = f"does not fit: {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} on {plan.num_stages} stages"
+            return AblationRow("", 0.0, text)
+        return AblationRow("", run.step_s, describe(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What every row may use: costs and degrees of all ranks, bytes of a rank's device and of its host."""
+
+    costs: CostModel
+    config: PlannerConfig
+    device_bytes: int
+    host_bytes: int
+    tile_tokens: int = 2048
+
+    def stage_counts(self) -> list[int]:
+        """Numbers of pipeline stages that divide the ranks, two at least."""
+        num_ranks = self.costs.cluster.num_ranks
+        return [count for count in range(2, min(num_ranks, self.costs.model.num_layers) + 1) if num_ranks % count == 0]
+
+    def staged_costs(self, num_stages: int) -> CostModel:
+        """The cost model where weights are shared inside a stage: slices run on no rings, and gather no layer each."""
+        per_stage = self.costs.cluster.num_ranks // num_stages
+        if per_stage == 1 or self.costs.parameters == "replicated":
+            return replace(self.costs, method="ulysses", parameters="replicated", shard_ranks=1)
+        return replace(self.costs, method="ulysses", parameters="gathered_per_round", shard_ranks=per_stage)
+
+    def budget(self, costs: CostModel, ranges: Ranges, host_bytes: int) -> ActivationBudget:
+        """Room beside the states of the stage with the most; raises ValueError where they leave none."""
+        held = [
+            held_state_bytes(
+                costs.model, sum(part.num_layers for part in own), stage, len(ranges), costs.parameters, costs.shard_ranks
+            )
+            for stage, own in enumerate(ranges)
+        ]
+        if (left := self.device_bytes - max(held)) <= 0:
+            raise ValueError(f"states take {max(held) / 2**30:.1f} GiB of {self.device_bytes / 2**30:.1f}")
+        return ActivationBudget(left // costs.model.saved_bytes_per_token, left, host_bytes, self.tile_tokens)
+
+
+def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...]:
+    """The rows for one step of these sequences, all together last."""
+    return (
+        _flexsp(lengths, machine),
+        _quickest("Seq1F1B alone", _options(lengths, machine, _quarters, 0), has_policies=False),
+        _quickest("InfiniPipe alone", _options(lengths, machine, _elastic, 0), has_policies=True),
+        _quickest("SPPO alone", _options(lengths, machine, _sliced, machine.host_bytes), has_policies=True),
+        together(lengths, machine),
+    )
+
+
+def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
+    """All four in one plan, at the best number of stages."""
+
+    def rows() -> Iterator[AblationRow]:
+        yield _planned(lengths, machine.costs, machine.config)
+        for count in machine.stage_counts():
+            costs, ranges = machine.staged_costs(count), _ranges(machine.costs, count)
+            degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // count)
+            try:
+                budget = machine.budget(costs, ranges, machine.host_bytes)
+            except ValueError as error:
+                yield AblationRow("", 0.0, str(error))
+                continue
+            most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
+            config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
+            yield _planned(lengths, costs, config)
+
+    return _best("all together", rows())
+
+
+def _planned(lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> AblationRow:
+    try:
+        plan = plan_step(0, lengths, costs, config)
+    except ValueError as error:
+        return AblationRow("", 0.0, str(error))
+    return AblationRow("", plan.estimate.step_s, describe(plan))
+
+
+def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
+    budget = machine.config.activations
+    kept = machine.config.tokens_per_rank if budget is None else budget.kept_tokens
+    if kept < 1:
+        return AblationRow("FlexSP alone", 0.0, "states leave no room for a token with everything kept")
+    config = replace(machine.config, activations=None, tokens_per_rank=kept)
+    return replace(_planned(lengths, machine.costs, config), name="FlexSP alone")
+
+
+def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:
+    """Plans of equal groups at every number of stages, with everything kept; or why there are none."""
+    for num_stages in machine.stage_counts():
+        costs, ranges = machine.staged_costs(num_stages), _ranges(machine.costs, num_stages)
+        per_stage = costs.cluster.num_ranks // num_stages
+        degree = max(d for d in machine.config.degrees if per_stage % d == 0)
+        shape, num_groups = GroupShape(degree, degree), per_stage // degree
+        try:
+            budget = machine.budget(costs, ranges, host_bytes)
+        except ValueError as error:
+            yield str(error)
+            continue
+        dealt = deal_sequences(lengths, [costs.sequences_s(lengths, shape)] * num_groups, [max(lengths)] * num_groups)
+        busy = [{i: lengths[i] for i in members} for members in dealt if members]
+        for way in zip(*(chunking(members, shape, costs) for members in busy), strict=True):
+            chunks_of = [*way, *[(Chunk(0),)] * (num_groups - len(way))]
+            groups = tuple(
+                pipelined(SequenceGroup(tuple(range(first, first + degree)), shape.method, chunks, ()), ranges, "1f1b")
+                for first, chunks in zip(range(0, per_stage, degree), chunks_of, strict=True)
+            )
+            plan = StepPlan(
+                0, tuple(lengths), num_stages, per_stage, costs.parameters, (MicroBatch(groups),), shard_ranks=costs.shards
+            )
+            yield _Option(plan, costs, budget, evaluate_plan(plan, costs, with_events=False))
+
+
+def _quickest(name: str, options: Iterator[_Option | str], has_policies: bool) -> AblationRow:
+    """The quickest option that fits; policies only add seconds, so options that are slower without any are not tried."""
+    found = list(options)
+    best, reason = AblationRow(name, 0.0, ""), "there is no number of stages of two or more"
+    for text in (each for each in found if isinstance(each, str)):
+        reason = text
+    for option in sorted((each for each in found if isinstance(each, _Option)), key=lambda each: each.run.step_s):
+        if best.is_possible and option.run.step_s >= best.step_s:
+            break
+        row = option.fitted(has_policies)
+        if row.is_possible and (not best.is_possible or row.step_s < best.step_s):
+            best = replace(row, name=name)
+        reason = row.detail
+    return best if best.is_possible else replace(best, detail=reason)
+
+
+def _best(name: str, rows: Iterator[AblationRow]) -> AblationRow:
+    found = list(rows)
+    possible = [row for row in found if row.is_possible]
+    if possible:
+        return replace(min(possible, key=lambda row: row.step_s), name=name)
+    return AblationRow(name, 0.0, found[-1].detail if found else "there is no number of stages of two or more")
+
+
+def _ranges(costs: CostModel, num_stages: int) -> Ranges:
+    head_layers = costs.model.num_layers * costs.model.head_share / (1 - costs.model.head_share)
+    return layer_ranges(costs.model.num_layers, num_stages, head_layers=head_layers)
+
+
+def _quarters(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:
+    return [fixed_chunks(members, -(-max(members.values()) // _SEQ1F1B_SLICES))]
+
+
+def _elastic(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:
+    pair_s = costs.coefficients.forward.pair_s + costs.coefficients.backward.pair_s
+    token_s = costs.coefficients.forward.token_s + costs.coefficients.backward.token_s
+    return [elastic_chunks(members, count, pair_s, token_s, max(members.values())) for count in _SLICES]
+
+
+def _sliced(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:
+    """Every sequence on its own, in the fewest slices that SPPO's bounds allow, of equal tokens."""
+    families = [
+        fixed_chunks({sequence: length}, -(-length // slice_counts(length, shape.degree)[0]))
+        for sequence, length in sorted(members.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    spans = [chunk.spans for family in families for chunk in family]
+    return [tuple(Chunk(index, each) for index, each in enumerate(spans))]
+
+
+def describe(plan: StepPlan) -> str:
+    """A plan in a few words: stages, groups, chunks, and what is recomputed and offloaded of saved tensors."""
+    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    chunks = sum(len(group.chunks) for group in groups)
+    policies = [policy for group in groups for stage in group.stages for policy in stage.activations if policy.layers]
+    words = [f"{plan.num_stages} stage(s)", plan.micro_batches[0].layout, f"{chunks} chunks"]
+    if policies:
+        shares = [layer.share("mlp") for policy in policies for layer in policy.layers]
+        words.append(f"{sum(share.recompute > 0 for share in shares)} layers recomputed in {len(policies)} chunk(s)")
+        if any(share.host > 0 for policy in policies for layer in policy.layers for share in layer.shares):
+            words.append("offload")
+    return ", ".join(words)

@@ -1,0 +1,60 @@
+"""What one rank of a pipeline allocates in a step, as torch's profiler records it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from helpers.allocations import measure
+from helpers.pipelines import CPU, stage_pool
+from helpers.sliced import Rows
+from helpers.steps import rank_inputs
+
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.layers import layer_modules, output_head
+from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.plan.serialize import plan_from_json
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.output_head import OutputHead
+
+
+def build_llama(spec: ModelSpec) -> Any:
+    """A Llama in fp32 with these shapes, patched, whose gradients are there already."""
+    config = transformers.LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        attn_implementation="sdpa",
+        max_position_embeddings=spec.max_positions,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    patch_model(model)
+    return model
+
+
+def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int, Any]:
+    """The most bytes that a second step adds on this rank, and the step's own account."""
+    plan = plan_from_json(plan_json)
+    pool = stage_pool(plan.num_stages)
+    model = build_llama(spec)
+    ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
+    cut_model(model, ranges, pool.stage)
+    for parameter in model.parameters():
+        # gradients are states, not workspace
+        parameter.grad = torch.zeros_like(parameter)
+    has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
+    head = OutputHead(output_head(model)) if has_policies and pool.stage == plan.num_stages - 1 else None
+    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**26), head) if has_policies else None
+    executor = StepExecutor(model, pool, 0, CPU, True, engine, stage_model(model, ranges, pool.stage))
+    rank_plan, inputs = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
+    executor.run(rank_plan, inputs, 1)
+    peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1))
+    return peak, result.memory
