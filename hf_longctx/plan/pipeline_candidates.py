@@ -28,8 +28,8 @@ from hf_longctx.plan.types import TENSOR_CLASSES, Chunk, GroupShape, MicroBatch,
 SLICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # chunks per stage where packs may take longer than the longest sequence
 _CHUNKS_PER_STAGE = (1, 2, 3, 4, 6, 8, 12, 16)
-# more chunks in one pipeline cost more in messages and small kernels than they save
-_MOST_CHUNKS = 256
+# of all groups side by side: more cost more in messages, small kernels and planning than they save
+_MOST_CHUNKS = 512
 # so many layouts of different degrees are estimated and so many of all simulated; of each group so many cuts that fit, or as
 # many as this before it is given up
 _MIXED_LAYOUTS = 12
@@ -210,7 +210,7 @@ class PipelineStep:
         found: list[Cut] = []
         for num_slices, target_s in [*targets, *(pack for pack in packs if pack[1] > longest_s)]:
             num_chunks = max(fewest, work_s / target_s if target_s > 0 else num_slices)
-            if num_chunks > _MOST_CHUNKS and found:
+            if num_chunks * self.ranks_per_stage > _MOST_CHUNKS * group.degree and found:
                 continue
             slot_s = min(target_s, work_s / num_chunks) + rates.chunk_s
             estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_cases import COST_KINDS, cost_model
 
@@ -30,6 +30,8 @@ from hf_longctx.plan.types import Chunk, GroupShape, MicroBatch, SequenceGroup, 
     ),
     st.integers(1, 6),
 )
+# every other hop crosses nodes
+@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3)
 def test_seconds_and_tokens_are_the_judges(
     lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int
 ) -> None:
