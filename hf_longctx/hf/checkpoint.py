@@ -67,7 +67,7 @@ def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part
                     raise ValueError(
                         f"{folder} has a weight {name}, which the model has not; resume with the model it was saved from"
                     )
-                targets[name].copy_(_sharded_like(targets[name], reader.get_tensor(name)))
+                targets[name].copy_(sharded_like(targets[name], reader.get_tensor(name)))
                 loaded.add(id(targets[name]))
     missing = [name for name in model.state_dict() if id(targets[name]) not in loaded]
     if missing:
@@ -112,11 +112,11 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
         parameter = parameters[index]
         for name, value in states.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                states[name] = _sharded_like(parameter, value)
+                states[name] = sharded_like(parameter, value)
     optimizer.load_state_dict(saved)
 
 
-def _sharded_like(target: Tensor, whole: Tensor) -> Tensor:
+def sharded_like(target: Tensor, whole: Tensor) -> Tensor:
     """`whole` on the target's device, cut as the target is; every rank holds it already, so nothing is sent."""
     if not isinstance(target, DTensor):
         return whole

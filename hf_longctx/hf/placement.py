@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
     _TrainerBase = object
 
-_SCHEDULER_FILE, _OPTIMIZER_FILE = "scheduler.pt", "optimizer.pt"
+SCHEDULER_FILE, OPTIMIZER_FILE = "scheduler.pt", "optimizer.pt"
 
 
 class PlacedModel(nn.Module):
@@ -115,7 +115,7 @@ class PlacementMixin(_TrainerBase):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer`; collective over all ranks if the parameters are sharded."""
-        if not is_sharded(self.model):
+        if self._stage is not None or not is_sharded(self.model):
             return super().save_model(output_dir, _internal_call)
         # on all ranks, since some versions of `Trainer` call `_save` on the writing one alone
         self._whole_weights = gather_weights(self._placed_model(), self.args.should_save)
@@ -143,18 +143,18 @@ class PlacementMixin(_TrainerBase):
         assert self.lr_scheduler is not None
         save_optimizer(self._placed_model(), self._plain_optimizer(), output_dir)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_FILE)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer`; states of a sharded and of a replicated run may be loaded by either, at any number of ranks."""
         if checkpoint is not None and has_optimizer_shards(checkpoint):
             load_optimizer(self._placed_model(), self._plain_optimizer(), checkpoint)
-        elif checkpoint is not None and is_sharded(self.model) and (Path(checkpoint) / _OPTIMIZER_FILE).exists():
-            load_whole_optimizer(self._plain_optimizer(), str(Path(checkpoint) / _OPTIMIZER_FILE))
+        elif checkpoint is not None and is_sharded(self.model) and (Path(checkpoint) / OPTIMIZER_FILE).exists():
+            load_whole_optimizer(self._plain_optimizer(), str(Path(checkpoint) / OPTIMIZER_FILE))
         else:
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.lr_scheduler is not None
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER_FILE, weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer without accelerate's wrapper."""

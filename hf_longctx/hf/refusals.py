@@ -196,6 +196,10 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts tokens_per_step="
             f"{config.tokens_per_step}, which already says what an optimizer step holds; leave one of them out"
         )
+    if config.stages != 1 and args.save_on_each_node:
+        problems.append(
+            "save_on_each_node=True would need every stage on every node; write checkpoints to a folder that all nodes share"
+        )
     return problems
 
 

@@ -13,8 +13,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
+from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.agreement import gather_objects
-from hf_longctx.hf.checkpoint import BY_NAME, INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE, copy_weights, gather_weights
+from hf_longctx.hf.checkpoint import BY_NAME, INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE, copy_weights, gather_weights, sharded_like
 from hf_longctx.hf.stages import find_pieces
 from hf_longctx.runtime.stage_model import StageModel
 
@@ -63,10 +65,12 @@ def save_stages(
 
 
 def load_stage_weights(stage: StageModel, folder: str) -> None:
-    """Copies the weights of a whole checkpoint that are this stage's into its model; every rank reads its own.
+    """Copies the weights of a whole checkpoint, or of one of adapters, that are this stage's into its model.
 
-    Raises ValueError for a folder without safetensors, or without a weight of this stage.
+    Every rank reads its own. Raises ValueError for a folder without safetensors, or without a weight of this stage.
     """
+    if hasattr(stage.model, "peft_config"):
+        return _load_own_adapters(stage.model, Path(folder) / _ADAPTER_FILE)
     owner = _embedding_name(stage)
     copy_weights(stage.model, folder, {owner: stage.tied} if stage.tied and stage.stage else {}, is_part=True)
 
@@ -186,6 +190,19 @@ def _join_adapters(partials: list[Path], folder: Path) -> None:
     for file in (*partials[0].glob("*.json"), *partials[0].glob("*.md")):
         file.replace(folder / file.name)
     joined.replace(folder / _ADAPTER_FILE)
+
+
+@torch.no_grad()
+def _load_own_adapters(model: Any, file: Path) -> None:
+    # parameters under the names that they have in files
+    targets = get_peft_model_state_dict(model, state_dict=dict(model.named_parameters()), save_embedding_layers=False)
+    if not file.exists():
+        raise ValueError(f"{file.parent} has no {file.name}; resume adapters from a checkpoint of adapters")
+    with safe_open(file, framework="pt", device="cpu") as reader:
+        if missing := sorted(set(targets) - set(reader.keys())):
+            raise ValueError(f"{file} lacks {len(missing)} weights of this stage's adapters, {missing[0]} first")
+        for name, target in targets.items():
+            target.copy_(sharded_like(target, reader.get_tensor(name)))
 
 
 def _tensor_bytes(file: Path) -> int:

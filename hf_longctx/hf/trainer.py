@@ -1,8 +1,8 @@
 """`LongContextTrainer`: a `transformers.Trainer` that runs one plan per step. Read after `runtime/executor.py`.
 
 The mixin builds and hands over: at start it checks everything on every rank and makes the group pool, the loaders yield
-planned steps, `training_step` gives them to `StepExecutor`, `RunReport` logs. Parameters live as `PlacementMixin` says,
-which overrides a few private methods of `Trainer`; every override here is of a public one.
+planned steps, `training_step` gives them to `StepExecutor`, `RunReport` logs. Parameters live as `PlacementMixin` and
+`StagedMixin` say, which override a few private methods of `Trainer`; every override here is of a public one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from hf_longctx.hf.activations import ActivationRuntime
 from hf_longctx.hf.agreement import control_group, explain_lost_ranks
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.placement import PlacementMixin
 from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.refusals import (
     argument_problems,
@@ -38,12 +37,13 @@ from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
+from hf_longctx.hf.staged import StagedMixin
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.runtime.executor import StepExecutor, forward_only
 from hf_longctx.runtime.stage_model import StageModel
 
 
-class LongContextMixin(PlannedDataMixin, PlacementMixin):
+class LongContextMixin(PlannedDataMixin, StagedMixin):
     """Turns a `Trainer` subclass into one that runs plans; put it in front: `class Mine(LongContextMixin, Trainer)`."""
 
     # whether evaluation runs under plans too, or as in `Trainer`

@@ -59,7 +59,7 @@ def run_pipeline(
     for stage in group.stages:
         for action in stage.actions:
             check_action(action, stage)
-    seconds = _Seconds(plan, group, costs)
+    seconds = StageSeconds(plan, group, costs)
     actions = [stage.actions for stage in group.stages]
     num_parts = len(group.stages[0].parts)
     if seconds.has_copies:
@@ -74,7 +74,7 @@ def run_pipeline(
 
 
 def _stage_run(
-    plan: StepPlan, seconds: _Seconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
+    plan: StepPlan, seconds: StageSeconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
 ) -> StageRun:
     computing = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
     actions, when = [stage.actions[place] for place in computing], tuple(times[place] for place in computing)
@@ -92,7 +92,9 @@ def _stage_run(
     )
 
 
-def _copying_bytes(seconds: _Seconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]) -> tuple[int, ...]:
+def _copying_bytes(
+    seconds: StageSeconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]
+) -> tuple[int, ...]:
     """For every action the most bytes on their way to the host, when it begins or when it ends."""
     rate = seconds.costs.cluster.hardware.copy_bytes_per_s
     steps = [(step.copy_s, stop_s) for one in copied for step, stop_s in zip(one.steps, one.stops_s, strict=True)]
@@ -110,7 +112,7 @@ def _copying_bytes(seconds: _Seconds, actions: Sequence[Action], times: Times, c
     return tuple(result)
 
 
-class _Seconds:
+class StageSeconds:
     """Seconds of a group's actions, each worked out once."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:

@@ -42,33 +42,36 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The process groups of a run's messages, and that of this rank's position on the first and the last stage.
+    """The process groups of a run's messages, and those of this rank's position on all stages and on the two ends.
 
-    ends: for the gradients of tied embeddings; None for ranks of other stages.
+    pipe: for the norm of all stages' gradients. ends: the first and the last stage, for the gradients of tied embeddings; None
+    for ranks of other stages.
     """
 
     place: Place
     lanes: dict[_Lane, dist.ProcessGroup]
+    pipe: dist.ProcessGroup
     ends: dist.ProcessGroup | None
 
     @classmethod
     def create(cls, place: Place, timeout: timedelta, device: torch.device) -> Links:
         """Collective over all ranks, which create every group in one order. `device`: of the messages."""
         lanes = {lane: dist.new_group(timeout=timeout) for lane in _LANES}
-        ends = None
+        found: dict[str, dist.ProcessGroup] = {}
         for position in range(place.ranks_per_stage):
-            pair = [position, (place.num_stages - 1) * place.ranks_per_stage + position]
-            group = dist.new_group(pair, timeout=timeout)
-            if place.rank in pair:
-                ends = group
-        links = cls(place, lanes, ends)
+            column = list(range(position, place.num_stages * place.ranks_per_stage, place.ranks_per_stage))
+            for name, ranks in (("pipe", column), ("ends", [column[0], column[-1]])):
+                group = dist.new_group(ranks, timeout=timeout)
+                if place.rank in ranks:
+                    found[name] = group
+        links = cls(place, lanes, found["pipe"], found.get("ends"))
         links._join(device)
         return links
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Every group that this rank is in, for closing them."""
-        return (*self.lanes.values(), *([self.ends] if self.ends is not None else []))
+        return (*self.lanes.values(), self.pipe, *([self.ends] if self.ends is not None else []))
 
     def _join(self, device: torch.device) -> None:
         """One message over every link: NCCL joins two ranks at their first, and both must be there."""

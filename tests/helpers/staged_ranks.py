@@ -8,31 +8,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.pipelines import stage_mesh, stage_pool
 from helpers.staged import even_parts, family_model
 from helpers.steps import whole
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_longctx.hf.agreement import control_group
 from hf_longctx.hf.stages import cut_model, stage_model
-from hf_longctx.runtime.reduction import GradientSum
-from hf_longctx.runtime.sharded import shard_mesh, shard_model
-from hf_longctx.runtime.stage_groups import StageGroups, TiedWeight, clip_stage_gradients, stage_groups
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.reduction import GradientSum, TiedWeight
+from hf_longctx.runtime.sharded import shard_model
 from hf_longctx.runtime.stage_model import StageModel
+from hf_longctx.runtime.stage_norm import clip_stage_gradients
 
-_GROUPS: dict[int, tuple[StageGroups, Any]] = {}
-_MESHES: dict[int, DeviceMesh] = {}
+_CONTROL: list[dist.ProcessGroup] = []
 
 
 @dataclass
 class RankStage:
-    """What one rank has; `tied` is None where no other stage has a weight of this one."""
+    """What one rank has; `tied` is None where no other stage has a weight of this one's."""
 
     stage: StageModel
-    groups: StageGroups
+    pool: GroupPool
     control: dist.ProcessGroup
-    ranks_per_stage: int
     tied: TiedWeight | None
 
     @property
@@ -44,26 +43,19 @@ class RankStage:
         return {name: whole(p.detach()).clone() for name, p in self.stage.model.named_parameters()}
 
 
-def rank_mesh(num_stages: int) -> DeviceMesh:
-    """The mesh of this rank's stage; lasts as long as the pool."""
-    if num_stages not in _MESHES:
-        _MESHES[num_stages] = shard_mesh("cpu", dist.get_world_size() // num_stages, 60.0, num_stages)
-    return _MESHES[num_stages]
-
-
-def rank_stage(num_stages: int, tied: bool, is_sharded: bool, build: Any = family_model, num_parts: int = 1) -> RankStage:
-    """This rank's stage of a tiny llama; groups last as long as the pool."""
-    if num_stages not in _GROUPS:
-        _GROUPS[num_stages] = (stage_groups(num_stages, 60.0), control_group(60.0))
-    groups, control = _GROUPS[num_stages]
-    model = build("llama", tied)
+def rank_stage(num_stages: int, is_tied: bool, is_sharded: bool, build: Any = family_model, num_parts: int = 1) -> RankStage:
+    """This rank's stage of a tiny llama; groups last as long as the process."""
+    pool = stage_pool(num_stages)
+    if not _CONTROL:
+        _CONTROL.append(control_group(60.0))
+    model = build("llama", is_tied)
     parts = even_parts(num_stages, num_parts)
-    cut_model(model, parts, groups.stage)
-    stage = stage_model(model, parts, groups.stage)
+    cut_model(model, parts, pool.stage)
+    stage = stage_model(model, parts, pool.stage)
     if is_sharded:
-        shard_model(model, tuple(model._no_split_modules), rank_mesh(num_stages))
-    weight = TiedWeight(model.get_parameter(stage.tied), groups.ends) if stage.tied else None
-    return RankStage(stage, groups, control, dist.get_world_size() // num_stages, weight)
+        shard_model(model, tuple(model._no_split_modules), stage_mesh(num_stages, pool.ranks_per_stage))
+    tied = TiedWeight(model.get_parameter(stage.tied), pool.links.ends) if stage.tied else None
+    return RankStage(stage, pool, _CONTROL[0], tied)
 
 
 def random_gradient(name: str, shape: Any, step: int) -> Tensor:
@@ -97,10 +89,12 @@ def set_whole_gradients(model: Any, step: int, is_tied: bool) -> None:
             parameter.grad = sharded_like(parameter, gradient)
 
 
-def whole_training(steps: range, is_tied: bool, max_norm: float, build: Any = family_model) -> tuple[Any, list[float]]:
+def whole_training(
+    steps: range, is_tied: bool, max_norm: float, build: Any = family_model, weight_decay: float = 0.1
+) -> tuple[Any, list[float]]:
     """The whole model after AdamW steps in one process, clipped by torch, and the norms before clipping."""
     model = build("llama", is_tied)
-    optimizer = new_optimizer(model.parameters())
+    optimizer = new_optimizer(model.parameters(), weight_decay)
     norms = []
     for step in steps:
         set_whole_gradients(model, step, is_tied)
@@ -114,11 +108,11 @@ def train_stage(own: RankStage, optimizer: torch.optim.Optimizer, steps: range, 
     norms = []
     for step in steps:
         set_gradients(own, step)
-        tied = own.tied.parameter if own.tied else None
-        norms.append(float(clip_stage_gradients(own.parameters, max_norm, own.groups, tied)))
+        twin = own.tied.parameter if own.tied is not None and own.pool.stage else None
+        norms.append(float(clip_stage_gradients(own.parameters, max_norm, own.pool.links.pipe, twin)))
         optimizer.step()
     return norms
 
 
-def new_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2, weight_decay=0.1)
+def new_optimizer(parameters: Any, weight_decay: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2, weight_decay=weight_decay)

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers.models import relative_error
+from helpers.pipelines import stage_mesh
 from helpers.ranks import RankFailure
 from helpers.staged import family_model
-from helpers.staged_ranks import RankStage, new_optimizer, rank_mesh, rank_stage, set_whole_gradients, train_stage, whole_training
+from helpers.staged_ranks import RankStage, new_optimizer, rank_stage, set_whole_gradients, train_stage, whole_training
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,7 +32,7 @@ LAYOUTS = [(2, True), (4, False), (2, False)]
 
 
 def save(own: RankStage, folder: str, **settings: Any) -> None:
-    save_stages(own.stage, folder, own.ranks_per_stage, own.control, **settings)
+    save_stages(own.stage, folder, own.pool.ranks_per_stage, own.control, **settings)
 
 
 def train_and_save(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> None:
@@ -106,7 +107,7 @@ def resume_whole(folder: str, tied: bool) -> dict[str, Tensor]:
 def save_whole(folder: str, tied: bool) -> None:
     """A checkpoint of a run without stages, whose parameters are sharded over all ranks."""
     model = family_model("llama", tied)
-    shard_model(model, tuple(model._no_split_modules), rank_mesh(1))
+    shard_model(model, tuple(model._no_split_modules), stage_mesh(1, dist.get_world_size()))
     optimizer = new_optimizer(model.parameters())
     for step in range(2):
         set_whole_gradients(model, step, tied)
@@ -135,17 +136,28 @@ def with_adapters(family: str, tied: bool) -> Any:
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
 
 
-def save_adapters(folder: str, is_sharded: bool) -> None:
+def save_adapters(folder: str, is_sharded: bool) -> dict[str, Tensor]:
+    """This stage's weights, read again after they were written."""
     own = rank_stage(2, True, is_sharded, build=with_adapters)
     optimizer = new_optimizer(own.parameters)
     train_stage(own, optimizer, range(2), NORM)
     save(own, folder)
+    for parameter in own.parameters:
+        if parameter.requires_grad:
+            parameter.detach().zero_()
+    load_stage_weights(own.stage, folder)
+    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):
+        load_stage_weights(own.stage, f"{folder}/other")
+    return own.weights()
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_adapters_of_all_stages_are_one_adapter(ranks, tmp_path: Path, is_sharded: bool) -> None:
-    ranks(4).run(save_adapters, str(tmp_path), is_sharded)
+    results = ranks(4).run(save_adapters, str(tmp_path), is_sharded)
     expected, _ = whole_training(range(2), True, NORM, build=with_adapters)
+    of_whole = expected.state_dict()
+    for loaded in results:
+        assert max(relative_error(value, of_whole[name]) for name, value in loaded.items()) <= 1e-12
     found = peft.PeftModel.from_pretrained(family_model("llama", True), str(tmp_path), autocast_adapter_dtype=False)
     weights = {name: value for name, value in found.state_dict().items() if "lora_" in name}
     assert len(weights) == len(load_file(tmp_path / "adapter_model.safetensors")) == 7 * 4

@@ -8,8 +8,6 @@ from helpers.models import relative_error
 from helpers.staged_ranks import new_optimizer, rank_stage, train_stage, whole_training
 from torch import Tensor
 
-from hf_longctx.runtime.stage_groups import stage_groups
-
 MAX_NORM = 50.0
 
 
@@ -36,17 +34,3 @@ def test_clipped_steps_of_stages_are_those_of_the_whole_model(
     if tied:
         # bit by bit, else they would drift apart
         assert torch.equal(results[0][1]["model.embed_tokens.weight"], results[-1][1]["lm_head.weight"])
-
-
-def refuse(num_stages: int) -> str:
-    try:
-        stage_groups(num_stages, 1.0)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_stages_that_do_not_divide_the_ranks_are_refused(ranks, num_stages: int) -> None:
-    for message in ranks(4).run(refuse, num_stages):
-        assert message == f"{num_stages} stages do not divide the 4 ranks of the run; choose a divisor from 2 on"
