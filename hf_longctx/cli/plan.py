@@ -23,6 +23,7 @@ _DEFAULT_STEPS = 3
 _PLAN_EPILOG = """examples:
   hf-longctx plan --model qwen3-8b --gpus 8 --hardware h100
   hf-longctx plan --model gpt-7b --lengths lognormal:6.963,1.6 --gpus 64 --hardware a100-40g
+  hf-longctx plan --model llama-3.1-70b --lengths lognormal:9,1.5 --gpus 64 --hardware h100 --global-batch 64 --ablation
   hf-longctx plan --model checkpoint/config.json --lengths tokens.jsonl:input_ids --gpus 16 --hardware h200 --output forecast
 """
 
@@ -62,6 +63,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")
     how.add_argument("--solver-time-limit", type=float, default=10.0, help="seconds of lp and milp a step (default: %(default)s)")
     how.add_argument("--tokens-per-rank", type=int, default=0, help="most tokens a rank holds (default: as memory allows)")
+    how.add_argument(
+        "--ablation", action="store_true", help="also pipeline stages: FlexSP, Seq1F1B, InfiniPipe and SPPO alone, and all in one"
+    )
     _add_output_arguments(parser, "plan.json, report.txt, timeline.png, trace.json (Perfetto) and lengths.png")
 
 
@@ -142,7 +146,9 @@ def _forecast(options: argparse.Namespace) -> Forecast:
         workload = read_workload(options.lengths, options.limit, wanted * options.steps, options.seed)
     scenario = build_scenario(_request(options, workload.longest if workload else 0))
     batch = options.global_batch or min(wanted, workload.num_sequences if workload else wanted)
-    return make_forecast(scenario, workload, options.steps, batch, options.seed)
+    if options.ablation and workload is None:
+        raise ValueError("--ablation compares plans of sequences; give --lengths too")
+    return make_forecast(scenario, workload, options.steps, batch, options.seed, options.ablation)
 
 
 def _request(options: argparse.Namespace, longest_tokens: int) -> Request:

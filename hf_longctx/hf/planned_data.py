@@ -102,6 +102,7 @@ class PlannedDataMixin(_TrainerBase):
     def _prepare_data(self, setup: PlanningSetup, model: Any, args: TrainingArguments, datasets: dict[str, Any]) -> None:
         """Takes over the limits of sequences and checks every set given at start."""
         self._planner_config, self._max_length, self._vocab_size = setup.planner, setup.max_length, setup.costs.model.vocab_size
+        self._room_tokens = setup.room_tokens
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
         self._told: set[str] = set()
         self._check_data(model, args, datasets)
@@ -128,7 +129,7 @@ class PlannedDataMixin(_TrainerBase):
         scans = scan_on_every_rank(sets, self._vocab_size, self._shows_progress)
         if self.longctx_config.long_sequences != "error":
             return scans
-        room = planner.tokens_per_rank * planner.degrees[-1]
+        room = self._room_tokens
         return {
             name: scan
             if scan.problems
@@ -170,7 +171,7 @@ class PlannedDataMixin(_TrainerBase):
     @property
     def _longest(self) -> int:
         """Most tokens of a sequence: longer rows are errors, or are cut."""
-        return min(self._max_length, self._planner_config.tokens_per_rank * self._planner_config.degrees[-1])
+        return min(self._max_length, self._room_tokens)
 
     def _stream_loader(self, stream: Any) -> DataLoader[Any]:
         """Planned steps of an iterable training set, read by rank 0 alone."""
@@ -182,7 +183,7 @@ class PlannedDataMixin(_TrainerBase):
             vocab_size=self._vocab_size,
             max_length=self._max_length,
             tokens_per_rank=planner.tokens_per_rank,
-            max_degree=planner.degrees[-1],
+            room_tokens=self._room_tokens,
             long_sequences=config.long_sequences,
             sequences_per_step=args.per_device_train_batch_size * args.world_size,
             tokens_per_step=config.tokens_per_step,

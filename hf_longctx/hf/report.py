@@ -16,20 +16,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.pass_samples import pass_samples
 from hf_longctx.hf.plan_ahead import is_stand_in
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refit import CostRefit, MeasuredPlan, Samples
 from hf_longctx.plan.activation_memory import held_bytes
-from hf_longctx.plan.calibration import ChunkSample, PassSample, Residuals
-from hf_longctx.plan.cost import WHOLE_MODEL, CostModel, ModelPart, num_tiles
+from hf_longctx.plan.calibration import Residuals
+from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import round_bytes
-from hf_longctx.plan.pipeline_run import StageRun, run_pipeline
-from hf_longctx.plan.policies import added_seconds
 from hf_longctx.plan.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.traffic import mean_traffic
-from hf_longctx.plan.types import Action, ActivationPolicy, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.types import ActivationPolicy, StepPlan
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory, StepResult
 from hf_longctx.runtime.profiler import Interval
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline
@@ -39,7 +38,8 @@ from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, 
 class StepRecord:
     """One finished plan as rank `rank` saw it: plan number `place` of the `count` plans of an optimizer step.
 
-    `loss` is that of the whole optimizer step. `predicted_memory` is what `memory` was expected to be.
+    `loss` is that of the whole optimizer step. `predicted_memory` is what `memory` was expected to be, `predicted_idle` what
+    `idle_share` was; None where nothing was measured to predict from.
     """
 
     plan: StepPlan
@@ -50,6 +50,7 @@ class StepRecord:
     count: int = 1
     memory: StepMemory = NO_MEMORY
     predicted_memory: StepMemory = NO_MEMORY
+    predicted_idle: float | None = None
 
     @property
     def ends_step(self) -> bool:
@@ -65,6 +66,17 @@ class StepRecord:
     def reduce_s(self) -> float:
         """Seconds of the gradient reduction, waiting for other ranks included."""
         return sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind == "reduce")
+
+    @property
+    def idle_share(self) -> float | None:
+        """Of a pipeline's first stage, whose last backward ends it: the share of its seconds outside forwards and backwards.
+
+        None on other stages, whose reduction begins with waiting for the first one, and where there is one stage.
+        """
+        if self.plan.num_stages == 1 or self.plan.place(self.rank)[0]:
+            return None
+        busy_s = sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind in ("F", "B"))
+        return 1 - busy_s / (self.measured_s - self.reduce_s)
 
     @property
     def error(self) -> float | None:
@@ -96,7 +108,7 @@ class StepRecord:
         return (
             f"step {step:4d}{place} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
-            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}{self._bytes}"
+            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}{self._idle}{self._bytes}"
         )
 
     @property
@@ -113,6 +125,13 @@ class StepRecord:
         return f"{gap} | {self.plan.estimate.solver}" if is_stand_in(self.plan) else gap
 
     @property
+    def _idle(self) -> str:
+        if self.idle_share is None:
+            return ""
+        predicted = "-" if self.predicted_idle is None else f"{self.predicted_idle:.1%}"
+        return f" | first stage idle {predicted} predicted, {self.idle_share:.1%} measured"
+
+    @property
     def _bytes(self) -> str:
         """Predicted and measured bytes, of a CUDA device or, where something was recomputed or sliced, of what was counted."""
         now, then = self.memory, self.predicted_memory
@@ -126,36 +145,8 @@ class StepRecord:
         return text + (f", {now.host / 2**20:,.1f} MiB of {then.host / 2**20:,.1f} on the host" if then.host else "")
 
     def samples(self, costs: CostModel) -> Samples:
-        """This rank's measured chunks, with the traffic that `costs` counts for them, called alike by all ranks of a group.
-
-        What policies add to a chunk is taken off, at the rate at which its forward ran.
-        """
-        seconds = _without_policies(self, costs)
-
-        def sample(group: SequenceGroup, round_index: int, action: Action) -> PassSample:
-            chunk = group.chunks[action.chunk]
-            tokens = float(max(chunk.num_tokens, group.degree))
-            traffic = mean_traffic(costs.model, costs.cluster, group.shape, tokens, action.kind == "B")
-            tiles = num_tiles(group.shape, len(chunk.spans))
-            part = _part_of(costs.model, group, action)
-            seconds_of = seconds[round_index, str(action)]
-            return PassSample(chunk.num_tokens, chunk.num_pairs, group.degree, traffic, seconds_of, tiles, part)
-
-        # nested plans leave ranks out of micro-batches, so a rank's rounds are not numbered as others' are
-        _, position = self.plan.place(self.rank)
-        micro_batches = [
-            number
-            for number, micro_batch in enumerate(self.plan.micro_batches)
-            if any(position in group.positions for group in micro_batch.groups)
-        ]
-        return {
-            (micro_batches[index], group.positions, str(forward)): ChunkSample(
-                sample(group, index, forward), sample(group, index, replace(forward, kind="B"))
-            )
-            for index, (group, stage) in enumerate(self.plan.for_rank(self.rank).rounds)
-            for forward in stage.actions
-            if forward.kind == "F"
-        }
+        """This rank's measured chunks, as `pass_samples` makes them."""
+        return pass_samples(self.plan, self.rank, self.intervals, costs)
 
     def measured(self, costs: CostModel) -> MeasuredPlan:
         """What the cost model can learn from this plan."""
@@ -215,7 +206,8 @@ class RunReport(TrainerCallback):
                 plan = _without_reduction(plan, self.source.costs)
             rank, model = self.source.pool.rank, self.source.costs.model
             memory = result.memory, predicted_memory(plan, rank, model)
-            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory)
+            idle = predicted_idle(plan, rank, self.source.costs)
+            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory, idle)
             self._last.append(record)
             self._since_log.append(record)
             if record.error is not None:
@@ -259,6 +251,12 @@ class RunReport(TrainerCallback):
             "micro_batches": sum(len(record.plan.micro_batches) for record in records) / num_steps,
             "planning_s": sum(record.plan.estimate.solve_s for record in records) / num_steps,
         }
+        for name, values in (
+            ("idle_share", [record.idle_share for record in records]),
+            ("predicted_idle_share", [record.predicted_idle for record in records]),
+        ):
+            if None not in values:
+                metrics[name] = mean(value for value in values if value is not None)
         errors = [abs(record.error) for record in records if record.error is not None]
         if len(errors) == len(records):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps
@@ -286,7 +284,9 @@ class RunReport(TrainerCallback):
         """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""
         plans = [record.plan for record in self._last]
         steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
-        panels = {"measured": _in_a_row(steps)}
+        # waiting for messages is no work, as in the prediction
+        drawn = [[event for event in events if event.kind not in ("SF", "RF", "SB", "RB")] for events in steps]
+        panels = {"measured": _in_a_row(drawn)}
         if self.source.costs.coefficients.is_measured:
             panels = {"predicted": _in_a_row([_predicted(record, self.source.costs) for record in self._last]), **panels}
         first = last_step - sum(record.ends_step for record in self._last) + 1
@@ -295,7 +295,7 @@ class RunReport(TrainerCallback):
         (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
         if find_spec("matplotlib") is not None:
             save_png_timeline(panels, f"steps {first} to {last_step}: {layouts}", folder / "timeline.png")
-        (folder / "timeline.json").write_text(chrome_trace(panels["measured"]))
+        (folder / "timeline.json").write_text(chrome_trace(_in_a_row(steps)))
         tqdm.write(f"timeline of steps {first} to {last_step}: {folder / 'timeline.svg'}")
 
 
@@ -305,53 +305,12 @@ def folded_layout(plan: StepPlan) -> str:
     return ",".join(layout + (f"x{count}" if count > 1 else "") for layout, count in runs)
 
 
-def _without_policies(record: StepRecord, costs: CostModel) -> dict[tuple[int, str], float]:
-    """Seconds of every (round, action) less what is run again, or waited for, under activation policies."""
-    seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in record.intervals}
-    for index, (group, stage) in enumerate(record.plan.for_rank(record.rank).rounds):
-        for forward, (forward_s, backward_s) in _added_by_policies(record.plan, costs, group, stage).items():
-            names = [(index, str(replace(forward, kind=kind))) for kind in ("F", "B")]
-            part = _part_of(costs.model, group, forward)
-            num_layers, chunk = stage.parts[forward.part].num_layers, group.chunks[forward.chunk]
-            expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head) + forward_s
-            rate = seconds[names[0]] / max(expected_s, 1e-12)
-            # a pass takes time, whatever the model says of what was added
-            for name, added_s in zip(names, (forward_s, backward_s), strict=True):
-                seconds[name] = max(seconds[name] - added_s * rate, seconds[name] / 10)
-    return seconds
-
-
-def _added_by_policies(
-    plan: StepPlan, costs: CostModel, group: SequenceGroup, stage: StagePlan
-) -> dict[Action, tuple[float, float]]:
-    """Seconds that policies add to the forward and the backward of every chunk and part, by the forward's action."""
-    policies = [policy for policy in stage.activations if policy.layers]
-    if len(group.stages) == 1 and len(stage.parts) == 1:
-        added = added_seconds(costs, group, stage)
-        return {Action("F", stage.stage, chunk): seconds for chunk, seconds in added.items()}
-    if not policies:
-        return {}
-    # in a pipeline copies have time while a stage waits, which only a run shows
-    with_s, without_s = (
-        _action_seconds(run_pipeline(plan, each, costs, [0.0] * len(group.stages))[stage.stage])
-        for each in (group, replace(group, stages=tuple(replace(other, activations=()) for other in group.stages)))
-    )
-    keys = [Action("F", stage.stage, policy.chunk, policy.part) for policy in policies]
-    added_s = {action: with_s[action] - without_s[action] for action in with_s}
-    return {forward: (added_s[forward], added_s[replace(forward, kind="B")]) for forward in keys}
-
-
-def _action_seconds(run: StageRun) -> dict[Action, float]:
-    return {action: stop_s - start_s for action, (start_s, stop_s) in zip(run.actions, run.times, strict=True)}
-
-
-def _part_of(model: ModelSpec, group: SequenceGroup, action: Action) -> ModelPart:
-    """What an F or B ran of the model."""
-    parts = group.stages[action.stage].parts
-    if len(group.stages) == 1 and len(parts) == 1:
-        return WHOLE_MODEL
-    has_head = (action.stage, action.part) == (len(group.stages) - 1, len(parts) - 1)
-    return ModelPart(parts[action.part].num_layers / model.num_layers, has_head, model.head_share)
+def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:
+    """What `StepRecord.idle_share` of this rank is expected to be; None where it has none or costs are guesses."""
+    if plan.num_stages == 1 or plan.place(rank)[0] or not costs.coefficients.is_measured:
+        return None
+    run = evaluate_plan(plan, costs, with_events=False)
+    return 1 - run.busy_s[rank] / (run.step_s - run.once_s)
 
 
 def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
@@ -360,21 +319,28 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
     _, position = plan.place(rank)
     for group, stage in plan.for_rank(rank).rounds:
         place = group.positions.index(position)
-        policies = {policy.chunk: policy for policy in stage.activations}
-        held: dict[int, tuple[int, int]] = {}
-        book = round_bytes(model, group, stage).book if len(group.chunks) > 1 else 0
+        policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
+        held: dict[tuple[int, int], tuple[int, int]] = {}
+        # whole chunks on one stage are the common case, and nothing of them is asked here
+        is_plain = len(group.chunks) == 1 and plan.num_stages == 1
+        found = None if is_plain else round_bytes(model, group, stage, place)
         for action in stage.actions:
+            key = (action.part, action.chunk)
             if action.kind == "B":
-                del held[action.chunk]
+                del held[key]
+            if action.kind != "F":
                 continue
             tokens = shard_tokens(group.chunks[action.chunk], group.shape)[place]
-            policy = policies.get(action.chunk, ActivationPolicy(action.chunk))
+            policy = policies.get(key, ActivationPolicy(action.chunk))
             # layers that keep everything run as they are, which the engine does not see
             replayed = replace(policy, layers=tuple(layer for layer in policy.layers if not layer.keeps_everything))
-            held[action.chunk] = held_bytes(model, replayed, len(replayed.layers), tokens)
+            held[key] = held_bytes(model, replayed, len(replayed.layers), tokens)
             saved, host = (sum(column) for column in zip(*held.values(), strict=True))
-            memory = memory.most(StepMemory(saved, host, book))
-    return replace(memory, device_peak=plan.estimate.peak_bytes)
+            memory = memory.most(StepMemory(saved, host, found.book if found else 0))
+        if found and plan.num_stages > 1:
+            # stages differ, and the plan's estimate is that of the fullest
+            memory = memory.most(StepMemory(device_peak=stage_state_bytes(model, stage, plan) + found.peak))
+    return memory if plan.num_stages > 1 else replace(memory, device_peak=plan.estimate.peak_bytes)
 
 
 def _group_detail(group: Any, stage: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -24,6 +25,7 @@ from hf_longctx.plan.catalog import spec_name
 from hf_longctx.plan.cost import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.hardware import read_profile
 from hf_longctx.plan.memory import most_tokens
+from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.stage_memory import held_state_bytes
 from hf_longctx.plan.types import Parameters
@@ -41,13 +43,15 @@ _HOST_SHARE = 0.5
 class PlanningSetup:
     """Where planning starts: the cost model before anything is measured, the planner's limits, the longest sequence.
 
-    ranges: the layers of every pipeline stage, one stage where there is no pipeline.
+    ranges: the layers of every pipeline stage, one stage where there is no pipeline. room_tokens: the longest sequence that
+    memory holds.
     """
 
     costs: CostModel
     planner: PlannerConfig
     max_length: int
     ranges: Ranges
+    room_tokens: int
 
     @property
     def num_stages(self) -> int:
@@ -103,7 +107,48 @@ def planning_setup(
     spec = model_spec(model, is_autocast=args.bf16)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     max_length = config.max_length or spec.max_positions
-    ranges = _stage_ranges(config, model, CostModel(spec, cluster, coefficients), dataset, max_length, control)
+    costs = CostModel(spec, cluster, coefficients)
+    if (loaded := loaded_ranges(model)) is not None or config.stages == 1:
+        return _setup_for(loaded or balanced_ranges(costs, 1, ()), costs, config, model, args, degrees, max_length, control)
+    lengths = sampled_lengths(dataset, max_length, control)
+    counts = [config.stages] if config.stages != "auto" else stage_counts(args.world_size, spec.num_layers, degrees)
+    per_step = max(1, args.per_device_train_batch_size * args.world_size)
+    batch = list(itertools.islice(itertools.cycle(lengths), per_step))
+    found: list[tuple[float, PlanningSetup]] = []
+    problem = ValueError()
+    for count in counts:
+        ranges = balanced_ranges(costs, int(count), lengths)
+        try:
+            setup = _setup_for(ranges, costs, config, model, args, degrees, max_length, control)
+            fitting = [min(length, setup.room_tokens) for length in batch]
+            found.append((plan_step(0, fitting, setup.costs, setup.planner).estimate.step_s if len(counts) > 1 else 0.0, setup))
+        except ValueError as error:
+            problem = error
+    if not found:
+        raise problem
+    # one rank decides for all: planning is deterministic, but costs nothing to agree on
+    best = gather_objects(min(range(len(found)), key=lambda place: found[place][0]), control)[0]
+    return found[best][1]
+
+
+def stage_counts(num_ranks: int, num_layers: int, degrees: tuple[int, ...]) -> list[int]:
+    """Numbers of pipeline stages that divide the ranks, leave room for some degree, and have a layer each."""
+    counts = range(1, min(num_ranks, num_layers) + 1)
+    return [count for count in counts if num_ranks % count == 0 and degrees[0] <= num_ranks // count]
+
+
+def _setup_for(
+    ranges: Ranges,
+    costs: CostModel,
+    config: LongContextConfig,
+    model: PreTrainedModel,
+    args: TrainingArguments,
+    degrees: tuple[int, ...],
+    max_length: int,
+    control: dist.ProcessGroup | None,
+) -> PlanningSetup:
+    """The start of planning with the layers on these stages; `costs` without how parameters live. Collective."""
+    spec, cluster = costs.model, costs.cluster
     ranks_per_stage = args.world_size // len(ranges)
     degrees = tuple(degree for degree in degrees if degree <= ranks_per_stage)
     parameters, shard_ranks = shared_parameters(config, ranks_per_stage)
@@ -146,25 +191,28 @@ def planning_setup(
     )
     # rings do not run slices
     method = "ulysses" if len(ranges) > 1 else config.method
-    costs = CostModel(spec, cluster, coefficients, method, parameters=parameters, shard_ranks=shard_ranks)
-    return PlanningSetup(costs, planner, max_length, ranges)
+    costs = replace(costs, method=method, parameters=parameters, shard_ranks=shard_ranks)
+    room_tokens = tokens_per_rank * degrees[-1]
+    if planner.stages:
+        room_tokens = _longest_in_stages(min(max_length, room_tokens * len(ranges)), costs, planner)
+    return PlanningSetup(costs, planner, max_length, ranges, room_tokens)
 
 
-def _stage_ranges(
-    config: LongContextConfig,
-    model: PreTrainedModel,
-    costs: CostModel,
-    dataset: Any,
-    max_length: int,
-    control: dist.ProcessGroup | None,
-) -> Ranges:
-    """The layers of every stage; of one stage where there is no pipeline. Collective."""
-    if (loaded := loaded_ranges(model)) is not None:
-        return loaded
-    if config.stages == 1:
-        return balanced_ranges(costs, 1, ())
-    lengths = sampled_lengths(dataset, max_length, control)
-    return balanced_ranges(costs, int(config.stages), lengths)
+def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
+    """The most tokens, up to `most_tokens`, of a sequence for which a pipeline has room, found by planning it.
+
+    Raises ValueError where there is none for a single token.
+    """
+    length = most_tokens
+    while True:
+        try:
+            plan_step(0, [length], costs, planner)
+        except ValueError:
+            if length == 1:
+                raise
+            length = max(1, length * 3 // 4)
+        else:
+            return length
 
 
 def _budget(

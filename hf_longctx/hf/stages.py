@@ -194,6 +194,27 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
     )
 
 
+def shared_stages_of(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
+    """Every stage of `model`, which stays whole, as the executor runs them where ranks help other stages than their own.
+
+    Once per model. `parts` as for `cut_model`, one range each. Raises ValueError for models that cannot be cut.
+    """
+    if problems := stage_problems(model):
+        raise ValueError("; ".join(problems))
+    pieces = find_pieces(model)
+    check_ranges(parts, pieces.num_layers)
+    ranges = [own for (own,) in parts]
+    _keep_layers(pieces, ranges)
+    _check_passes(pieces)
+    _bind_parts(pieces, [ranges], 0)
+    weights = [parameter for parameter in getattr(pieces.decoder, pieces.layers).parameters() if parameter.is_floating_point()]
+    size, dtype = int(pieces.decoder.config.hidden_size), weights[0].dtype
+    return tuple(
+        StageModel(model, stage, len(ranges), (own.num_layers,), size, dtype, first_part=stage)
+        for stage, own in enumerate(ranges)
+    )
+
+
 def check_ranges(parts: Ranges, num_layers: int) -> None:
     """Raises ValueError unless the ranges, part 0 of every stage first, are all `num_layers` layers in order."""
     num_parts = {len(ranges) for ranges in parts}
@@ -283,6 +304,8 @@ def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
 
     def forward(*args: Any, **keywords: Any) -> Any:
         part = keywords.pop(PART_KEYWORD, None)
+        if part is None and len(parts) == 1:
+            return whole(*args, **keywords)
         if part is None:
             raise RuntimeError(
                 f"this rank holds stage {stage} of {len(parts)} of {type(pieces.model).__name__} alone, which runs under plans "

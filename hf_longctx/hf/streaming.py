@@ -48,7 +48,7 @@ class StreamRules:
     vocab_size: int
     max_length: int
     tokens_per_rank: int
-    max_degree: int
+    room_tokens: int
     long_sequences: str
     sequences_per_step: int
     tokens_per_step: int | None
@@ -211,7 +211,7 @@ class StreamBatches:
     def _cuts(self, row: int, epoch: int, num_tokens: int) -> list[slice]:
         """The sequences of a row of `num_tokens` tokens, by the rule of map-style datasets."""
         rules, lengths = self.rules, np.array([num_tokens])
-        room = rules.tokens_per_rank * rules.max_degree
+        room = rules.room_tokens
         if rules.long_sequences == "error":
             for problem in too_long(lengths, rules.max_length, room, rules.tokens_per_rank, rules.name, row):
                 raise ValueError(f"{problem} (epoch {epoch} of the stream)")

@@ -9,7 +9,8 @@ from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.pipeline_run import check_action, near_ranks, run_pipeline
 from hf_longctx.plan.policies import added_seconds
-from hf_longctx.plan.sharding import shard_tokens
+from hf_longctx.plan.sharding import is_shared, shard_tokens
+from hf_longctx.plan.shared_run import run_shared_pipeline
 from hf_longctx.plan.stage_memory import most_in_flight, stage_state_bytes
 from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.timeline import TimelineEvent
@@ -60,7 +61,8 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True) ->
     """The plan's predicted run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
 
     Each group is a pipeline over its positions of all stages. Without `with_events` there are none, which is faster. Raises
-    ValueError by name for what it cannot run yet: helpers, explicit copies and frees; PlanError for a deadlock.
+    ValueError by name for what it cannot run yet: explicit copies and frees, helpers together with parts, policies or packs;
+    PlanError for a deadlock.
     """
     run = _Run(plan, costs, with_events)
     for micro_batch in plan.micro_batches:
@@ -98,7 +100,8 @@ class _Run:
         per_stage = self.plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
         starts = [max(self.clocks[rank] for rank in of_stage) for of_stage in ranks]
-        for of_stage, run in zip(ranks, run_pipeline(self.plan, group, self.costs, starts), strict=True):
+        run_group = run_shared_pipeline if is_shared(group) else run_pipeline
+        for of_stage, run in zip(ranks, run_group(self.plan, group, self.costs, starts), strict=True):
             busy_s = sum(stop_s - start_s for start_s, stop_s in run.times)
             for rank in of_stage:
                 self.clocks[rank] = max(self.clocks[rank], run.times[-1][1])

@@ -157,11 +157,15 @@ def _part_chunks(
     for chunk in group.chunks:
         of_chunk = chunk_load(group, chunk, position, common, ends)
         for part, layers in enumerate(stage.parts):
-            has_head = (stage.stage, part) == (last_stage, last_part)
-            of_chunk = replace(of_chunk, receives=(stage.stage, part) != (0, 0))
-            is_next = (chunk.index, part) in at_once
-            load = replace(of_chunk, num_layers=layers.num_layers, has_head=has_head, keeps_gradients=is_next)
             policy = policies.get((chunk.index, part), ActivationPolicy(chunk.index, part))
+            load = replace(
+                of_chunk,
+                num_layers=layers.num_layers,
+                has_head=(stage.stage, part) == (last_stage, last_part),
+                keeps_gradients=(chunk.index, part) in at_once,
+                # all the same where nothing moves, so that stages alike are counted once
+                receives=bool(policy.layers) and (stage.stage, part) != (0, 0),
+            )
             key = load, policy.layers, policy.tile_tokens
             if key not in known:
                 known[key] = chunk_bytes(model, load, policy)

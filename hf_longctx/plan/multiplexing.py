@@ -20,7 +20,8 @@ hidden behind computation, at 25 GB/s between stages (a node's network) and at 2
     512K, 8           25.0 %           19.4 %     24.3 %
     512K, 32          8.3 %            1.9 %      7.6 %
 
-So lending pays for long sequences in few slices, or where stages share a node.
+So lending pays for long sequences in few slices, or where stages share a node. The runtime executes it where every rank has all
+weights (`runtime/shared_round.py`), and `lending.py` decides for which groups of a plan.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from hf_longctx.plan.pipeline import families
 from hf_longctx.plan.types import Action, SequenceGroup
 
 
-def multiplexed(group: SequenceGroup) -> SequenceGroup:
+def multiplexed(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:
     """The group with `helpers` on every F and B that idle stages share, at the group's positions; messages stay as they are.
 
-    Raises ValueError unless the chunks are one family of at least P - 1 and every stage has one part.
+    front, back: whether the first and whether the last slices are shared. Raises ValueError unless the chunks are one family of
+    at least P - 1 and every stage has one part.
     """
     num_stages, num_chunks = len(group.stages), len(group.chunks)
     num_families = len(families(group.chunks))
@@ -48,7 +50,8 @@ def multiplexed(group: SequenceGroup) -> SequenceGroup:
     return replace(
         group,
         stages=tuple(
-            replace(stage, actions=tuple(_with_helpers(action, group) for action in stage.actions)) for stage in group.stages
+            replace(stage, actions=tuple(_with_helpers(action, group, front, back) for action in stage.actions))
+            for stage in group.stages
         ),
     )
 
@@ -62,24 +65,10 @@ def shared_stages(stage: int, chunk: int, num_stages: int, num_chunks: int) -> r
     return range(stage, stage + 1)
 
 
-def _with_helpers(action: Action, group: SequenceGroup) -> Action:
+def _with_helpers(action: Action, group: SequenceGroup, front: bool, back: bool) -> Action:
     if action.kind not in ("F", "B"):
         return action
     stages = shared_stages(action.stage, action.chunk, len(group.stages), len(group.chunks))
-    lent = tuple((stage, position) for stage in stages if stage != action.stage for position in group.positions)
+    lenders = [stage for stage in stages if (stage > action.stage and front) or (stage < action.stage and back)]
+    lent = tuple((stage, position) for stage in lenders for position in group.positions)
     return replace(action, helpers=lent)
-
-
-def shared_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
-    """For every stage the forwards and backwards that its ranks take part in, its own and others', in the order they do."""
-
-    def place(action: Action) -> tuple[int, int, int]:
-        phase = 1 if not action.helpers else 0 if action.helpers[0][0] > action.stage else 2
-        return phase, action.stage, action.chunk
-
-    actions = sorted((action for stage in group.stages for action in stage.actions), key=place)
-    passes = [action for action in actions if action.kind == "F"] + [action for action in actions[::-1] if action.kind == "B"]
-    return tuple(
-        tuple(action for action in passes if stage.stage in (action.stage, *(helper for helper, _ in action.helpers)))
-        for stage in group.stages
-    )

@@ -28,8 +28,8 @@ from hf_longctx.plan.types import TENSOR_CLASSES, Chunk, GroupShape, MicroBatch,
 SLICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # chunks per stage where packs may take longer than the longest sequence
 _CHUNKS_PER_STAGE = (1, 2, 3, 4, 6, 8, 12, 16)
-# more chunks in one pipeline cost more in messages and small kernels than they save
-_MOST_CHUNKS = 256
+# of all groups side by side: more cost more in messages, small kernels and planning than they save
+_MOST_CHUNKS = 512
 # so many layouts of different degrees are estimated and so many of all simulated; of each group so many cuts that fit, or as
 # many as this before it is given up
 _MIXED_LAYOUTS = 12
@@ -37,6 +37,8 @@ _SIMULATED_LAYOUTS = 4
 _SIMULATED_CUTS, _MOST_CUTS = 2, 5
 # estimates are that close to what is simulated: what is worse by more cannot win
 _DOUBT = 0.95
+# slices where room is short: each four times as many as the one before
+_LEAN_SLICES = (1, 4, 16)
 # of a pipeline's seconds, what fewer chunks are worth
 _SAME = 0.01
 # what a cut may hold beyond its room by the formula, since the formula is a rough one
@@ -142,6 +144,28 @@ class PipelineStep:
                 found.append(candidate)
         return sorted(found, key=lambda candidate: candidate.seconds)
 
+    def lean_candidates(self, members: Sequence[int]) -> list[Candidate]:
+        """Pipelines that need little room, of unknown seconds: the largest groups, the longest sequence in ever more slices.
+
+        Empty where these groups do not hold all sequences or cannot run side by side.
+        """
+        count = self.ranks_per_stage // self.degrees[-1]
+        try:
+            groups = self._dealt(self.degrees[-1:] * count, members)
+        except ValueError:
+            return []
+        [placed] = with_idle_ranks([groups], self.ranks_per_stage, self.block_ranks)
+        if self.costs.parameters == "sharded" and _share_blocks(placed, self.block_ranks):
+            return []
+        longest = int(self.lengths[list(members)].max())
+        can_slice = self.shapes[self.degrees[-1]].num_blocks == 1
+        found: list[Candidate] = []
+        for num_slices in _LEAN_SLICES if can_slice else (1,):
+            if num_slices <= longest:
+                chunks = {group: self._chunks(group, num_slices, 0.0) for group in groups}
+                found.append(Candidate(math.nan, tuple(placed), tuple(chunks.get(group, (Chunk(0),)) for group in placed)))
+        return found
+
     def _shape(self, degree: int) -> GroupShape:
         """How groups of a degree share attention: in one block where they can, since a ring takes no slices."""
         shapes = group_shapes(degree, self.costs.method, self.costs.model, self.costs.cluster)
@@ -183,10 +207,10 @@ class PipelineStep:
         can_slice = self.shapes[group.degree].num_blocks == 1
         targets = [(count, longest_s / count) for count in SLICE_COUNTS if count == 1 or (can_slice and count <= longest)]
         packs = [(1, work_s / (count * self.num_stages)) for count in _CHUNKS_PER_STAGE]
-        found = []
+        found: list[Cut] = []
         for num_slices, target_s in [*targets, *(pack for pack in packs if pack[1] > longest_s)]:
             num_chunks = max(fewest, work_s / target_s if target_s > 0 else num_slices)
-            if num_chunks > _MOST_CHUNKS and found:
+            if num_chunks * self.ranks_per_stage > _MOST_CHUNKS * group.degree and found:
                 continue
             slot_s = min(target_s, work_s / num_chunks) + rates.chunk_s
             estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s
@@ -234,9 +258,10 @@ class PipelineStep:
                 made[group] = self._chunks(group, 1, work_s / (count * self.num_stages))
             if any(len(family) > 1 for chunks in made.values() for family in families(chunks)):
                 return None
-            most = max(map(len, made.values()))
+            most = max(map(len, made.values()), default=1)
             padded = tuple(_padded(made.get(group, ()), most) for group in placed)
-            seconds = max(self._seconds(group, padded[place]) for place, group in enumerate(placed) if group.members)
+            slowest = [self._seconds(group, padded[place]) for place, group in enumerate(placed) if group.members]
+            seconds = max(slowest, default=0.0)
             if best is None or seconds < best.seconds:
                 best = Candidate(seconds, tuple(placed), padded)
         return best if best is None or best.seconds < math.inf else None

@@ -160,7 +160,7 @@ class GroupCells:
             for policy in (LayerPolicy(), self.recomputed, _offloaded(1.0, model.can_keep_qkv))
         )
         # the products of layers do not have the head's part of a token's seconds
-        inside = 1 - model.head_share
+        inside = 1 - self.costs.head_share(is_backward=False)
         again_s = {
             item.tensor_class: item.recompute_s * (1.0 if item.tensor_class == "attention_output" else inside)
             for item in layer_slots(self.costs, chunk, self.group.shape)[0].saved

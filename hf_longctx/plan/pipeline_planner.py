@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from hf_longctx.plan import pipeline_room
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, layer_ranges
-from hf_longctx.plan.pipeline_candidates import PipelineStep
+from hf_longctx.plan.pipeline_candidates import Candidate, PipelineStep
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ModelSpec, PlannerConfig, check_degrees
 from hf_longctx.plan.stage_costs import Parts
@@ -29,7 +31,8 @@ from hf_longctx.plan.validate import validate_plan
 # makes room for what a plan saves; None or ValueError where there is none
 RoomPass = Callable[[StepPlan], StepPlan | None]
 
-# for so many candidates room is made
+# seconds, of the quickest candidate's, within which candidates are as good as it; room is tried for so many of these
+_SAME = 1.01
 _MOST_ROOMS = 2
 
 
@@ -101,8 +104,7 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
 def _lower_bound_s(pipelines: PipelineStep, costs: CostModel) -> float:
     """All rank-seconds, each sequence at the degree at which it costs the fewest, spread evenly over all ranks."""
     work = [degree * pipelines.costs.sequences_s(pipelines.lengths.tolist(), shape) for degree, shape in pipelines.shapes.items()]
-    least = [min(each) for each in zip(*(of_degree.tolist() for of_degree in work), strict=True)]
-    return sum(least) / costs.cluster.num_ranks + costs.coefficients.step_s
+    return float(np.min(work, axis=0).sum()) / costs.cluster.num_ranks + costs.coefficients.step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,44 +138,64 @@ class _Search:
 
     def rows(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
         """Micro-batches for these sequences: one, or several in a row where one does not fit."""
-        row = self._quickest(members)
+        if (row := self._quickest(members)) is not None:
+            return (row,)
+        longest = max(members, key=lambda i: (self.pipelines.lengths[i], -i))
+        if (row := self._leanest((longest,))) is None:
+            raise ValueError(self._nothing_fits(longest))
+        if len(members) > 1:
+            row = self._leanest(members)
         return self._apart(members) if row is None else (row,)
 
     def _apart(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
         """Those above half of the longest sequence before the others; like ones in two halves."""
         lengths = self.pipelines.lengths
         ordered = sorted(members, key=lambda i: (-lengths[i], i))
-        if len(ordered) == 1:
-            raise ValueError(self._nothing_fits(ordered[0]))
-        num_long = sum(bool(2 * lengths[i] > lengths[ordered[0]]) for i in ordered)
+        num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return (*self.rows(tuple(ordered[:num_long])), *self.rows(tuple(ordered[num_long:])))
 
     def _quickest(self, members: tuple[int, ...]) -> _Row | None:
         """One micro-batch of these sequences, the quickest found that fits; None where none does."""
-        best, rooms = None, _MOST_ROOMS
-        for candidate in self.pipelines.candidates(members):
+        candidates = self.pipelines.candidates(members)
+        rows = []
+        for candidate in candidates:
+            if candidate.seconds > _SAME * candidates[0].seconds:
+                break
+            rows.append(self._row(candidate))
+            # to make room takes longer than all else, so what fits as it is comes before what is hardly quicker
+            if self._fits(rows[-1]):
+                return rows[-1]
+        quickest = sorted(rows, key=lambda row: row.run.step_s)[:_MOST_ROOMS]
+        best = next(filter(None, map(self._roomy, quickest)), None)
+        for candidate in candidates[len(rows) :]:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
-            plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
-            row: _Row | None = _Row(plan, evaluate_plan(plan, self.costs, with_events=False))
-            if row is not None and not self._fits(row):
-                row = self._roomy(plan) if rooms else None
-                rooms -= rooms > 0
-            if row is not None and (best is None or row.run.step_s < best.run.step_s):
-                best = row
+            row = self._row(candidate)
+            fitting = row if self._fits(row) else self._roomy(row) if best is None else None
+            if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
+                best = fitting
         return best
 
-    def _roomy(self, plan: StepPlan) -> _Row | None:
+    def _leanest(self, members: tuple[int, ...]) -> _Row | None:
+        """Whatever it takes: the largest groups, with as few slices as do."""
+        rows = [self._row(candidate) for candidate in self.pipelines.lean_candidates(members)]
+        return next((row for row in rows if self._fits(row)), None) or next(filter(None, map(self._roomy, rows)), None)
+
+    def _row(self, candidate: Candidate) -> _Row:
+        plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
+        return _Row(plan, evaluate_plan(plan, self.costs, with_events=False))
+
+    def _roomy(self, row: _Row) -> _Row | None:
         """The plan with room made, if it fits then."""
         try:
-            roomy = self.make_room(plan) if self.make_room else None
+            roomy = self.make_room(row.plan) if self.make_room else None
         except ValueError:
             return None
         if roomy is None:
             return None
-        row = _Row(roomy, evaluate_plan(roomy, self.costs, with_events=False))
-        return row if self._fits(row) else None
+        made = _Row(roomy, evaluate_plan(roomy, self.costs, with_events=False))
+        return made if self._fits(made) else None
 
     def _fits(self, row: _Row) -> bool:
         """Whether every rank has room: in bytes beside the largest states, or in tokens on its share of the layers."""
@@ -188,7 +210,7 @@ class _Search:
 
     def _nothing_fits(self, sequence: int) -> str:
         budget = self.config.activations
-        room = f"{budget.device_bytes / 2**30:.2f} GiB beside the model" if budget else f"{self.config.tokens_per_rank} tokens"
+        room = f"{budget.device_bytes / 2**30:.3g} GiB beside the model" if budget else f"{self.config.tokens_per_rank} tokens"
         return (
             f"sequence {sequence} has {self.pipelines.lengths[sequence]} tokens and fits no pipeline of "
             f"{self.pipelines.num_stages} stages of {self.pipelines.ranks_per_stage} rank(s) with {room} on each; allow "

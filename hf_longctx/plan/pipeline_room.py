@@ -13,19 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.joint_activation import choose_jointly
 from hf_longctx.plan.memory import KnownBytes, lean_policy
 from hf_longctx.plan.pipeline_cells import GroupCells, with_layers
+from hf_longctx.plan.pipeline_run import run_pipeline
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
-from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import MicroBatch, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
+from hf_longctx.plan.types import SequenceGroup, StagePlan, StepPlan
 
 # how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
-_ATTEMPTS = 5
+_ATTEMPTS = 6
 # free bytes of every stage, of its limit, with which it is solved again with more room; how much of them it gets then
 _WORTH, _REGAIN = 0.02, 0.8
+# how much a stage's room shrinks for what it is over, and beside that, of its limit
+_SHRINK, _MARGIN = 1.2, 0.002
 # of a group's seconds that a better solution of the program is not worth a search
 _TOLERANCE = 0.001
 # seconds beyond what the program counts at which the one without offload is asked too
@@ -84,11 +86,10 @@ class PipelineRoom:
 
     def judge(self, group: SequenceGroup) -> _Judged:
         """What the group alone takes."""
-        run = evaluate_plan(replace(self.plan, micro_batches=(MicroBatch((group,)),)), self.costs, with_events=False)
-        ranks = [[s * self.plan.ranks_per_stage + p for p in group.positions] for s in range(len(group.stages))]
-        over = tuple(float(max(run.peak_bytes[rank] for rank in of_stage) - self.limit_bytes) for of_stage in ranks)
-        host = max(run.host_bytes[rank] for of_stage in ranks for rank in of_stage)
-        return _Judged(group, run.step_s - run.once_s, over, float(host - self.budget.host_bytes))
+        runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.known_bytes)
+        over = tuple(float(run.peak_bytes - self.limit_bytes) for run in runs)
+        host = max(run.host_bytes for run in runs)
+        return _Judged(group, max(run.times[-1][1] for run in runs), over, float(host - self.budget.host_bytes))
 
     def _choose(self, group: SequenceGroup) -> SequenceGroup:
         if self.judge(group).fits:
@@ -104,15 +105,12 @@ class PipelineRoom:
     def _options(self, tiled: _Judged) -> Iterator[_Judged]:
         for keeps_attention in (True, False) if self.keeps_attention else (False,):
             cells = GroupCells(tiled.group, self.costs, self.budget.tile_tokens, keeps_attention, self.known_bytes)
-            solved = self._accepted(cells, tiled.group_s, self.budget.host_bytes)
-            if solved is not None:
-                option, cost_s = solved
-                yield option
-                # copies cost nothing in the program
-                if self.budget.host_bytes and option.group_s > _SLACK * (tiled.group_s + cost_s):
-                    without = self._accepted(cells, tiled.group_s, 0)
-                    if without is not None:
-                        yield without[0]
+            found = [self._accepted(cells, tiled.group_s, self.budget.host_bytes)]
+            # copies cost nothing in the program, and may be in the way all the same
+            if self.budget.host_bytes and (found[0] is None or found[0][0].group_s > _SLACK * (tiled.group_s + found[0][1])):
+                found.append(self._accepted(cells, tiled.group_s, 0))
+            if options := [solved[0] for solved in found if solved is not None]:
+                yield from options
                 return
         for option in self._lean(tiled.group):
             if option.fits:
@@ -124,7 +122,9 @@ class PipelineRoom:
 
         Room is taken away from stages that are over their limit, and given to all where there is some left.
         """
-        room = list(self.room_bytes)
+        group, tokens = cells.group, max(cells.tokens)
+        messages = [message_bytes(self.costs.model, stage, len(group.stages), tokens) for stage in group.stages]
+        room = [num_bytes - sent for num_bytes, sent in zip(self.room_bytes, messages, strict=True)]
         best: tuple[_Judged, float] | None = None
         for _ in range(_ATTEMPTS):
             choice = choose_jointly(cells.cells, cells.moments(room), host_bytes, _TOLERANCE * group_s)
@@ -141,7 +141,9 @@ class PipelineRoom:
                 continue
             if best is not None:
                 break
-            room = [num_bytes - max(0.0, over) for num_bytes, over in zip(room, judged.over_bytes, strict=True)]
+            # a little more than it is over, since copies that wait for each other add up
+            less = [_SHRINK * over + _MARGIN * self.limit_bytes if over > 0 else 0.0 for over in judged.over_bytes]
+            room = [num_bytes - taken for num_bytes, taken in zip(room, less, strict=True)]
             host_bytes -= max(0.0, judged.over_host_bytes)
         return best
 

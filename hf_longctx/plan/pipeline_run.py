@@ -52,19 +52,21 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
-def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float]) -> tuple[StageRun, ...]:
-    """The run of a group whose stages are free at `start_s`."""
+def run_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownBytes | None = None
+) -> tuple[StageRun, ...]:
+    """The run of a group whose stages are free at `start_s`. known: bytes of chunks that runs of one plan's groups share."""
     for stage in group.stages:
         for action in stage.actions:
             check_action(action, stage)
-    seconds = _Seconds(plan, group, costs)
+    seconds = StageSeconds(plan, group, costs)
     actions = [stage.actions for stage in group.stages]
     num_parts = len(group.stages[0].parts)
     if seconds.has_copies:
         times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
     else:
         times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
-    known: KnownBytes = {}
+    known = {} if known is None else known
     return tuple(
         _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
         for stage, when in zip(group.stages, times, strict=True)
@@ -72,7 +74,7 @@ def run_pipeline(plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s
 
 
 def _stage_run(
-    plan: StepPlan, seconds: _Seconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
+    plan: StepPlan, seconds: StageSeconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
 ) -> StageRun:
     computing = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
     actions, when = [stage.actions[place] for place in computing], tuple(times[place] for place in computing)
@@ -90,7 +92,9 @@ def _stage_run(
     )
 
 
-def _copying_bytes(seconds: _Seconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]) -> tuple[int, ...]:
+def _copying_bytes(
+    seconds: StageSeconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]
+) -> tuple[int, ...]:
     """For every action the most bytes on their way to the host, when it begins or when it ends."""
     rate = seconds.costs.cluster.hardware.copy_bytes_per_s
     steps = [(step.copy_s, stop_s) for one in copied for step, stop_s in zip(one.steps, one.stops_s, strict=True)]
@@ -108,7 +112,7 @@ def _copying_bytes(seconds: _Seconds, actions: Sequence[Action], times: Times, c
     return tuple(result)
 
 
-class _Seconds:
+class StageSeconds:
     """Seconds of a group's actions, each worked out once."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
@@ -132,6 +136,7 @@ class _Seconds:
             for layer in policy.layers
             for share in layer.shares
         )
+        self._known_saved: dict[int, list[SavedClass]] = {}
         self._bodies: dict[tuple[int, bool, int], tuple[float, float, float]] = {}
         self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
 
@@ -206,6 +211,11 @@ class _Seconds:
 
     def _saved(self, chunk: int) -> list[SavedClass]:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
+        if chunk not in self._known_saved:
+            self._known_saved[chunk] = self._saved_of(chunk)
+        return self._known_saved[chunk]
+
+    def _saved_of(self, chunk: int) -> list[SavedClass]:
         costs = self.costs
         slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
         inside = 1 - costs.head_share(is_backward=False)

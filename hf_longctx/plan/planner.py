@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from hf_longctx.plan.blaster import GroupedStep
 from hf_longctx.plan.cost import CostModel
@@ -20,7 +19,6 @@ from hf_longctx.plan.greedy import overlapping_static_layouts, plan_greedy, plan
 from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, solve_exactly
 from hf_longctx.plan.milp import group_by_milp, plan_milp
 from hf_longctx.plan.nested import plan_nested
-from hf_longctx.plan.pipeline_room import make_room
 from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.policies import RoomMaker
 from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
@@ -85,9 +83,7 @@ def _plan_stages(step: int, lengths: Sequence[int], costs: CostModel, config: Pl
     # the planner of pipelines stands on this module
     from hf_longctx.plan.pipeline_planner import plan_pipelines
 
-    budget = config.activations
-    room = partial(make_room, costs=costs, budget=budget) if budget is not None else None
-    return plan_pipelines(step, lengths, costs, len(config.stages), config, room, parts=config.stages)
+    return plan_pipelines(step, lengths, costs, len(config.stages), config)
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:

@@ -7,14 +7,16 @@ most one token, longer shards first. So Ulysses has contiguous shards, a ring ha
 
 A rank without a token would crash HF layers (they reject empty tensors), so blocks are filled up with dummy tokens until
 every rank has one: each is a document of its own, without loss, behind the real tokens.
+
+A slice that several pipeline stages share is cut at every position again, in zigzag over these stages.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from hf_longctx.plan.types import Chunk, GroupShape
+from hf_longctx.plan.types import Action, Chunk, GroupShape, SequenceGroup, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +189,48 @@ def shard_tokens(chunk: Chunk, shape: GroupShape) -> tuple[int, ...]:
 def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
     """Cumulative document lengths (`cu_seqlens`), starting at 0, of a block that holds whole documents."""
     return (0, *accumulate(piece.num_tokens for piece in pieces))
+
+
+def shared_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+    """What `[stage][position]` holds of a slice of so many tokens that stages share: its position's shard, in zigzag over them.
+
+    `start` counts from the start of the slice. Raises ValueError where a rank would get no token.
+    """
+    shards = even_shards(num_tokens, num_positions)
+    if min(shards) < num_stages:
+        raise ValueError(
+            f"a slice of {num_tokens} tokens cannot be shared by {num_stages} stages of {num_positions} rank(s); give it at "
+            f"least {num_stages * num_positions} tokens or no helpers"
+        )
+    by_position = []
+    for first, count in zip((0, *accumulate(shards)), shards, strict=False):
+        blocks = block_pieces(Chunk(0, (Span(0, 0, count),)), GroupShape(num_stages))
+        by_position.append(
+            [tuple(replace(piece, start=first + piece.start, stop=first + piece.stop) for piece in block) for block in blocks]
+        )
+    return tuple(zip(*by_position, strict=True))
+
+
+def is_shared(group: SequenceGroup) -> bool:
+    """Whether stages share chunks of the group."""
+    return any(action.helpers for stage in group.stages for action in stage.actions)
+
+
+def sharing_stages(action: Action) -> tuple[int, ...]:
+    """The stages whose ranks run an action, in order."""
+    return tuple(sorted({action.stage, *(stage for stage, _ in action.helpers)}))
+
+
+def shared_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
+    """For every stage the forwards and backwards that its ranks take part in, its own and others', in the order they do.
+
+    First slices that are shared with later stages, then own ones, then those shared with earlier stages; backward in reverse.
+    """
+
+    def place(action: Action) -> tuple[int, int, int]:
+        phase = 1 if not action.helpers else 0 if action.helpers[0][0] > action.stage else 2
+        return phase, action.stage, action.chunk
+
+    actions = sorted((action for stage in group.stages for action in stage.actions), key=place)
+    passes = [action for action in actions if action.kind == "F"] + [action for action in actions[::-1] if action.kind == "B"]
+    return tuple(tuple(action for action in passes if stage.stage in sharing_stages(action)) for stage in group.stages)

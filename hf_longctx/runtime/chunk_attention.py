@@ -83,7 +83,7 @@ class _ChunkAttention(torch.autograd.Function):
             front_2gUD = None if document.part is None else _front(document.part, k, v, how)
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
-                out_hTD, lse_hT = _rows_forward(q_hSD[:, rows], k, v, front_2gUD, how)
+                out_hTD, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_2gUD, how.readers, how.scale)
                 outs.append(out_hTD.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -129,18 +129,18 @@ def _front(part: Slice, k_gTD: Tensor, v_gTD: Tensor, how: ChunkAttention) -> Te
     return how.book.write(how.layer, part, k_gTD, v_gTD)[:, :, : part.start]
 
 
-def _rows_forward(
-    q_hTD: Tensor, k_gTD: Tensor, v_gTD: Tensor, front_2gUD: Tensor | None, how: ChunkAttention
+def rows_forward(
+    q_hTD: Tensor, k_gTD: Tensor, v_gTD: Tensor, front_2gUD: Tensor | None, readers: KVReaders, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the first rows of a document, whose keys and values may be more."""
-    num_rows, gather = q_hTD.shape[1], how.readers.gather
+    """Output [h, T, D] and LSE [h, T] of the first rows of a document, whose keys and values may be more."""
+    num_rows, gather = q_hTD.shape[1], readers.gather
     k, v = gather(k_gTD[:, :num_rows]), gather(v_gTD[:, :num_rows])
-    out_hTD, lse_hT = tile_forward(q_hTD, k, v, how.scale, causal=True)
+    out_hTD, lse_hT = tile_forward(q_hTD, k, v, scale, causal=True)
     if front_2gUD is None or not front_2gUD.shape[2]:
         return out_hTD, lse_hT
     out_hTD = out_hTD.to(lse_hT.dtype)
     k, v = map(gather, front_2gUD)
-    accumulate_attention_(out_hTD, lse_hT, *tile_forward(q_hTD, k, v, how.scale, causal=False))
+    accumulate_attention_(out_hTD, lse_hT, *tile_forward(q_hTD, k, v, scale, causal=False))
     return out_hTD.to(q_hTD.dtype), lse_hT
 
 

@@ -15,6 +15,7 @@ from hf_longctx.runtime.slices import KVBook, Slice
 
 if TYPE_CHECKING:
     from hf_longctx.runtime.checkpointing import ChunkActivations
+    from hf_longctx.runtime.shared_attention import SharedSlice
 
 # tokens of the query piece and of the key piece, as slices of their blocks, and whether it is causal (the same piece)
 Tile = tuple[slice, slice, bool]
@@ -102,7 +103,8 @@ class GroupContext:
     layout is `ring.pieces` and `cu_seqlens` is empty. known_readers: filled by `readers`; the pool's, so that it lasts.
     slices: the documents of which other chunks hold the rest, in `book`, the round's.
     activations: what layers do with their saved tensors; None keeps them. kept: of the layer that runs, where its attention
-    leaves output and LSE for the replay; None outside layers that are replayed.
+    leaves output and LSE for the replay; None outside layers that are replayed. shared: of a slice that other stages' ranks
+    share, in `book`; None elsewhere.
     """
 
     block: Block
@@ -114,6 +116,7 @@ class GroupContext:
     calls: AttentionCalls = field(default_factory=AttentionCalls)
     activations: ChunkActivations | None = None
     kept: AttentionRecord | None = None
+    shared: SharedSlice | None = None
 
     def __post_init__(self) -> None:
         if self.ring.num_blocks == 1 and sum(self.block.tokens) != self.cu_seqlens[-1]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_longctx.plan.sharding import is_shared
 from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
@@ -25,8 +26,9 @@ from hf_longctx.runtime.out_of_memory import explained
 from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.p2p import RoundMessages
 from hf_longctx.runtime.profiler import Interval, StepClock
-from hf_longctx.runtime.reduction import TiedWeight
+from hf_longctx.runtime.reduction import ReplicatedParameters, TiedWeight
 from hf_longctx.runtime.sharded import parameters_of
+from hf_longctx.runtime.shared_round import SharedRound, alone, check_shared
 from hf_longctx.runtime.slices import KVBook
 from hf_longctx.runtime.stage_model import StageModel, whole_model
 
@@ -75,7 +77,8 @@ class StepExecutor:
     function, called `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add
     up in fp32. `engine` executes activation policies; without one, plans that have any are refused. With a head, chunks whose
     policy has `tile_tokens` make no logits, in evaluation too. `stage`: how a model that was cut into pipeline stages runs; its
-    parameters are those of `model`, and `num_attention_layers` is its own.
+    parameters are those of `model`, and `num_attention_layers` is its own. `shared_stages`: every stage of a `model` that has all
+    of them, for plans with helpers; gradients then are summed over all ranks, and end the same on each, zeros where none arose.
     """
 
     def __init__(
@@ -87,8 +90,12 @@ class StepExecutor:
         fp32_gradients: bool = True,
         engine: ActivationEngine | None = None,
         stage: StageModel | None = None,
+        shared_stages: Sequence[StageModel] = (),
     ) -> None:
         self.model, self.pool, self.device, self.engine = model, pool, device, engine
+        self.shared_stages = tuple(shared_stages)
+        if self.shared_stages:
+            stage = self.shared_stages[pool.stage]
         self.stage = whole_model(model, num_attention_layers) if stage is None else stage
         self.parameters = parameters_of(model, fp32_gradients)
         self.no_mask = no_mask(device)
@@ -119,12 +126,18 @@ class StepExecutor:
         with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
+                where = f"step {plan.step}, round {index}"
+                if is_shared(group):
+                    shared = SharedRound(self, group, inputs[index], num_label_tokens, clock, index)
+                    total += shared.run(where, predicted_bytes)
+                    memory = memory.most(StepMemory(kv_book=shared.book_bytes))
+                    continue
                 current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage)
-                total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
+                total += current.run(stage.actions, where, predicted_bytes)
                 memory = memory.most(current.memory)
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
-                self.parameters.reduce(self.pool.stage_group, self._tied())
+                self._reduce()
             self._sum_over_ranks(total)
         if self.device.type == "cuda":
             memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
@@ -187,7 +200,15 @@ class StepExecutor:
                     f"the plan has {planned[0]} pipeline stage(s) of {planned[1]} part(s), the model was cut into {held[0]} of "
                     f"{held[1]}; plan with stages={held[0]}"
                 )
-        refuse_unsupported(plan, self.engine)
+        refuse_unsupported(plan, self.engine, has_all_stages=bool(self.shared_stages))
+
+    def _reduce(self) -> None:
+        if self.shared_stages:
+            assert isinstance(self.parameters, ReplicatedParameters)
+            self.parameters.complete()
+            self.parameters.reduce(self.pool.everyone)
+        else:
+            self.parameters.reduce(self.pool.stage_group, self._tied())
 
     def _tied(self) -> TiedWeight | None:
         """The weight that the other end of the pipeline has too, if there is one."""
@@ -335,9 +356,9 @@ class _Round:
 
 
 def forward_only(plan: RankPlan) -> RankPlan:
-    """The plan without what policies do for a backward: their tiles are left."""
+    """The plan without what policies do for a backward, of which their tiles are left, and without helpers."""
     rounds = tuple(
-        (group, replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
+        (alone(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
         for group, stage in plan.rounds
     )
     return replace(plan, rounds=rounds)
@@ -354,8 +375,11 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -> None:
-    """Raises ValueError naming the first part of the plan that this version does not execute, with `engine` or without."""
+def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False) -> None:
+    """Raises ValueError naming the first part of the plan that this version does not execute, with `engine` or without.
+
+    has_all_stages: whether this rank has what it takes to help other stages.
+    """
     for group, stage in plan.rounds:
         if engine is not None:
             for policy in stage.activations:
@@ -369,5 +393,7 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None) -
                     f"ulysses groups only"
                 )
         for action in (action for each in group.stages for action in each.actions):
-            if action.helpers or action.kind not in _EXECUTED:
-                raise ValueError(f"action {action} is not executed yet; only {', '.join(_EXECUTED)} without helpers are")
+            if action.kind not in _EXECUTED:
+                raise ValueError(f"action {action} is not executed yet; only {', '.join(_EXECUTED)} are")
+        if is_shared(group):
+            check_shared(plan, group, has_all_stages)

@@ -26,11 +26,17 @@ class GroupPool:
 
     A collective that waits longer than `timeout_s` fails on the waiting ranks; for gloo this bound holds only for groups
     created with it, so plans, forwards, backwards and the gradient reduction all run on these. (The trainer's own gather
-    of the logged loss runs on the default group, with its time-out.)
+    of the logged loss runs on the default group, with its time-out.) `lends`: stages may share slices, for which equal
+    positions of neighbouring stages, from the first or up to the last, get groups too.
     """
 
     def __init__(
-        self, degrees: tuple[int, ...], timeout_s: float, control: dist.ProcessGroup | None = None, num_stages: int = 1
+        self,
+        degrees: tuple[int, ...],
+        timeout_s: float,
+        control: dist.ProcessGroup | None = None,
+        num_stages: int = 1,
+        lends: bool = False,
     ) -> None:
         self.rank, self.num_ranks, self.num_stages = 0, 1, num_stages
         self.everyone: dist.ProcessGroup | None = None
@@ -62,6 +68,9 @@ class GroupPool:
                 ranks = tuple(first + position for position in positions)
                 if ranks not in self._groups:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        for ranks in sharing_ranks(num_stages, self.ranks_per_stage) if lends else ():
+            if ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if num_stages > 1:
             place = Place(self.rank, self.stage, num_stages, self.ranks_per_stage)
             self.links = Links.create(place, timeout, torch.device("cuda" if is_on_device else "cpu"))
@@ -93,6 +102,16 @@ class GroupPool:
             raise ValueError(
                 f"positions {positions} are not an aligned group of this run (known: {known}); a plan may use only the degrees "
                 f"that the pool was created with, each starting at a multiple of its degree"
+            )
+        return self._groups[ranks]
+
+    def sharing_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+        """The handle of the ranks at this rank's position of `stages`, in order. Raises ValueError for one outside the pool."""
+        ranks = tuple(stage * self.ranks_per_stage + self.position for stage in stages)
+        if ranks not in self._groups:
+            raise ValueError(
+                f"stages {stages} are not a group of this run; create the pool with lends=True, and share slices among all "
+                f"stages from the first one or up to the last one only"
             )
         return self._groups[ranks]
 
@@ -129,6 +148,14 @@ class GroupPool:
             slices=slices_of(group, chunk),
             book=KVBook() if book is None else book,
         )
+
+
+def sharing_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]]:
+    """Ranks of every set of stages that may share a slice, position by position, in creation order."""
+    spans = [range(first, num_stages) for first in range(num_stages - 1)] + [range(last + 1) for last in range(1, num_stages - 1)]
+    return [
+        tuple(stage * ranks_per_stage + position for stage in stages) for stages in spans for position in range(ranks_per_stage)
+    ]
 
 
 def aligned_groups(num_ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:

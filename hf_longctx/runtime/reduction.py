@@ -51,6 +51,13 @@ class GradientSum:
             self._wide[parameter].add_(gradient)
             parameter.grad = None
 
+    def complete(self) -> None:
+        """Zeros for what got no gradient, so that ranks that ran different layers can be summed over. Before `reduce`."""
+        for parameter in self.parameters:
+            if parameter.grad is None and parameter not in self._wide:
+                parameter.grad = torch.zeros_like(parameter)
+        self.absorb()
+
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
@@ -103,6 +110,10 @@ class ReplicatedParameters:
     def after_backward(self) -> None:
         """After every backward."""
         self.gradients.absorb()
+
+    def complete(self) -> None:
+        """Before `reduce`, where ranks of the group ran different layers: gradients of zero for all others."""
+        self.gradients.complete()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the sum over the ranks of `group`, and for `tied` over its ends, in every `.grad`. Collective over both."""

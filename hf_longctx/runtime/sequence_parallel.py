@@ -26,6 +26,7 @@ from hf_longctx.runtime.chunk_attention import ChunkAttention, Document, documen
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.ring import ring_attention
+from hf_longctx.runtime.shared_attention import SharedAttention
 
 
 def sequence_parallel_attention(
@@ -57,6 +58,9 @@ def _attention(
     q_1hSD: Tensor, k_1gSD: Tensor, v_1gSD: Tensor, readers: KVReaders, scale: float, context: GroupContext, layer: Hashable
 ) -> Tensor:
     """Attention of this rank's heads over its block's tokens, shape [1, S, h, D]: around the ring if there are other blocks."""
+    if context.shared is not None:
+        attend_shared = SharedAttention(readers, scale, context.shared, context.book, layer)
+        return attend_shared(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
     if context.ring.num_blocks > 1:
         return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring, context.kept)
     if not context.slices and context.kept is None:

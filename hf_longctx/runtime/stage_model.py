@@ -31,7 +31,8 @@ class StageModel:
     `model` holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
     attention_layers: attention calls of every part. Between parts travel hidden states [1, T, hidden_size] of `hidden_dtype`.
     tied: on the first and the last stage of a model with tied embeddings, the parameter that is one with that of the other of
-    them: the gradient of both is the sum of theirs.
+    them: the gradient of both is the sum of theirs. first_part: what the model calls the stage's first part; others than 0
+    where it holds the layers of all stages.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class StageModel:
     hidden_size: int
     hidden_dtype: torch.dtype
     tied: str = ""
+    first_part: int = 0
 
     @property
     def num_parts(self) -> int:
@@ -64,7 +66,7 @@ class StageModel:
         context.
         """
         starts = {"input_ids": inputs.input_ids} if self.is_first(part) else {"inputs_embeds": hidden_1TC}
-        keywords: dict[str, Any] = {PART_KEYWORD: part} if self.num_stages > 1 else {}
+        keywords: dict[str, Any] = {PART_KEYWORD: self.first_part + part} if self.num_stages > 1 else {}
         if context is not None:
             keywords["longctx"] = context
         output = self.model(

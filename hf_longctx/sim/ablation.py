@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.lending import lend
 from hf_longctx.plan.pipeline import layer_ranges, pipelined
 from hf_longctx.plan.pipeline_room import make_room
 from hf_longctx.plan.planner import plan_step
@@ -29,15 +30,23 @@ _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[
 
 _SLICES = (2, 4, 8, 16)
 _SEQ1F1B_SLICES = 4
+# numbers of stages in a row that are slower than the best, after which no more are tried
+_GIVEN_UP = 2
+# stages, and slices per stage, with which lending is tried
+_LENT_STAGES, _LENT_SLICES = (2, 4, 8), (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One system alone, or all of them: seconds of the step, 0 where nothing fits, and how it was run or why not."""
+    """One system alone, or all of them: seconds of the step, 0 where nothing fits, and how it was run or why not.
+
+    is_step: false where the seconds are those of something else than the step.
+    """
 
     name: str
     step_s: float
     detail: str
+    is_step: bool = True
 
     @property
     def is_possible(self) -> bool:
@@ -112,16 +121,21 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
         _quickest("Seq1F1B alone", _options(lengths, machine, _quarters, 0), has_policies=False),
         _quickest("InfiniPipe alone", _options(lengths, machine, _elastic, 0), has_policies=True),
         _quickest("SPPO alone", _options(lengths, machine, _sliced, machine.host_bytes), has_policies=True),
+        *([row] if (row := lent_row(lengths, machine)) is not None else []),
         together(lengths, machine),
     )
 
 
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
-    """All four in one plan, at the best number of stages."""
+    """All four in one plan, at the best number of stages: they are tried one after the other until two in a row are slower."""
 
     def rows() -> Iterator[AblationRow]:
-        yield _planned(lengths, machine.costs, machine.config)
+        best = _planned(lengths, machine.costs, machine.config)
+        yield best
+        num_slower = 0
         for count in machine.stage_counts():
+            if num_slower == _GIVEN_UP:
+                return
             costs, ranges = machine.staged_costs(count), _ranges(machine.costs, count)
             degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // count)
             try:
@@ -131,9 +145,38 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
                 continue
             most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
             config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
-            yield _planned(lengths, costs, config)
+            row = _planned(lengths, costs, config)
+            yield row
+            if row.is_possible and best.is_possible:
+                num_slower = 0 if row.step_s < best.step_s else num_slower + 1
+            if row.is_possible and (not best.is_possible or row.step_s < best.step_s):
+                best = row
 
     return _best("all together", rows())
+
+
+def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
+    """What SPPO's lending of idle stages saves on the longest sequence alone where every rank has all weights, as under adapters.
+
+    At the numbers of stages and slices that are quickest with it. None where no pipeline can be shared.
+    """
+    costs = replace(machine.costs, method="ulysses", parameters="replicated", shard_ranks=1)
+    longest, best = max(lengths), None
+    for num_stages in (count for count in _LENT_STAGES if count in machine.stage_counts()):
+        per_stage = costs.cluster.num_ranks // num_stages
+        degree = max(d for d in machine.config.degrees if d <= per_stage)
+        for num_slices in (each * num_stages for each in _LENT_SLICES):
+            (chunks,) = _elastic({0: longest}, GroupShape(degree, degree), costs, (num_slices,))
+            bare = SequenceGroup(tuple(range(degree)), GroupShape(degree, degree).method, chunks, ())
+            group = pipelined(bare, _ranges(costs, num_stages), "1f1b")
+            lent = lend(StepPlan(0, (longest,), num_stages, degree, "replicated", (MicroBatch((group,)),)), costs)
+            if lent.num_able and (best is None or lent.lent_s < best[0].lent_s):
+                best = lent, f"{num_stages} stages, {num_slices} slices"
+    if best is None:
+        return None
+    lending, shape = best
+    text = f"{longest:,} tokens alone, weights at hand: {lending.gain:.1%} less than {lending.plain_s:.3g} s, {shape}"
+    return AblationRow("lent stages", lending.lent_s, text, is_step=False)
 
 
 def _planned(lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> AblationRow:
@@ -212,10 +255,12 @@ def _quarters(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -
     return [fixed_chunks(members, -(-max(members.values()) // _SEQ1F1B_SLICES))]
 
 
-def _elastic(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:
+def _elastic(
+    members: Mapping[int, int], shape: GroupShape, costs: CostModel, counts: Sequence[int] = _SLICES
+) -> Sequence[tuple[Chunk, ...]]:
     pair_s = costs.coefficients.forward.pair_s + costs.coefficients.backward.pair_s
     token_s = costs.coefficients.forward.token_s + costs.coefficients.backward.token_s
-    return [elastic_chunks(members, count, pair_s, token_s, max(members.values())) for count in _SLICES]
+    return [elastic_chunks(members, count, pair_s, token_s, max(members.values())) for count in counts]
 
 
 def _sliced(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:

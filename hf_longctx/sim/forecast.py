@@ -15,6 +15,7 @@ from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.specs import GroupMethod, PlannerConfig
 from hf_longctx.plan.types import GroupShape, SequenceGroup, StepPlan
+from hf_longctx.sim.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import ENGINE_SHARE, Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory import Remedy, remedies, wider_job
@@ -74,7 +75,7 @@ class Forecast:
 
     longest: what the activation engine makes of one sequence, by its switches.
     alternatives: other degrees and methods for the first step. context_limit: the tokens that a run with one degree for all its
-    steps must be able to hold.
+    steps must be able to hold. ablation: what each system alone makes of the first step, where it was asked for.
     """
 
     scenario: Scenario
@@ -85,6 +86,7 @@ class Forecast:
     remedies: tuple[Remedy, ...]
     longest: tuple[LongestRow, ...]
     context_limit: int = 0
+    ablation: tuple[AblationRow, ...] = ()
 
     @property
     def longest_row(self) -> LongestRow:
@@ -154,8 +156,13 @@ class Forecast:
                     yield plan.lengths[span.sequence], group
 
 
-def make_forecast(scenario: Scenario, workload: Workload | None, num_steps: int, global_batch: int, seed: int) -> Forecast:
-    """Plans `num_steps` steps of the workload and compares them; raises ValueError when a sequence fits nowhere."""
+def make_forecast(
+    scenario: Scenario, workload: Workload | None, num_steps: int, global_batch: int, seed: int, with_ablation: bool = False
+) -> Forecast:
+    """Plans `num_steps` steps of the workload and compares them; raises ValueError when a sequence fits nowhere.
+
+    with_ablation: also with pipelines, and with each of the four systems alone.
+    """
     longer = remedies(scenario.memory, scenario.placement)
     longest = _longest(scenario)
     if workload is None:
@@ -164,7 +171,8 @@ def make_forecast(scenario: Scenario, workload: Workload | None, num_steps: int,
     batches = workload.draw_steps(num_steps, global_batch, seed)
     steps = tuple(_forecast_step(number, lengths, scenario, workload.limit) for number, lengths in enumerate(batches))
     alternatives = (*_static_degrees(batches[0], scenario), *_other_methods(steps[0].plan, scenario))
-    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, workload.limit)
+    rows = ablation(batches[0], _machine(scenario)) if with_ablation else ()
+    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, workload.limit, rows)
 
 
 def folded_layout(plan: StepPlan) -> str:
@@ -317,6 +325,12 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     return longest_rows(
         scenario.costs, Budget(placement.degrees[-1], device_bytes, memory.host_bytes, trains_weights=not memory.lora_rank)
     )
+
+
+def _machine(scenario: Scenario) -> Machine:
+    """What the rows of an ablation may use."""
+    device_bytes = int(scenario.memory.device_bytes * ENGINE_SHARE)
+    return Machine(scenario.costs, scenario.planner_config, device_bytes, scenario.memory.host_bytes)
 
 
 def _mean(values: Sequence[float]) -> float:

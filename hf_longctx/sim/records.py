@@ -53,6 +53,7 @@ def forecast_record(forecast: Forecast) -> dict[str, Any]:
         "estimate": dataclasses.asdict(first.plan.estimate) if first else None,
         "baselines": [_choice_record(choice) for choice in first.baselines] if first else [],
         "alternatives": [_choice_record(choice) for choice in forecast.alternatives],
+        "ablation": [dataclasses.asdict(row) for row in forecast.ablation],
         "mean": _mean_record(forecast) if first else None,
         "steps": [_step_record(step) for step in forecast.steps],
         "histogram": [

@@ -25,6 +25,7 @@ def forecast_text(forecast: Forecast) -> str:
     sections = [_head(forecast)]
     if forecast.steps:
         sections += [_step(forecast), _why(forecast), _lengths(forecast), _baselines(forecast), _rejected(forecast)]
+        sections += [_ablation(forecast)]
     sections += [_memory(forecast), _longest(forecast)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -150,6 +151,21 @@ def _rejected(forecast: Forecast) -> list[str]:
     rows = [_choice_row(replace(choice, name=f"all groups of {choice.degree} or fewer"), ours) for choice in impossible[-1:]]
     rows += [_choice_row(choice, ours) for choice in forecast.alternatives if choice not in impossible]
     return [f"REJECTED  for the first step, against {_seconds(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
+
+
+def _ablation(forecast: Forecast) -> list[str]:
+    if not forecast.ablation:
+        return []
+    *alone, together = forecast.ablation
+    rows = []
+    for row in (together, *alone):
+        factor = row.step_s / together.step_s if together.is_possible else 0.0
+        slower = f"{factor:.2f}x" if row.is_possible and row.is_step and factor else ""
+        rows.append((row.name, _seconds(row.step_s) if row.is_possible else "-", slower, _shortened(row.detail, 90)))
+    return [
+        "ABLATION  the first step by each system alone, with pipeline stages where it has them, and by all in one plan",
+        *_table(("", "seconds", "of all", ""), rows),
+    ]
 
 
 def _choice_row(choice: Choice, ours_s: float) -> tuple[str, ...]:

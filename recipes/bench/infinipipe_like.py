@@ -1,11 +1,12 @@
 """InfiniPipe's setting (arXiv 2509.21275): a 13B model on 8 x 4 GPUs, skewed lengths, less and less memory; seconds predicted.
 
-    python recipes/bench/infinipipe_like.py [--cases 96K/50 96K/35 192K/50] [--seeds 6] [--batch 0] [--json [FILE]]
+    python recipes/bench/infinipipe_like.py [--cases 96K/50 96K/35 192K/50] [--seeds 6] [--batch 0]
+        [--slices 8 12 ...] [--json [FILE]]
 
 Four pipeline stages of eight GPUs each that share sequences by heads (Ulysses) and parameters by ZeRO-3. A case is the longest
 sequence and the bytes of a GPU in GB, weights and optimizer states included. A batch has 256 sequences at 96K and 128 above,
 log-normal with mean 3800 and sigma 1.6 as `reproduce_flexsp.py` fits CommonCrawl, one of them the longest. Every method takes
-the number of slices of the longest sequence that is best for it and this batch, out of SLICES.
+the number of slices of the longest sequence that is best for it and this batch.
 
 Rows. no limit: chunks of like time, the faster of both schedules, all memory in the world; the rows below are relative to it.
 paper: what the paper plans, as far as it can be read: chunks of like time, sequences grouped by their number of chunks into
@@ -42,7 +43,7 @@ from hf_longctx.plan.stage_memory import stage_state_bytes
 from hf_longctx.plan.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8
-SLICES = (4, 6, 8, 12, 16)
+SLICES = (8, 12, 16, 20, 24, 32, 48)
 SIGMA, MEAN_TOKENS, LEAST_TOKENS = 1.6, 3800.0, 32
 CASES = ("96K/50", "96K/35", "192K/50")
 METHODS = ("paper", "elastic + recompute", "elastic + joint", "fixed chunks")
@@ -85,10 +86,9 @@ class Setting:
 
     def group(self, chunks: Sequence[Chunk], schedule: Schedule) -> SequenceGroup:
         """The chunks as one pipeline over all GPUs."""
-        model = self.costs.model
-        head_layers = model.head_share / (1 - model.head_share) * model.num_layers
+        num_layers, share = self.costs.model.num_layers, self.costs.model.head_share
         group = SequenceGroup(tuple(range(RANKS_PER_STAGE)), "ulysses", tuple(chunks), ())
-        return pipelined(group, layer_ranges(model.num_layers, NUM_STAGES, 1, head_layers), schedule)
+        return pipelined(group, layer_ranges(num_layers, NUM_STAGES, 1, share / (1 - share) * num_layers), schedule)
 
     def plan(self, groups: Sequence[SequenceGroup]) -> StepPlan:
         """Pipelines in a row."""
@@ -109,9 +109,14 @@ class Setting:
 
     def least_s(self, chunks: Sequence[Chunk]) -> float:
         """What no pipeline of these chunks does in less: the last stage's work, and the first chunk there and the last back."""
-        shape, num_layers = self.group(chunks[:1], "elastic").shape, self.costs.model.num_layers / NUM_STAGES
-        ways = [[way(chunk, shape, 1) * num_layers for chunk in chunks] for way in (self.costs.forward_s, self.costs.backward_s)]
-        return sum(map(sum, ways)) + (NUM_STAGES - 1) * sum(map(min, ways))
+        group = self.group(chunks[:1], "elastic")
+        stages = [(stage.num_layers, stage.stage == NUM_STAGES - 1) for stage in group.stages]
+        part_s = self.costs.part_s
+        return sum(
+            sum(part_s(chunk, group.shape, is_backward, *stages[-1]) for chunk in chunks)
+            + sum(min(part_s(chunk, group.shape, is_backward, *stage) for chunk in chunks) for stage in stages[:-1])
+            for is_backward in (False, True)
+        )
 
 
 def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:
@@ -184,7 +189,7 @@ def _fitted(setting: Setting, room: PipelineRoom, chunks: Sequence[Chunk]) -> tu
         group = room.for_group(setting.group(numbered, "1f1b"))
     except ValueError:
         return None, math.inf
-    return group, setting.step_s([group])
+    return group, room.judge(group).group_s
 
 
 def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[float, list[tuple[int, int]]]:
@@ -210,7 +215,8 @@ def fixed_s(setting: Setting, num_slices: int, limit_s: float) -> float:
         return setting.step_s([with_layers(group, layers, setting.budget().tile_tokens)])
 
     low, high = 0, max(stage.num_layers for stage in group.stages)
-    if not math.isfinite(seconds(high)):
+    free = Setting(setting.lengths, math.inf, setting.costs)
+    if free.step_s([group]) >= limit_s or not math.isfinite(seconds(high)):
         return math.inf
     while low < high:
         middle = (low + high) // 2
@@ -226,15 +232,15 @@ MAKERS: dict[str, Callable[[Setting, int, float], float]] = {
 }
 
 
-def compare(setting: Setting) -> dict[str, float]:
+def compare(setting: Setting, slices: Sequence[int]) -> dict[str, float]:
     """Seconds of every method, each with its best number of slices, and without a limit."""
-    free = {num_slices: unlimited_s(setting, num_slices) for num_slices in SLICES}
+    free = {num_slices: unlimited_s(setting, num_slices) for num_slices in slices}
     found = {"no limit": min(free.values())}
     for name, maker in MAKERS.items():
         best_s = math.inf
-        # what has room for everything is a bound for the methods with the same chunks
-        for num_slices in sorted(SLICES, key=lambda count: free[count]):
-            if name in ("elastic + recompute", "elastic + joint") and free[num_slices] > best_s:
+        # what has room for everything is a bound for all methods with the same chunks
+        for num_slices in sorted(slices, key=lambda count: free[count]):
+            if name != "fixed chunks" and free[num_slices] > best_s:
                 break
             started_s = time.perf_counter()
             best_s = min(best_s, maker(setting, num_slices, best_s))
@@ -261,10 +267,10 @@ def settings_of(case: str, seeds: Sequence[int], batch: int) -> Iterator[Setting
         yield Setting(draw_lengths(longest, count, seed), usable_bytes, costs)
 
 
-def rows_of(case: str, seeds: Sequence[int], batch: int) -> list[dict[str, Any]]:
+def rows_of(case: str, seeds: Sequence[int], batch: int, slices: Sequence[int]) -> list[dict[str, Any]]:
     """A row for every method: mean seconds, and the means of their ratios to no limit and to the joint plan batch by batch."""
     settings = list(settings_of(case, seeds, batch))
-    found = [compare(setting) for setting in settings]
+    found = [compare(setting, slices) for setting in settings]
     rows = []
     for method in ("no limit", *METHODS):
         planning = [seconds for setting in settings for seconds in setting.planning_s.get(method, [])]
@@ -287,12 +293,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=CASES, help=f"thousands of tokens and GB (default: {' '.join(CASES)})")
     parser.add_argument("--seeds", type=int, default=6, help="batches of each case (default: 6)")
     parser.add_argument("--batch", type=int, default=0, help="sequences of a batch (default: 256 up to 96K, else 128)")
+    parser.add_argument("--slices", nargs="+", type=int, default=SLICES, help="of the longest sequence, to choose from")
     parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE", help="JSON instead of the table, or to FILE")
     options = parser.parse_args(arguments)
     try:
         if options.seeds < 1:
             raise ValueError(f"--seeds is {options.seeds}; at least one is needed")
-        rows = [row for case in options.cases for row in rows_of(case, range(options.seeds), options.batch)]
+        if min(options.slices) < 1:
+            raise ValueError(f"--slices has {min(options.slices)}; at least one is needed")
+        rows = [row for case in options.cases for row in rows_of(case, range(options.seeds), options.batch, options.slices)]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -26,8 +26,10 @@ from pathlib import Path
 from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.cost import CostModel, default_coefficients
-from hf_longctx.plan.multiplexing import multiplexed, shared_order
+from hf_longctx.plan.multiplexing import multiplexed
 from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.sharding import shared_order, sharing_stages
+from hf_longctx.plan.shared_run import run_shared
 from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Action, Chunk, GroupShape, SequenceGroup, Span
 
@@ -35,33 +37,9 @@ Seconds = Callable[[Action, int], float]
 
 
 def shared_makespan(order: Sequence[Sequence[Action]], seconds: Seconds) -> float:
-    """Seconds until all stages did what they take part in; an action occupies every stage in whose row it stands.
-
-    `seconds` takes an action and how many stages share it. Raises ValueError when stages wait for each other.
-    """
-    clocks, places = [0.0] * len(order), [0] * len(order)
-    done_s: dict[tuple[str, int, int], float] = {}
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for stage in range(len(order)):
-            while places[stage] < len(order[stage]):
-                action = order[stage][places[stage]]
-                sharers = sorted({action.stage, *(helper for helper, _ in action.helpers)})
-                source = action.stage + (-1 if action.kind == "F" else 1)
-                has_source = not 0 <= source < len(order) or (action.kind, source, action.chunk) in done_s
-                if not has_source or any(order[s][places[s] : places[s] + 1] != (action,) for s in sharers):
-                    break
-                ready_s = max(done_s.get((action.kind, source, action.chunk), 0.0), *(clocks[s] for s in sharers))
-                stop_s = ready_s + seconds(action, len(sharers))
-                done_s[action.kind, action.stage, action.chunk] = stop_s
-                for sharer in sharers:
-                    clocks[sharer] = stop_s
-                    places[sharer] += 1
-                is_moving = True
-    if any(place < len(actions) for place, actions in zip(places, order, strict=True)):
-        raise ValueError("stages wait for each other")
-    return max(clocks)
+    """Seconds until all stages did what they take part in. `seconds` takes an action and how many stages share it."""
+    times = run_shared(order, lambda action: seconds(action, len(sharing_stages(action))), lambda action: 0.0)
+    return max(stop_s for row in times for _, stop_s in row)
 
 
 @dataclass(frozen=True, slots=True)

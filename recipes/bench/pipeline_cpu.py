@@ -1,6 +1,6 @@
 """Idle share and seconds of pipeline schedules on two gloo stages, predicted and measured, on one skewed batch.
 
-    python recipes/bench/pipeline_cpu.py [--rounds 8] [--require RATIO] [--json FILE]
+    python recipes/bench/pipeline_cpu.py [--rounds 6] [--require RATIO] [--json FILE]
 
 One document of 3072 tokens and 20 short ones (log-normal), a Llama of seven layers, fp32, random weights, two processes of one
 thread, forward and backward, the same executor for all. First whole sequences and slices run on an even cut; from what every
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of every plan, after one that is not counted (default: 8)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of every plan, after one that is not counted (default: 6)")
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
     parser.add_argument("--require", type=float, default=None, metavar="RATIO",
                         help=f"fail unless elastic slices are faster than the batch level by this ratio and every idle share "

@@ -10,19 +10,32 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from helpers.pipelines import num_policies, pipeline_plan, with_policies
+from helpers.sliced import cut
 from helpers.steps import group_pool, plan_of, tiny_costs
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.hf.report import RunReport, StepRecord, folded_layout
+from hf_longctx.hf.report import RunReport, StepRecord, folded_layout, predicted_idle, predicted_memory
 from hf_longctx.plan.calibration import ChunkSample, PassSample
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
 from hf_longctx.plan.traffic import Traffic, mean_traffic
-from hf_longctx.plan.types import Action, Chunk, Estimate, GroupShape, Span, StepPlan
+from hf_longctx.plan.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    Estimate,
+    GroupShape,
+    LayerPolicy,
+    Span,
+    StepPlan,
+    TensorShare,
+)
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval
@@ -450,3 +463,75 @@ def test_no_timeline_if_none_is_asked_for_or_no_step_ran(tmp_path: Path) -> None
     end_training(unasked, tmp_path, step=1)
     end_training(lone_report(timeline_steps=3), tmp_path, step=0)
     assert list(tmp_path.iterdir()) == []
+
+
+# two stages, two slices: stage 0 runs forwards of 1 s and backwards of 2 s, stage 1 takes twice as long
+STAGED = {
+    0: "F0 0 1, SF0 1 1, F1 1 2, SF1 2 2, RB1 2 9, B1 9 11, SB1 11 11, RB0 11 13, B0 13 15",
+    1: "RF0 0 1, F0 1 3, SF0 3 3, RF1 3 3, F1 3 5, B1 5 9, SB1 9 9, B0 9 13, SB0 13 13",
+}
+
+
+def staged_record(rank: int, **fields: Any) -> StepRecord:
+    """A rank of a pipeline of two slices, with the reduction behind it: half a second, and waiting on stage 1."""
+    plan = pipeline_plan([30], [[(1, [[span] for span in cut(0, [20, 10])])]], 2)
+    intervals = []
+    for text in STAGED[rank].split(", "):
+        word, start, stop = text.split()
+        intervals.append(Interval(0, word.rstrip("01"), f"{rank}{word}", float(start), float(stop)))
+    intervals.append(Interval(-1, "reduce", "gradients", intervals[-1].stop_s, 15.5))
+    estimate = {name: fields.pop(name) for name in ("step_s", "cost_source") if name in fields}
+    return StepRecord(replace(plan, estimate=Estimate(**estimate)), rank, 2.5, tuple(intervals), **fields)
+
+
+def test_a_step_of_stages_is_measured_on_every_stage() -> None:
+    first, last = (staged_record(rank, step_s=12.4, cost_source="measured") for rank in (0, 1))
+    assert first.measured_s == last.measured_s == 15.5 and first.error == last.error == pytest.approx(-0.2)
+    assert (first.reduce_s, last.reduce_s) == (0.5, 2.5)
+    # busy for 6 of 15 seconds
+    assert first.idle_share == pytest.approx(0.6) and last.idle_share is None
+    assert [event.name for event in last.events()][:2] == ["1RF0", "1F0"]
+    costs = replace(tiny_costs(2), model=replace(tiny_costs(2).model, num_layers=4))
+    assert [(key[2], s.forward.seconds, s.backward.seconds) for key, s in last.samples(costs).items()] == [
+        ("1F0", 2.0, 4.0),
+        ("1F1", 2.0, 4.0),
+    ]
+
+
+def test_line_of_a_pipeline_shows_the_idle_share_of_the_first_stage() -> None:
+    assert staged_record(0).line(1).endswith("<1> | first stage idle - predicted, 60.0% measured")
+    assert staged_record(0, predicted_idle=0.55).line(1).endswith("| first stage idle 55.0% predicted, 60.0% measured")
+    assert "idle" not in staged_record(1).line(1) and "idle" not in step_record().line(1)
+
+
+def test_predicted_idle_is_the_judges_and_asks_for_measured_costs() -> None:
+    plan, costs = staged_record(0).plan, tiny_costs(2)
+    truth = replace(costs, coefficients=replace(TRUTH, step_s=100.0))
+    run = evaluate_plan(plan, truth)
+    idle_s = run.ranks[0].idle_s
+    assert predicted_idle(plan, 0, truth) == pytest.approx(idle_s / (idle_s + run.busy_s[0])) and idle_s > 0
+    assert predicted_idle(plan, 1, truth) is None and predicted_idle(plan, 0, costs) is None
+
+
+def test_predicted_memory_of_stages_counts_parts_and_leaves_messages_out() -> None:
+    spec = replace(tiny_costs(2).model, num_layers=8)
+    plan = pipeline_plan([30, 8], [[(1, [*([span] for span in cut(0, [20, 10])), [(1, 0, 8)]])]], 2, "interleaved", 8, 2)
+    keep = LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in ("attention_output", "qkv", "mlp")))
+    plan = with_policies(plan, [ActivationPolicy(0, 0, (keep, LayerPolicy(), keep))] * num_policies(plan))
+    for rank in range(2):
+        ((group, stage),) = plan.for_rank(rank).rounds
+        # of two layers a part the first is replayed: its input, 32 numbers of 4 bytes a token, waits
+        waiting, most = [], 0
+        for action in stage.actions:
+            if action.kind == "F":
+                waiting.append((action.part, action.chunk))
+            elif action.kind == "B":
+                waiting.remove((action.part, action.chunk))
+            most = max(most, sum(group.chunks[chunk].num_tokens for _, chunk in waiting))
+        found = predicted_memory(plan, rank, spec)
+        assert found.saved == most * 32 * 4
+        assert found.kv_book == round_bytes(spec, group, stage).book
+        # keys and values of four layers and 30 tokens, gradients of the first 20: at most two parts' at once
+        assert found.kv_book <= 2 * 4 * 2 * 8 * 4 * (30 + 20)
+        run = evaluate_plan(plan, replace(tiny_costs(2), model=spec))
+        assert found.device_peak == run.peak_bytes[rank]

@@ -14,7 +14,7 @@ from helpers.models import relative_error
 from helpers.staged import NUM_LAYERS, cut_into_stages, even_parts, family_model, random_inputs, run_pipeline
 from torch import Tensor
 
-from hf_longctx.hf.stages import check_ranges, cut_model, stage_model, stage_problems
+from hf_longctx.hf.stages import check_ranges, cut_model, shared_stages_of, stage_model, stage_problems
 from hf_longctx.plan.types import LayerRange
 from hf_longctx.runtime.stage_model import StageModel
 
@@ -52,6 +52,24 @@ def test_stages_one_after_the_other_are_the_whole_model(family: str, num_stages:
     assert max(relative_error(gradient, expected[name]) for name, gradient in found) <= TOLERANCE
     for hidden in between:
         assert (hidden.shape, hidden.dtype) == ((1, 11, stages[0].hidden_size), stages[0].hidden_dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_of_one_whole_model_are_the_model_too(family: str, num_stages: int) -> None:
+    model, inputs = family_model(family, tied=True), random_inputs()
+    expected_logits, expected = reference(model)
+    whole = copy.deepcopy(model)
+    stages = list(shared_stages_of(whole, even_parts(num_stages)))
+    logits, _ = run_pipeline(stages, inputs)
+    backward_of(logits, inputs.shift_labels)
+    assert relative_error(logits.detach(), expected_logits) <= TOLERANCE
+    found = {name: p.grad for name, p in whole.named_parameters()}
+    assert max(relative_error(found[name], expected[name]) for name in expected) <= TOLERANCE
+    # without a plan it is the model that it was
+    with torch.no_grad():
+        plain = whole(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False).logits
+    assert torch.equal(plain, expected_logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -55,7 +55,7 @@ def rules(**changes: Any) -> StreamRules:
         "vocab_size": VOCAB_SIZE,
         "max_length": 100,
         "tokens_per_rank": 50,
-        "max_degree": 2,
+        "room_tokens": 100,
         "long_sequences": "error",
         "sequences_per_step": 4,
         "tokens_per_step": None,

@@ -240,3 +240,24 @@ def test_stages_add_up_to_the_model_and_only_the_last_pays_for_the_head() -> Non
 def test_a_hop_moves_hidden_states_over_the_link_or_the_network() -> None:
     assert COSTS.hop_s(5, leaves_node=False) == 1000 + 7 * 5 * 4
     assert COSTS.hop_s(5, leaves_node=True) == 1000 + 70 * 5 * 4
+
+
+def test_a_head_that_takes_longer_than_its_products_leaves_less_for_the_layers() -> None:
+    chunk, share = Chunk(0, (Span(0, 0, 80),)), 40 / (TINY.layer_parameters + 40)
+    costs = replace(COSTS, coefficients=replace(COEFFICIENTS, forward=replace(FORWARD, head_factor=2.0)))
+    assert costs.part_s(chunk, TWO, False, 0, True) == pytest.approx(2 * 40 * 10 * share)
+    # the model as a whole takes as long, and the other pass has its own factor
+    assert costs.part_s(chunk, TWO, False, 1, True) == pytest.approx(COSTS.forward_s(chunk, TWO, 1))
+    assert costs.part_s(chunk, TWO, True, 0, True) == COSTS.part_s(chunk, TWO, True, 0, True)
+    # never more than all of a token
+    endless = replace(costs, coefficients=replace(COEFFICIENTS, forward=replace(FORWARD, head_factor=1e6)))
+    assert endless.head_share(is_backward=False) == 1.0
+
+
+def test_the_head_in_layers_is_its_seconds_over_those_of_a_layer() -> None:
+    model, chunks = replace(TINY, num_layers=3), [Chunk(0, (Span(0, 0, 10),)), Chunk(1, (Span(0, 10, 16),))]
+    costs = replace(COSTS, model=model)
+    head_s = 16 * (10 + 20) * model.head_share
+    # 50 and 6 * 13 pairs, both passes
+    whole_s = (2 + 5) * (50 + 78) + (10 + 20) * 16 + 2 * (100 + 300)
+    assert costs.head_layers(chunks, ONE) == pytest.approx(head_s / ((whole_s - head_s) / 3))

@@ -156,11 +156,6 @@ def test_helpers_parts_and_moves_are_refused_by_name(actions: str, found: str) -
         evaluate_plan(edited("flexsp", micro_batches__1__groups__0__stages__0__actions=actions), costs(4))
 
 
-def test_helpers_of_stages_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="action 0F0@1:0,1:1 cannot be evaluated yet"):
-        evaluate_plan(fixture("multiplexed"), costs(4))
-
-
 def test_without_events_there_are_none_and_nothing_else_changes() -> None:
     for name in ("nested", "seq1f1b"):
         quiet, full = (evaluate_plan(fixture(name), costs(4), with_events=wants) for wants in (False, True))

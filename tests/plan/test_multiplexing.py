@@ -12,7 +12,8 @@ from pipeline_cases import chunks_of, plan_of
 from plan_cases import fixture
 
 from hf_longctx.plan.communication import without_messages
-from hf_longctx.plan.multiplexing import multiplexed, shared_order, shared_stages
+from hf_longctx.plan.multiplexing import multiplexed, shared_stages
+from hf_longctx.plan.sharding import shared_order
 from hf_longctx.plan.types import Action, MicroBatch, SequenceGroup
 from hf_longctx.plan.validate import validate_plan
 
@@ -47,12 +48,19 @@ def test_the_hand_written_plan_comes_out() -> None:
     assert multiplexed(dataclasses.replace(group, stages=bare)) == group
 
 
+# whether the first and whether the last slices are shared
+SIDES = st.sampled_from([(True, True), (True, False), (False, True)])
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 7), st.integers(0, 8))
-def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more: int) -> None:
+@given(st.integers(1, 7), st.integers(0, 8), SIDES)
+def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more: int, sides: tuple[bool, bool]) -> None:
     num_slices = max(1, num_stages - 1 + more)
     plan = plan_of(chunks_of([(num_slices, 0)]), num_stages, "elastic")
-    group = multiplexed(plan.micro_batches[0].groups[0])
+    group = multiplexed(plan.micro_batches[0].groups[0], *sides)
+    helped = {(a.stage, a.chunk, s) for stage in group.stages for a in stage.actions for s, _ in a.helpers}
+    both = {(a.stage, a.chunk, s) for stage in multiplexed(group).stages for a in stage.actions for s, _ in a.helpers}
+    assert helped == {one for one in both if sides[one[2] < one[0]]}
     validate_plan(dataclasses.replace(plan, micro_batches=(MicroBatch((group,)),)))
     rows = shared_order(group)
     for stage, row in zip(without_messages(group).stages, rows, strict=True):
@@ -65,9 +73,10 @@ def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 7), st.integers(0, 8), st.randoms(use_true_random=False))
-def test_no_action_waits_for_a_rank_that_waits_for_it(num_stages: int, more: int, draw: object) -> None:
-    rows = [list(row) for row in shared_order(multiplexed(sliced(num_stages, max(1, num_stages - 1 + more))))]
+@given(st.integers(1, 7), st.integers(0, 8), SIDES, st.randoms(use_true_random=False))
+def test_no_action_waits_for_a_rank_that_waits_for_it(num_stages: int, more: int, sides: tuple[bool, bool], draw: object) -> None:
+    group = multiplexed(sliced(num_stages, max(1, num_stages - 1 + more)), *sides)
+    rows = [list(row) for row in shared_order(group)]
     done: set[tuple[str, int, int]] = set()
 
     def is_ready(action: Action) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.joint_activation import Moment
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline_cells import GroupCells
 from hf_longctx.plan.pipeline_room import PipelineRoom, make_room
 from hf_longctx.plan.specs import GENERIC_GPU, ActivationBudget, ClusterSpec, ModelSpec
 from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.validate import validate_plan
 
 MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
@@ -131,6 +134,9 @@ def test_less_memory_is_never_faster_and_copies_come_before_layers(long_case: tu
         assert before_s <= without_s * (1 + 1e-3)
         assert free_s <= both_s * (1 + 1e-9) and both_s <= without_s * (1 + 1e-9)
         before_s = without_s
+        if share == 0.9:
+            # copies that hide, back ones too
+            assert host_share(both) > 0 and both_s < 1.001 * free_s
         if share < 0.9:
             assert sum(map(recomputed, policies_of(both))) < sum(map(recomputed, policies_of(without)))
             assert host_share(both) > 0 == host_share(without)
@@ -161,6 +167,40 @@ def test_stages_recompute_side_by_side(long_case: tuple[StepPlan, CostModel, int
         alone_s.append(judged(alone, costs).step_s - free_s)
     assert sum(seconds > 0 for seconds in alone_s) > 1
     assert judged(made, costs).step_s - free_s < 0.85 * sum(alone_s)
+
+
+def test_backwards_of_one_diagonal_run_at_one_time() -> None:
+    costs = costs_of(MODEL, 3, 1)
+    plan = plan_of(costs, [2_000] * 12, 1, 3)
+    (group,) = plan.micro_batches[0].groups
+    cells = GroupCells(group, costs, 0, True, {})
+    starts: dict[int, list[float]] = {}
+    for event in evaluate_plan(plan, costs).events:
+        action = Action.parse(event.name)
+        if action.kind == "B":
+            place = cells.places[action.stage, action.chunk, action.part]
+            starts.setdefault(cells.cells[place].diagonal, []).append(event.start_s)
+    assert sum(len(times) == 3 for times in starts.values()) == 10
+    chunk_s = sum(costs.part_s(group.chunks[0], group.shape, is_backward, 3, True) for is_backward in (False, True))
+    assert all(max(times) - min(times) <= chunk_s for times in starts.values())
+
+
+def test_a_program_that_counts_too_few_bytes_is_asked_again(
+    long_case: tuple[StepPlan, CostModel, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, costs, whole_bytes = long_case
+    budget = ActivationBudget(0, int(0.6 * whole_bytes), 64 * GIB)
+    moments, asked = GroupCells.moments, []
+
+    def optimistic(cells: GroupCells, room_bytes: Sequence[float]) -> list[Moment]:
+        asked.append(list(room_bytes))
+        return moments(cells, [num_bytes + 0.3 * whole_bytes for num_bytes in room_bytes])
+
+    monkeypatch.setattr(GroupCells, "moments", optimistic)
+    made = make_room(plan, costs, budget)
+    assert len(asked) > 1 and sum(asked[1]) < sum(asked[0])
+    assert max(judged(made, costs).peak_bytes) <= limit_of(plan, costs, budget)
+    assert any(not recomputed(policy) for policy in policies_of(made))
 
 
 def test_groups_alike_are_solved_once(long_case: tuple[StepPlan, CostModel, int]) -> None:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.sharding import Piece, block_pieces, document_bounds, held_tokens, rank_pieces, travelling_pieces
+from hf_longctx.plan.sharding import (
+    Piece,
+    block_pieces,
+    document_bounds,
+    held_tokens,
+    rank_pieces,
+    shared_pieces,
+    travelling_pieces,
+)
 from hf_longctx.plan.types import Chunk, GroupShape, Span
 
 lengths_of_documents = st.lists(st.integers(1, 90), max_size=6)
@@ -134,3 +142,30 @@ def test_no_rank_holds_more_than_an_even_share(lengths: list[int], shape: tuple[
     if sum(lengths) >= 2 * degree:
         assert sum(held) == sum(lengths)
         assert max(held) <= -(-total // degree)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60))
+def test_shared_pieces_keep_every_token_at_its_position(num_positions: int, num_stages: int, more: int) -> None:
+    num_tokens = num_positions * num_stages + more
+    held = shared_pieces(num_tokens, num_positions, num_stages)
+    alone = rank_pieces(chunk_of([num_tokens]), GroupShape(num_positions, num_positions))
+    for position, (whole,) in enumerate(alone):
+        found = [token for stage in held for piece in stage[position] for token in range(piece.start, piece.stop)]
+        assert sorted(found) == list(range(whole.start, whole.stop))
+        counts = [sum(piece.num_tokens for piece in stage[position]) for stage in held]
+        assert max(counts) - min(counts) <= 1 <= min(counts)
+        for stage in held:
+            assert [piece.first for piece in stage[position]] == [0, *accumulate(p.num_tokens for p in stage[position])][:-1]
+
+
+def test_shared_pieces_by_hand() -> None:
+    # shards [0, 9) and [9, 17) on two stages: quarters 0 and 3, quarters 1 and 2; the odd token is the first stage's
+    assert shared_pieces(17, 2, 2) == (
+        ((Piece(0, 0, 3, 0), Piece(0, 7, 9, 3)), (Piece(0, 9, 11, 0), Piece(0, 15, 17, 2))),
+        ((Piece(0, 3, 5, 0), Piece(0, 5, 7, 2)), (Piece(0, 11, 13, 0), Piece(0, 13, 15, 2))),
+    )
+
+
+def test_a_slice_of_too_few_tokens_cannot_be_shared() -> None:
+    with pytest.raises(ValueError, match=r"7 tokens cannot be shared by 4 stages of 2 rank\(s\); give it at least 8 tokens"):
+        shared_pieces(7, 2, 4)

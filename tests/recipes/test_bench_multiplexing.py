@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hf_longctx.plan import multiplexing
-from hf_longctx.plan.multiplexing import multiplexed, shared_order
+from hf_longctx.plan.multiplexing import multiplexed
 from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.sharding import shared_order
 from hf_longctx.plan.types import Action, Chunk, SequenceGroup, Span
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[2] / "recipes" / "bench" / "multiplexing.py"))
@@ -55,7 +56,7 @@ def test_eight_slices_on_four_stages_take_25_of_33_slots() -> None:
 def test_stages_that_wait_for_each_other_are_an_error() -> None:
     rows = [list(row) for row in shared_order(multiplexed(sliced(2, 4)))]
     rows[1][0], rows[1][1] = rows[1][1], rows[1][0]
-    with pytest.raises(ValueError, match="wait for each other"):
+    with pytest.raises(ValueError, match="deadlock: 0F0@1:0, 1F0 wait for ranks that wait for them"):
         BENCH["shared_makespan"](rows, unit_s)
 
 

@@ -40,7 +40,7 @@ def fixture(name: str, **changes: Any) -> StepPlan:
 
 # plan -> (changes, what the refusal says)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "multiplexed": ({"method": "ulysses"}, "is not executed yet; only F, B, SF, RF, SB, RB without helpers are"),
+    "multiplexed": ({"method": "ulysses"}, "the plan has helpers, for which every rank needs the weights of all stages"),
     "interleaved": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
     "infinipipe": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
     "sppo": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
@@ -93,7 +93,7 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
         "free": ({"actions": actions("0F0 0B0 0FREE0")}, "action 0FREE0 is not executed yet"),
         "helpers": (
             {"actions": actions("0F0@1:0 0B0@1:0")},
-            "action 0F0@1:0 is not executed yet; only F, B, SF, RF, SB, RB without helpers are",
+            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `shared_stages`",
         ),
     }
 

@@ -326,13 +326,13 @@ def _lse_of_the_slice_alone() -> Any:
 
 
 def _front_left_out_of_recomputed_rows() -> Any:
-    original = chunk_attention._rows_forward
+    original = chunk_attention.rows_forward
 
-    def rows_forward(q: Tensor, k: Tensor, v: Tensor, front: Tensor | None, how: Any) -> Any:
+    def rows_forward(q: Tensor, k: Tensor, v: Tensor, front: Tensor | None, *how: Any) -> Any:
         is_partial = front is not None and q.shape[1] < k.shape[1]
-        return original(q, k, v, None if is_partial else front, how)
+        return original(q, k, v, None if is_partial else front, *how)
 
-    return patch.object(chunk_attention, "_rows_forward", rows_forward)
+    return patch.object(chunk_attention, "rows_forward", rows_forward)
 
 
 BUGS = {

@@ -153,7 +153,7 @@ def test_slices_without_labels_pass_on_no_gradient(masked: tuple[int, ...]) -> N
 def test_checkpointed_layers_match_and_run_attention_twice(name: str, use_reentrant: bool) -> None:
     lengths, chunks, words, validated = PACKINGS[name]
     plan, rows = sliced_plan(lengths, chunks, words, validated=validated), random_rows(lengths)
-    with patch.object(chunk_attention, "_rows_forward", side_effect=chunk_attention._rows_forward) as counted:
+    with patch.object(chunk_attention, "rows_forward", side_effect=chunk_attention.rows_forward) as counted:
         plain = check(ModelCase(), plan, rows)
         num_calls = counted.call_count
         checkpointed = check(ModelCase(), plan, rows, patched_model(ModelCase(), use_reentrant))

@@ -1,0 +1,98 @@
+"""Measured forwards and backwards of one rank as samples for the cost model: of whole chunks, or of a pipeline's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hf_longctx.hf.refit import Samples
+from hf_longctx.plan.calibration import ChunkSample, PassSample
+from hf_longctx.plan.cost import WHOLE_MODEL, CostModel, ModelPart, num_tiles
+from hf_longctx.plan.pipeline_run import StageRun, run_pipeline
+from hf_longctx.plan.policies import added_seconds
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.traffic import mean_traffic
+from hf_longctx.plan.types import Action, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.runtime.profiler import Interval
+
+
+def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> Samples:
+    """This rank's measured chunks, with the traffic that `costs` counts for them, called alike by all ranks of a group.
+
+    What policies add to a chunk is taken off, at the rate at which its forward ran.
+    """
+    seconds = _without_policies(plan, rank, intervals, costs)
+
+    def sample(group: SequenceGroup, round_index: int, action: Action) -> PassSample:
+        chunk = group.chunks[action.chunk]
+        tokens = float(max(chunk.num_tokens, group.degree))
+        traffic = mean_traffic(costs.model, costs.cluster, group.shape, tokens, action.kind == "B")
+        tiles = num_tiles(group.shape, len(chunk.spans))
+        part = _part_of(costs.model, group, action)
+        seconds_of = seconds[round_index, str(action)]
+        return PassSample(chunk.num_tokens, chunk.num_pairs, group.degree, traffic, seconds_of, tiles, part)
+
+    # nested plans leave ranks out of micro-batches, so a rank's rounds are not numbered as others' are
+    _, position = plan.place(rank)
+    micro_batches = [
+        number
+        for number, micro_batch in enumerate(plan.micro_batches)
+        if any(position in group.positions for group in micro_batch.groups)
+    ]
+    return {
+        (micro_batches[index], group.positions, str(forward)): ChunkSample(
+            sample(group, index, forward), sample(group, index, replace(forward, kind="B"))
+        )
+        for index, (group, stage) in enumerate(plan.for_rank(rank).rounds)
+        for forward in stage.actions
+        if forward.kind == "F"
+    }
+
+
+def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> dict[tuple[int, str], float]:
+    """Seconds of every (round, action) less what is run again, or waited for, under activation policies."""
+    seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in intervals}
+    for index, (group, stage) in enumerate(plan.for_rank(rank).rounds):
+        for forward, (forward_s, backward_s) in _added_by_policies(plan, costs, group, stage).items():
+            names = [(index, str(replace(forward, kind=kind))) for kind in ("F", "B")]
+            part = _part_of(costs.model, group, forward)
+            num_layers, chunk = stage.parts[forward.part].num_layers, group.chunks[forward.chunk]
+            expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head) + forward_s
+            rate = seconds[names[0]] / max(expected_s, 1e-12)
+            # a pass takes time, whatever the model says of what was added
+            for name, added_s in zip(names, (forward_s, backward_s), strict=True):
+                seconds[name] = max(seconds[name] - added_s * rate, seconds[name] / 10)
+    return seconds
+
+
+def _added_by_policies(
+    plan: StepPlan, costs: CostModel, group: SequenceGroup, stage: StagePlan
+) -> dict[Action, tuple[float, float]]:
+    """Seconds that policies add to the forward and the backward of every chunk and part, by the forward's action."""
+    policies = [policy for policy in stage.activations if policy.layers]
+    if len(group.stages) == 1 and len(stage.parts) == 1:
+        added = added_seconds(costs, group, stage)
+        return {Action("F", stage.stage, chunk): seconds for chunk, seconds in added.items()}
+    if not policies:
+        return {}
+    # in a pipeline copies have time while a stage waits, which only a run shows
+    with_s, without_s = (
+        _action_seconds(run_pipeline(plan, each, costs, [0.0] * len(group.stages))[stage.stage])
+        for each in (group, replace(group, stages=tuple(replace(other, activations=()) for other in group.stages)))
+    )
+    keys = [Action("F", stage.stage, policy.chunk, policy.part) for policy in policies]
+    added_s = {action: with_s[action] - without_s[action] for action in with_s}
+    return {forward: (added_s[forward], added_s[replace(forward, kind="B")]) for forward in keys}
+
+
+def _action_seconds(run: StageRun) -> dict[Action, float]:
+    return {action: stop_s - start_s for action, (start_s, stop_s) in zip(run.actions, run.times, strict=True)}
+
+
+def _part_of(model: ModelSpec, group: SequenceGroup, action: Action) -> ModelPart:
+    """What an F or B ran of the model."""
+    parts = group.stages[action.stage].parts
+    if len(group.stages) == 1 and len(parts) == 1:
+        return WHOLE_MODEL
+    has_head = (action.stage, action.part) == (len(group.stages) - 1, len(parts) - 1)
+    return ModelPart(parts[action.part].num_layers / model.num_layers, has_head, model.head_share)

@@ -1,0 +1,106 @@
+"""Decides where lent stages pay (`multiplexing.py`): for every long sequence of a plan, first slices, last ones, both or none.
+
+It prices ranks that have the weights of all stages at hand, as under adapters, whose frozen weights every rank can keep; the
+runtime executes no other. First slices alone are tried too: only the last ones need the whole front sent to lent ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.multiplexing import multiplexed
+from hf_longctx.plan.pipeline import families
+from hf_longctx.plan.sharding import shared_order, sharing_stages
+from hf_longctx.plan.types import MicroBatch, SequenceGroup, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """A plan with helpers where they pay. plain_s, lent_s: predicted seconds of the step without and with them.
+
+    num_lent: groups with helpers, of `num_able` that could have some.
+    """
+
+    plan: StepPlan
+    plain_s: float
+    lent_s: float
+    num_lent: int
+    num_able: int
+
+    @property
+    def gain(self) -> float:
+        """The share of the plain plan's time that is saved."""
+        return 1 - self.lent_s / self.plain_s if self.plain_s else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"lent stages: {self.lent_s:.3f} s for {self.plain_s:.3f} s ({self.gain:.1%} saved), in {self.num_lent} of "
+            f"{self.num_able} group(s) that can be shared"
+        )
+
+
+def lend(plan: StepPlan, costs: CostModel, limit_bytes: int = 0) -> Lending:
+    """`plan` with helpers in every group in which they save predicted seconds of the step; group by group, the best of three.
+
+    limit_bytes: what a rank may hold at its predicted peak; 0: anything. Raises ValueError for what cannot be evaluated.
+    """
+    plain_s = best_s = evaluate_plan(plan, costs, with_events=False).step_s
+    num_lent = num_able = 0
+    for place, micro_batch in enumerate(plan.micro_batches):
+        for index, group in enumerate(micro_batch.groups):
+            candidates = list(_candidates(plan, group))
+            num_able += bool(candidates)
+            base = plan
+            is_lent = False
+            for candidate in candidates:
+                tried = _with_group(base, place, index, candidate)
+                found = evaluate_plan(tried, costs, with_events=False)
+                if found.step_s < best_s and (not limit_bytes or max(found.peak_bytes) <= limit_bytes):
+                    plan, best_s, is_lent = tried, found.step_s, True
+            num_lent += is_lent
+    return Lending(plan, plain_s, best_s, num_lent, num_able)
+
+
+def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]:
+    """The ways to share a group that the runtime executes; none for packs, rings, parts, policies and interleaved passes."""
+    can_share = (
+        plan.parameters == "replicated"
+        and 1 < len(group.stages) <= len(group.chunks) + 1
+        and group.shape.num_blocks == 1
+        and all(len(stage.parts) == 1 and not stage.activations for stage in group.stages)
+        and all(len(chunk.spans) == 1 for chunk in group.chunks)
+        and len(families(group.chunks)) == 1
+    )
+    for front, back in ((True, True), (True, False), (False, True)) if can_share else ():
+        shared = multiplexed(group, front, back)
+        if _keeps_order(shared) and _has_tokens(shared):
+            yield shared
+
+
+def _keeps_order(group: SequenceGroup) -> bool:
+    """Whether every stage's own passes are in the only order in which they can be shared."""
+    return all(
+        [action for action in row if action.stage == stage.stage] == [a for a in stage.actions if a.kind in ("F", "B")]
+        for row, stage in zip(shared_order(group), group.stages, strict=True)
+    )
+
+
+def _has_tokens(group: SequenceGroup) -> bool:
+    """Whether every sharing rank gets a token of every slice."""
+    return all(
+        group.chunks[action.chunk].num_tokens >= len(sharing_stages(action)) * group.degree
+        for stage in group.stages
+        for action in stage.actions
+        if action.helpers
+    )
+
+
+def _with_group(plan: StepPlan, place: int, index: int, group: SequenceGroup) -> StepPlan:
+    groups = list(plan.micro_batches[place].groups)
+    groups[index] = group
+    batches = list(plan.micro_batches)
+    batches[place] = MicroBatch(tuple(groups))
+    return replace(plan, micro_batches=tuple(batches))

@@ -1,0 +1,194 @@
+"""A pipeline whose stages share chunks, under a cost model: when every action runs, and what every stage's ranks hold.
+
+A shared action occupies all of its stages at once, in the order of `sharding.shared_order`, which is also the runtime's. Its
+tokens are split evenly, its kernels are not. Nothing of what moves is hidden: every rank sends its keys and values to the other
+stages' (in backward what it has of their gradients, in at least fp32), lent ranks get the front at a stage's first chunk that
+they lack it for, and the stage's own ranks hand out hidden states and collect them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.event_loop import Times
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, chunk_load
+from hf_longctx.plan.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
+from hf_longctx.plan.schedule import PlanError
+from hf_longctx.plan.sharding import head_shares, shard_tokens, shared_order, sharing_stages
+from hf_longctx.plan.stage_memory import message_bytes, stage_parameters, stage_state_bytes
+from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
+
+
+def run_shared(
+    order: Sequence[Sequence[Action]],
+    seconds: Callable[[Action], float],
+    hop_s: Callable[[Action], float],
+    start_s: Sequence[float] = (),
+) -> tuple[Times, ...]:
+    """(start, stop) of every F and B of every stage's row; one that several rows have runs in all of them at once.
+
+    `hop_s`: from the end of an action to the arrival of its result at the next stage. Raises PlanError when stages wait for each
+    other.
+    """
+    clocks, rows = list(start_s) or [0.0] * len(order), [list(reversed(row)) for row in order]
+    times: list[list[tuple[float, float]]] = [[] for _ in order]
+    arrived_s: dict[tuple[str, int, int], float] = {}
+    waiting = set(range(len(order)))
+    while waiting:
+        row = rows[waiting.pop()]
+        while row:
+            action = row[-1]
+            stages = sharing_stages(action)
+            source = action.stage + (-1 if action.kind == "F" else 1)
+            came_s = arrived_s.get((action.kind, source, action.chunk), None if 0 <= source < len(order) else 0.0)
+            if came_s is None or any(rows[stage][-1:] != [action] for stage in stages):
+                break
+            begin_s = max(came_s, *(clocks[stage] for stage in stages))
+            stop_s = begin_s + seconds(action)
+            arrived_s[action.kind, action.stage, action.chunk] = stop_s + hop_s(action)
+            for stage in stages:
+                clocks[stage] = stop_s
+                times[stage].append((begin_s, stop_s))
+                rows[stage].pop()
+            # others may have waited for this result or for these ranks
+            waiting |= {stage for stage, left in enumerate(rows) if left}
+    if any(rows):
+        heads = ", ".join(str(row[-1]) for row in rows if row)
+        raise PlanError(f"deadlock: {heads} wait for ranks that wait for them")
+    return tuple(map(tuple, times))
+
+
+def run_shared_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float] = ()
+) -> tuple[StageRun, ...]:
+    """The run of a group some of whose chunks are shared, of every stage with the actions that it helps in.
+
+    Raises ValueError for parts, activation policies, packs and hybrids.
+    """
+    for stage in group.stages:
+        for action in stage.actions:
+            check_action(replace(action, helpers=()), stage)
+    if any(len(stage.parts) != 1 or stage.activations for stage in group.stages):
+        raise ValueError("helpers cannot be evaluated together with parts or activation policies; leave out one of them")
+    if any(len(chunk.spans) != 1 for chunk in group.chunks):
+        raise ValueError("helpers cannot be evaluated for packs, hybrids and dummies; give one sequence a group of its own")
+    seconds = _SharedSeconds(plan, group, costs)
+    order = shared_order(group)
+    runs = []
+    for stage, row, times in zip(group.stages, order, run_shared(order, seconds.of, seconds.hop_s, start_s), strict=True):
+        peak_bytes = _peak_bytes(plan, group, costs, stage.stage, row)
+        # all forwards come before all backwards
+        most = sum(seconds.tokens(action) for action in row if action.kind == "F")
+        runs.append(StageRun(row, times, tuple(map(seconds.exchange_s, row)), peak_bytes, 0, most))
+    return tuple(runs)
+
+
+class _SharedSeconds:
+    """Seconds of a group's actions, shared or not."""
+
+    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
+        self.plan, self.group, self.costs = plan, group, costs
+        self.alone = StageSeconds(plan, group, costs)
+        self.first_back = [
+            min((a.chunk for a in stage.actions if a.helpers and a.helpers[0][0] < stage.stage), default=len(group.chunks))
+            for stage in group.stages
+        ]
+
+    def tokens(self, action: Action) -> int:
+        """Of one rank."""
+        return -(-self.alone.tokens[action.chunk] // len(sharing_stages(action)))
+
+    def hop_s(self, action: Action) -> float:
+        return self.alone.hop_s(action)
+
+    def of(self, action: Action) -> float:
+        if not action.helpers:
+            return self.alone.of(action)
+        group, costs, num_stages = self.group, self.costs, len(sharing_stages(action))
+        chunk, is_backward = group.chunks[action.chunk], action.kind == "B"
+        degree = group.degree * num_stages
+        # the head's tokens are part of what a pass over the model takes
+        whole_s = costs.local_s(chunk, GroupShape(degree, degree), is_backward)
+        token_s = (costs.coefficients.backward if is_backward else costs.coefficients.forward).token_s
+        head_s = token_s * costs.head_share(is_backward) * chunk.num_tokens / degree
+        body_s = (whole_s - head_s) * group.stages[action.stage].num_layers / costs.model.num_layers
+        has_head = action.stage == len(group.stages) - 1
+        return body_s + (head_s if has_head else 0.0) + self.exchange_s(action)
+
+    def exchange_s(self, action: Action) -> float:
+        """How much of an action is communication between its ranks."""
+        if not action.helpers:
+            return self.alone.exchange_s(action)
+        group, costs, stages = self.group, self.costs, sharing_stages(action)
+        num_layers, is_backward = group.stages[action.stage].num_layers, action.kind == "B"
+        per_node, per_stage = costs.cluster.ranks_per_node, self.plan.ranks_per_stage
+        ranks = [stage * per_stage + group.positions[0] for stage in stages]
+        coefficients = costs.coefficients.backward if is_backward else costs.coefficients.forward
+        leaves = ranks[0] // per_node != ranks[-1] // per_node
+        byte_s = coefficients.network_byte_s if leaves else coefficients.link_byte_s
+        moves_front = action.chunk == self.first_back[action.stage]
+        moved_s = byte_s * self.moved_bytes(action) + coefficients.message_s * (num_layers * (1 + moves_front) + 2)
+        near = near_ranks([stages[0] * per_stage + position for position in group.positions], per_node)
+        fixed_s, one_s = costs.exchange_line(group.shape, is_backward, near)
+        inside_s = fixed_s + one_s * max(group.chunks[action.chunk].num_tokens / len(stages), group.degree)
+        return inside_s * num_layers / costs.model.num_layers + moved_s
+
+    def moved_bytes(self, action: Action) -> float:
+        """Bytes that a rank of the action's own stage sends to those of other stages, or gets from them."""
+        group, model, chunk = self.group, self.costs.model, self.group.chunks[action.chunk]
+        is_backward = action.kind == "B"
+        others = 1 - 1 / len(sharing_stages(action))
+        kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv
+        front = chunk.prefix_tokens if action.chunk == self.first_back[action.stage] else 0
+        value_bytes = max(4, model.bytes_per_element) if is_backward else model.bytes_per_element
+        num_layers = group.stages[action.stage].num_layers
+        num_tokens = (others * chunk.num_tokens + front) / group.shape.num_blocks
+        kv_bytes = 2 * kv_heads * model.head_dim * num_layers * num_tokens * value_bytes
+        # nothing travels at the ends of the model
+        num_ways = (action.stage > 0) + (action.stage < len(group.stages) - 1)
+        return kv_bytes + num_ways * others * self.alone.tokens[action.chunk] * model.hidden_size * model.bytes_per_element
+
+
+def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: int, row: Sequence[Action]) -> int:
+    """No less than what a rank of `stage` holds: when all forwards are done, and the largest workspace.
+
+    States of its own stage, and the weights of all others. Every part of the sequence's keys and values counts whole.
+    """
+    model = costs.model
+    others = sum(stage_parameters(model, other, plan.num_stages) for other in group.stages if other.stage != stage)
+    total = stage_state_bytes(model, group.stages[stage], plan) + others * model.bytes_per_element
+    most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+    total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
+    kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv
+    value_bytes = model.bytes_per_element + max(4, model.bytes_per_element)
+    stops: dict[int, int] = {}
+    workspace = 0
+    for action in row:
+        if action.kind == "F":
+            held = _chunk_bytes(group, costs, action)
+            total += held.device
+            workspace = max(workspace, held.workspace)
+            stops[action.stage] = max(stops.get(action.stage, 0), group.chunks[action.chunk].spans[0].stop)
+    for served, stop in stops.items():
+        total += 2 * kv_heads * model.head_dim * value_bytes * group.stages[served].num_layers * stop
+    return total + workspace
+
+
+def _chunk_bytes(group: SequenceGroup, costs: CostModel, action: Action) -> ChunkBytes:
+    """What a rank holds of a pass that it takes part in."""
+    num_stages, num_layers = len(sharing_stages(action)), group.stages[action.stage].num_layers
+    load = chunk_load(group, group.chunks[action.chunk], 0, Load(0, (), num_layers))
+    tokens = -(-load.num_tokens // num_stages)
+    load = replace(
+        load,
+        num_tokens=tokens,
+        documents=(tokens,),
+        sliced_tokens=min(load.sliced_tokens, tokens),
+        is_shared=group.degree * num_stages > 1,
+        has_head=action.stage == len(group.stages) - 1,
+        keeps_gradients=False,
+    )
+    return chunk_bytes(costs.model, load)

@@ -1,0 +1,191 @@
+"""Attention of a slice whose tokens the ranks of several pipeline stages share (SPPO's multiplexed sequence partitioning).
+
+Every rank computes queries, keys and values of its own tokens. One exchange gives all of them the keys and values of the whole
+slice, which each writes into its own K/V book, as if it had run the slice alone; its queries then see the front and the slice
+up to themselves. Ranks that have not seen the front (the lent ones of a sequence's last slices, at the first of these) are
+sent it by the slice's own stage.
+
+In backward every rank adds what its queries leave to the gradients in its own book. Those of the slice's own keys and values
+are summed over the ranks, each getting its tokens'; those of a front that was sent go back to the stage that sent it.
+(Exchanges are ours; the paper gives none.)
+
+Shapes: h query heads and g KV heads of this rank, S tokens of its block, T tokens of the slice, U of its front, N = U + T, D head
+size.
+
+Source: SPPO (arXiv 2503.10377, section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_longctx.plan.sharding import Piece
+from hf_longctx.runtime.chunk_attention import rows_forward
+from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import tile_backward
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSlice:
+    """A slice and the ranks that share it, one of every sharing stage at equal positions, as `process_group` has them in order.
+
+    index: this rank's place in the group. owner: that of the slice's own stage. blocks: what every stage holds of the slice,
+    `start` from the slice's start, `first` in its block. part: the slice in this rank's book, for which the sequence ends with
+    the last slice that it runs. moves_front: whether the owner alone has the front.
+    """
+
+    process_group: dist.ProcessGroup
+    index: int
+    owner: int
+    blocks: tuple[tuple[Piece, ...], ...]
+    part: Slice
+    moves_front: bool
+
+    @property
+    def is_owner(self) -> bool:
+        return self.index == self.owner
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank's stage holds."""
+        return self.blocks[self.index]
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        return tuple(sum(piece.num_tokens for piece in block) for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAttention:
+    """How one layer attends within a shared slice. layer: the same object in every chunk."""
+
+    readers: KVReaders
+    scale: float
+    shared: SharedSlice
+    book: KVBook
+    layer: Hashable
+
+    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor) -> Tensor:
+        """Causal attention of this rank's tokens, shape [S, h, D], differentiable.
+
+        Every sharing rank must call it in the same order of layers, and run backward in the reverse one.
+        """
+        output: Tensor = _SharedAttention.apply(q_hSD, k_gSD, v_gSD, self)
+        return output
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, how: SharedAttention) -> Tensor:
+        part = how.shared.part
+        kv_2gTD = _whole_slice(torch.stack((k_gSD, v_gSD)), how.shared)
+        if how.shared.moves_front and part.start and not how.shared.is_owner:
+            _receive_front(kv_2gTD, how)
+        kv_2gND = how.book.write(how.layer, part, *kv_2gTD)
+        if how.shared.moves_front and part.start and how.shared.is_owner:
+            _send_front(kv_2gND, how)
+        out_ShD = q_hSD.new_empty(q_hSD.shape[1], q_hSD.shape[0], q_hSD.shape[2])
+        lses = []
+        for piece in how.shared.pieces:
+            start, stop = part.start + piece.start, part.start + piece.stop
+            k_gPD, v_gPD = kv_2gND[:, :, start:stop]
+            front_2gFD = kv_2gND[:, :, :start]
+            out_hPD, lse_hP = rows_forward(q_hSD[:, piece.tokens], k_gPD, v_gPD, front_2gFD, how.readers, how.scale)
+            out_ShD[piece.tokens] = out_hPD.transpose(0, 1)
+            lses.append(lse_hP)
+        ctx.save_for_backward(q_hSD, out_ShD, torch.cat(lses, dim=1))
+        ctx.how = how
+        return out_ShD
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q_hSD, out_ShD, lse_hS = ctx.saved_tensors
+        how: SharedAttention = ctx.how
+        shared, part, readers = how.shared, how.shared.part, how.readers
+        kv_2gND = how.book.read(how.layer, part)
+        front_sum_2gUD, own_sum_2gTD = how.book.gradients(how.layer, part)
+        dq_hSD = torch.zeros_like(q_hSD, dtype=lse_hS.dtype)
+        for piece in shared.pieces:
+            rows = piece.tokens
+            gradient_hPD, out_hPD = gradient_ShD[rows].transpose(0, 1), out_ShD[rows].transpose(0, 1)
+            for start, stop, sums in (
+                (0, part.start, front_sum_2gUD),
+                (part.start, part.start + piece.start, own_sum_2gTD[:, :, : piece.start]),
+                (part.start + piece.start, part.start + piece.stop, own_sum_2gTD[:, :, piece.start : piece.stop]),
+            ):
+                if start == stop:
+                    continue
+                k, v = (readers.gather(x[:, start:stop]) for x in kv_2gND)
+                causal = start == part.start + piece.start
+                found = tile_backward(gradient_hPD, q_hSD[:, rows], k, v, out_hPD, lse_hS[:, rows], how.scale, causal)
+                dq_hSD[:, rows] += found[0]
+                readers.fold_into(sums[0], found[1])
+                readers.fold_into(sums[1], found[2])
+        dk_gSD, dv_gSD = _own_tokens(own_sum_2gTD, shared)
+        if shared.moves_front and part.start:
+            _return_front(front_sum_2gUD, shared)
+        how.book.backward_done(how.layer, part)
+        return dq_hSD.to(q_hSD.dtype), dk_gSD.to(q_hSD.dtype), dv_gSD.to(q_hSD.dtype), None
+
+
+def _whole_slice(own_2gSD: Tensor, shared: SharedSlice) -> Tensor:
+    """Keys and values of all tokens of the slice, [2, g, T, D], from those of every rank's own."""
+    _, num_kv, num_own, head_dim = own_2gSD.shape
+    token_values = 2 * num_kv * head_dim
+    counts = shared.block_tokens
+    receive_sizes = [token_values * count for count in counts]
+    received = own_2gSD.new_empty(sum(receive_sizes))
+    send_sizes = [token_values * num_own] * len(counts)
+    dist.all_to_all_single(
+        received, own_2gSD.reshape(-1).repeat(len(counts)), receive_sizes, send_sizes, group=shared.process_group
+    )
+    whole_2gTD = own_2gSD.new_empty(2, num_kv, sum(counts), head_dim)
+    for block, count, flat in zip(shared.blocks, counts, received.split(receive_sizes), strict=True):
+        block_2gSD = flat.view(2, num_kv, count, head_dim)
+        for piece in block:
+            whole_2gTD[:, :, piece.start : piece.stop] = block_2gSD[:, :, piece.tokens]
+    return whole_2gTD
+
+
+def _own_tokens(whole_2gTD: Tensor, shared: SharedSlice) -> Tensor:
+    """The sum over the ranks of what they have for this rank's tokens, [2, g, S, D]: `_whole_slice` backward."""
+    _, num_kv, _, head_dim = whole_2gTD.shape
+    token_values = 2 * num_kv * head_dim
+    counts = shared.block_tokens
+    blocks = [
+        torch.cat([whole_2gTD[:, :, piece.start : piece.stop] for piece in block], dim=2).reshape(-1) for block in shared.blocks
+    ]
+    num_own = counts[shared.index]
+    receive_sizes = [token_values * num_own] * len(counts)
+    received = whole_2gTD.new_empty(sum(receive_sizes))
+    send_sizes = [token_values * count for count in counts]
+    dist.all_to_all_single(received, torch.cat(blocks), receive_sizes, send_sizes, group=shared.process_group)
+    return received.view(len(counts), 2, num_kv, num_own, head_dim).sum(0)
+
+
+def _send_front(kv_2gND: Tensor, how: SharedAttention) -> None:
+    front_2gUD = kv_2gND[:, :, : how.shared.part.start].contiguous()
+    dist.broadcast(front_2gUD, group=how.shared.process_group, group_src=how.shared.owner)
+
+
+def _receive_front(kv_2gTD: Tensor, how: SharedAttention) -> None:
+    """Writes into the book what the owner sends."""
+    part = how.shared.part
+    front_2gUD = kv_2gTD.new_empty(2, kv_2gTD.shape[1], part.start, kv_2gTD.shape[3])
+    dist.broadcast(front_2gUD, group=how.shared.process_group, group_src=how.shared.owner)
+    how.book.write(how.layer, replace(part, start=0, stop=part.start), *front_2gUD)
+
+
+def _return_front(front_sum_2gUD: Tensor, shared: SharedSlice) -> None:
+    """Adds to the owner's gradients of the front those of all other ranks."""
+    total_2gUD = front_sum_2gUD.contiguous()
+    dist.reduce(total_2gUD, group=shared.process_group, group_dst=shared.owner)
+    if shared.is_owner:
+        front_sum_2gUD.copy_(total_2gUD)

@@ -1,0 +1,330 @@
+"""One micro-batch whose first and last slices several pipeline stages share (SPPO, arXiv 2503.10377, section 6).
+
+Every rank has the weights of all stages, frozen ones and replicated adapters alike, and runs the order that
+`plan.sharding.shared_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline, hands every
+sharing stage those of its tokens, collects what they make of them, and sends it on; backward hands gradients the same way
+back. At the ends of the model nothing travels: every rank has the token ids and the labels of its position.
+
+Gradients of a stage's weights arise on all ranks that helped it, so they are summed over all ranks, and every rank makes the
+same update of the weights of all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_longctx.plan.sharding import Piece, even_shards, shared_order, shared_pieces, sharing_stages
+from hf_longctx.plan.types import Action, Chunk, RankPlan, SequenceGroup
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.context import Block, GroupContext
+from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.out_of_memory import explained
+from hf_longctx.runtime.p2p import RoundMessages
+from hf_longctx.runtime.profiler import StepClock
+from hf_longctx.runtime.shared_attention import SharedSlice
+from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.stage_model import StageModel
+
+if TYPE_CHECKING:
+    from hf_longctx.runtime.executor import StepExecutor
+
+
+def alone(group: SequenceGroup) -> SequenceGroup:
+    """The group without helpers: every stage runs its own chunks."""
+    stages = tuple(
+        replace(stage, actions=tuple(replace(action, helpers=()) for action in stage.actions)) for stage in group.stages
+    )
+    return replace(group, stages=stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Which chunks of a stage are shared: those before `first_alone` with `front`, those from `first_back` on with `back`."""
+
+    front: tuple[int, ...]
+    first_alone: int
+    back: tuple[int, ...]
+    first_back: int
+
+    @classmethod
+    def of(cls, actions: Sequence[Action], stage: int, num_chunks: int) -> Phases:
+        """Raises ValueError unless the first chunks are shared with later stages, the last with earlier ones, each with the
+        same ones forward and backward, and those in between are not shared."""
+        sharers = {(action.kind, action.chunk): sharing_stages(action) for action in actions if action.kind in ("F", "B")}
+        forward = [sharers["F", chunk] for chunk in range(num_chunks)]
+        front, back = forward[0], forward[-1]
+        first_alone = next((chunk for chunk, stages in enumerate(forward) if stages != front), num_chunks)
+        if front[-1] == stage:
+            front, first_alone = (stage,), 0
+        first_back = num_chunks - next((n for n, stages in enumerate(reversed(forward)) if stages != back), num_chunks)
+        if back[0] == stage:
+            back, first_back = (stage,), num_chunks
+        phases = cls(front, first_alone, back, first_back)
+        is_regular = phases.front[0] == phases.back[-1] == stage and first_alone <= first_back
+        if not is_regular or any(sharers[kind, chunk] != phases.sharers(chunk, stage) for kind, chunk in sharers):
+            found = {f"{chunk}": list(stages) for chunk, stages in enumerate(forward)}
+            raise ValueError(
+                f"the chunks of stage {stage} are shared by stages {found}; first chunks must be shared with later stages, last "
+                f"ones with earlier stages, the same ones forward and backward; plan them with plan.multiplexing"
+            )
+        return phases
+
+    def phase(self, chunk: int) -> int:
+        """0 for a first chunk that is shared, 2 for a last one, else 1."""
+        return (chunk >= self.first_alone) + (chunk >= self.first_back)
+
+    def sharers(self, chunk: int, stage: int) -> tuple[int, ...]:
+        """The stages that run `chunk` of `stage`."""
+        return (self.front, (stage,), self.back)[self.phase(chunk)]
+
+
+def check_shared(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
+    """Raises ValueError naming what of a group with helpers is not executed. has_all_stages: on every rank."""
+    if not has_all_stages:
+        raise ValueError(
+            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `shared_stages`, or "
+            "plan without helpers"
+        )
+    if plan.parameters != "replicated":
+        raise ValueError(f"helpers need all weights at hand, but the plan's parameters are {plan.parameters}; use 'replicated'")
+    if any(stage.activations for stage in group.stages):
+        raise ValueError("activation policies (recompute, offload, tiles) are not executed together with helpers; leave out one")
+    if group.shape.num_blocks != 1 or any(len(stage.parts) != 1 for stage in group.stages):
+        raise ValueError(
+            f"helpers are not executed in {group.method} groups nor with stages of {len(group.stages[0].parts)} parts; use local "
+            f"or ulysses groups and a schedule of one part"
+        )
+    if any(len(chunk.spans) != 1 or chunk.spans[0].sequence != group.chunks[0].spans[0].sequence for chunk in group.chunks):
+        raise ValueError("helpers are not executed for packs and hybrids; give one sequence a group of its own")
+    phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
+    for chunk in range(len(group.chunks)):
+        found = [of_stage.phase(chunk) for of_stage in phases]
+        if found != sorted(found):
+            raise ValueError(
+                f"chunk {chunk} is shared in an order of stages in which ranks would wait for each other; plan it with "
+                f"plan.multiplexing"
+            )
+    for row, stage in zip(shared_order(group), group.stages, strict=True):
+        own = [action for action in row if action.stage == stage.stage]
+        planned = [action for action in stage.actions if action.kind in ("F", "B")]
+        if own != planned:
+            raise ValueError(
+                f"stage {stage.stage} is to run {' '.join(map(str, planned))}; with helpers only all forwards, then all "
+                f"backwards are executed: {' '.join(map(str, own))}"
+            )
+        for action in planned:
+            positions = sorted(position for _, position in action.helpers)
+            if positions != sorted(group.positions * (len(sharing_stages(action)) - 1)):
+                raise ValueError(f"action {action} must be shared by the group's positions {group.positions} of every stage")
+            shared_pieces(group.chunks[action.chunk].num_tokens, group.degree, len(sharing_stages(action)))
+
+
+class SharedRound:
+    """A micro-batch of one rank. Every rank of all stages takes part; `check_shared` must have passed."""
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        group: SequenceGroup,
+        inputs: Sequence[ChunkInputs],
+        num_label_tokens: int,
+        clock: StepClock,
+        index: int,
+    ) -> None:
+        self.executor, self.group, self.inputs = executor, group, inputs
+        self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
+        self.stage = executor.pool.stage
+        self.phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
+        # (stage, chunk) -> what came in and what went out, between F and B
+        self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        # one per stage, since a lent rank closes its part of a sequence before the stage does
+        self.books = [KVBook() for _ in group.stages]
+        self.book_bytes = 0
+        self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
+
+    def run(self, where: str, predicted_bytes: int = 0) -> Tensor:
+        """All that this rank's stage takes part in; its share of the step's loss, without a graph. `where`: for errors."""
+        links, own = self.executor.pool.links, self.executor.stage
+        assert links is not None
+
+        def shape_of(chunk: int) -> tuple[int, int, int]:
+            return 1, self.inputs[chunk].input_ids.shape[1], own.hidden_size
+
+        actions = self.group.stages[self.stage].actions
+        self.messages = RoundMessages(links, actions, shape_of, own.hidden_dtype, self.executor.device)
+        for action in shared_order(self.group)[self.stage]:
+            memory = explained(where, action, self.group, self.executor.device, predicted_bytes)
+            with self.clock.measure(self.index, action.kind, str(action)), memory:
+                if action.kind == "F":
+                    self._forward(action)
+                else:
+                    self._backward(action)
+            self.book_bytes = max(self.book_bytes, sum(book.num_bytes for book in self.books))
+        self.messages.finish()
+        assert not any(book.num_bytes for book in self.books), "a K/V book holds something behind its round"
+        return self.total
+
+    def _forward(self, action: Action) -> None:
+        model, rows = self.executor.shared_stages[action.stage], self._rows(action)
+        hidden_1SC = None
+        if action.stage:
+            came_1TC = self.messages.receive(self._message("RF", action)) if action.stage == self.stage else None
+            hidden_1SC = rows.spread(came_1TC, self._like(action, model)).requires_grad_()
+        inputs = rows.of_inputs(self.inputs[action.chunk].to(self.executor.device))
+        output = model.forward(0, inputs, hidden_1SC, self.executor.no_mask, self._context(action))
+        if model.is_last(0):
+            output = step_loss(summed_cross_entropy(output, inputs.shift_labels), self.num_label_tokens)
+            self.total += output.detach()
+        else:
+            whole_1TC = rows.collect(output)
+            if whole_1TC is not None:
+                self.messages.send(self._message("SF", action), whole_1TC)
+        self.held[action.stage, action.chunk] = hidden_1SC, output
+
+    def _backward(self, action: Action) -> None:
+        hidden_1SC, output = self.held.pop((action.stage, action.chunk))
+        model, rows = self.executor.shared_stages[action.stage], self._rows(action)
+        gradient_1SC = None
+        if not model.is_last(0):
+            came_1TC = self.messages.receive(self._message("RB", action)) if action.stage == self.stage else None
+            gradient_1SC = rows.spread(came_1TC, self._like(action, model))
+        # nothing is trained before the first stage's end under some adapters
+        if output.requires_grad:
+            output.backward(gradient_1SC)
+        self.executor.parameters.after_backward()
+        if hidden_1SC is not None:
+            assert hidden_1SC.grad is not None, f"{action}: no gradient of what came in"
+            whole_1TC = rows.collect(hidden_1SC.grad)
+            if whole_1TC is not None:
+                self.messages.send(self._message("SB", action), whole_1TC)
+        if action.chunk == self._first_chunk(action.stage):
+            self.books[action.stage].close(self.group.chunks[0].spans[0].sequence)
+
+    def _first_chunk(self, stage: int) -> int:
+        """The first chunk of `stage` that this rank runs."""
+        return self.phases[stage].first_back if stage > self.stage else 0
+
+    def _message(self, kind: str, action: Action) -> Action:
+        return replace(action, kind=kind, helpers=())  # type: ignore[arg-type]
+
+    def _like(self, action: Action, model: StageModel) -> Tensor:
+        """An empty row of the hidden states of no token."""
+        return torch.empty((1, 0, model.hidden_size), dtype=model.hidden_dtype, device=self.executor.device)
+
+    def _rows(self, action: Action) -> _Rows:
+        return _Rows.of(self.executor.pool, self.group, self.group.chunks[action.chunk], action)
+
+    def _context(self, action: Action) -> GroupContext:
+        """Of a chunk that this rank runs for `action.stage`, alone or with others."""
+        pool, group, chunk, book = self.executor.pool, self.group, self.group.chunks[action.chunk], self.books[action.stage]
+        stages = sharing_stages(action)
+        context = pool.context(group, chunk, book)
+        if len(stages) == 1:
+            return context
+        phases, (span,) = self.phases[action.stage], chunk.spans
+        is_front = action.chunk < phases.first_alone
+        last = phases.first_alone - 1 if is_front and action.stage != self.stage else len(group.chunks) - 1
+        held = shared_pieces(chunk.num_tokens, group.degree, len(stages))
+        tokens = tuple(sum(piece.num_tokens for piece in pieces) for pieces in held[stages.index(self.stage)])
+        shared = SharedSlice(
+            process_group=pool.sharing_group(stages),
+            index=stages.index(self.stage),
+            owner=stages.index(action.stage),
+            blocks=tuple(map(block_of, held)),
+            part=Slice(0, span.sequence, span.start, span.stop, group.chunks[last].spans[0].stop),
+            moves_front=action.chunk == phases.first_back,
+        )
+        block = Block(context.block.process_group, context.block.index, tokens)
+        return replace(context, block=block, cu_seqlens=(0, sum(tokens)), slices=(), shared=shared)
+
+
+def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
+    """What a stage holds of a slice: what its positions hold, behind each other."""
+    pieces, count = [], 0
+    for piece in (piece for of_position in positions for piece in of_position):
+        pieces.append(replace(piece, first=count))
+        count += piece.num_tokens
+    return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which rows of its position's shard of a slice every sharing stage holds, at this rank's position.
+
+    process_group: of these ranks, None for a stage alone. owner, index: the places in it of the slice's stage and of this rank.
+    """
+
+    process_group: dist.ProcessGroup | None
+    owner: int
+    index: int
+    rows: tuple[tuple[slice, ...], ...]
+
+    @classmethod
+    def of(cls, pool: GroupPool, group: SequenceGroup, chunk: Chunk, action: Action) -> _Rows:
+        stages, place = sharing_stages(action), group.positions.index(pool.position)
+        if len(stages) == 1:
+            return cls(None, 0, 0, ((slice(None),),))
+        first = (0, *accumulate(even_shards(chunk.num_tokens, group.degree)))[place]
+        held = (of_stage[place] for of_stage in shared_pieces(chunk.num_tokens, group.degree, len(stages)))
+        rows = tuple(tuple(slice(piece.start - first, piece.stop - first) for piece in pieces) for pieces in held)
+        return cls(pool.sharing_group(stages), stages.index(action.stage), stages.index(pool.stage), rows)
+
+    def of_inputs(self, inputs: ChunkInputs) -> ChunkInputs:
+        """This rank's rows of its position's inputs."""
+        if self.process_group is None:
+            return inputs
+        rows = self.rows[self.index]
+        ids, places, labels = (
+            torch.cat([x[:, piece] for piece in rows], dim=1)
+            for x in (inputs.input_ids, inputs.position_ids, inputs.shift_labels)
+        )
+        return ChunkInputs(ids, places, labels)
+
+    def spread(self, whole_1TC: Tensor | None, like_10C: Tensor) -> Tensor:
+        """This rank's rows of what the owner has, `whole`; None elsewhere. `like`: its dtype, device and hidden size."""
+        if self.process_group is None:
+            assert whole_1TC is not None
+            return whole_1TC
+        size = like_10C.shape[2]
+        sizes = [size * count for count in self._counts()]
+        if whole_1TC is None:
+            send, send_sizes = like_10C.reshape(-1), [0] * len(sizes)
+        else:
+            send = torch.cat([whole_1TC[:, piece] for rows in self.rows for piece in rows], dim=1).reshape(-1)
+            send_sizes = sizes
+        receive_sizes = [sizes[self.index] if place == self.owner else 0 for place in range(len(sizes))]
+        received = like_10C.new_empty(sizes[self.index])
+        dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.process_group)
+        return received.view(1, -1, size)
+
+    def collect(self, own_1SC: Tensor) -> Tensor | None:
+        """All rows at the owner; None elsewhere."""
+        own_1SC = own_1SC.detach()
+        if self.process_group is None:
+            return own_1SC
+        counts, size, is_owner = self._counts(), own_1SC.shape[2], self.index == self.owner
+        send_sizes = [own_1SC.numel() if place == self.owner else 0 for place in range(len(counts))]
+        receive_sizes = [size * count if is_owner else 0 for count in counts]
+        received = own_1SC.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(received, own_1SC.reshape(-1), receive_sizes, send_sizes, group=self.process_group)
+        if not is_owner:
+            return None
+        whole_1TC = own_1SC.new_empty(1, sum(counts), size)
+        first = 0
+        received_1TC = received.view(1, -1, size)
+        for piece in (piece for rows in self.rows for piece in rows):
+            count = piece.stop - piece.start
+            whole_1TC[:, piece] = received_1TC[:, first : first + count]
+            first += count
+        return whole_1TC
+
+    def _counts(self) -> list[int]:
+        return [sum(piece.stop - piece.start for piece in rows) for rows in self.rows]

@@ -1,0 +1,115 @@
+"""Steps of pipelines whose stages share the first and last slices, on a pool of gloo ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from helpers.models import ModelCase, build_model
+from helpers.pipelines import CPU, adapted
+from helpers.sliced import Rows
+from helpers.steps import rank_inputs
+from torch import Tensor
+
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.stages import shared_stages_of
+from hf_longctx.plan.multiplexing import multiplexed
+from hf_longctx.plan.serialize import plan_from_json
+from hf_longctx.plan.sharding import Piece
+from hf_longctx.plan.types import MicroBatch, StepPlan
+from hf_longctx.plan.validate import validate_plan
+from hf_longctx.runtime import shared_attention, shared_round
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.executor import StepExecutor, StepResult
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.shared_attention import SharedSlice
+
+_POOLS: dict[int, GroupPool] = {}
+
+
+def _own_alone(whole_2gTD: Tensor, shared: SharedSlice) -> Tensor:
+    return torch.cat([whole_2gTD[:, :, piece.start : piece.stop] for piece in shared.pieces], dim=2)
+
+
+def _in_order_of_ranks(own_2gSD: Tensor, shared: SharedSlice) -> Tensor:
+    counts = [0, *accumulate(shared.block_tokens)]
+    blocks = tuple((Piece(0, start, stop, 0),) for start, stop in pairwise(counts))
+    return _WHOLE_SLICE(own_2gSD, replace(shared, blocks=blocks))
+
+
+def _other_labels(rows: Any, inputs: ChunkInputs) -> ChunkInputs:
+    own = _OF_INPUTS(rows, inputs)
+    return replace(own, shift_labels=inputs.shift_labels[:, : own.input_ids.shape[1]])
+
+
+_WHOLE_SLICE, _OF_INPUTS = shared_attention._whole_slice, shared_round._Rows.of_inputs
+
+
+# wrong functions of the runtime -> by what they are replaced
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "a front's gradients stay with the helpers": (shared_attention, "_return_front", lambda *_: None),
+    "helpers' gradients of keys and values are left out": (shared_attention, "_own_tokens", _own_alone),
+    "tokens of a slice come in the order of ranks": (shared_attention, "_whole_slice", _in_order_of_ranks),
+    "a rank's weights get its own gradients alone": (StepExecutor, "_reduce", lambda self: self.parameters.complete()),
+    "labels of the whole shard": (shared_round._Rows, "of_inputs", _other_labels),
+}
+
+
+def lent_plan(plan: StepPlan, front: bool = True, back: bool = True) -> StepPlan:
+    """The plan with helpers in every group."""
+    batches = tuple(MicroBatch(tuple(multiplexed(group, front, back) for group in each.groups)) for each in plan.micro_batches)
+    return validate_plan(replace(plan, micro_batches=batches))
+
+
+def lending_pool(num_stages: int) -> GroupPool:
+    """This rank's pool for so many stages that share slices, made once per process."""
+    if num_stages not in _POOLS:
+        degrees = tuple(range(1, dist.get_world_size() + 1))
+        _POOLS[num_stages] = GroupPool(degrees, 60.0, num_stages=num_stages, lends=True)
+    return _POOLS[num_stages]
+
+
+def shared_step_on_rank(
+    case: ModelCase, plan_json: str, rows: Rows, lora: bool = True, num_steps: int = 1, bug: str = ""
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """So many optimizer steps on this rank: losses, the last gradients, the trained weights, and what it ran in the last.
+
+    The first loss is that of an evaluation before them.
+    """
+    with patch.object(*BUGS[bug]) if bug else nullcontext():
+        return _steps(case, plan_json, rows, lora, num_steps)
+
+
+def _steps(
+    case: ModelCase, plan_json: str, rows: Rows, lora: bool, num_steps: int
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[str]]:
+    plan = plan_from_json(plan_json)
+    pool = lending_pool(plan.num_stages)
+    model = adapted(build_model(case)) if lora else build_model(case)
+    patch_model(model)
+    stages = shared_stages_of(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
+    executor = StepExecutor(model, pool, 0, CPU, case.fp32_gradients, shared_stages=stages)
+    chunks = rank_inputs(plan, rows, pool.rank)["chunks"]
+    num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
+    optimizer = new_optimizer(model)
+    losses = [float(executor.evaluate(plan.for_rank(pool.rank), chunks)) / max(num_label_tokens, 1)]
+    result: StepResult
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        result = executor.run(plan.for_rank(pool.rank), chunks, num_label_tokens)
+        losses.append(float(result.loss))
+        optimizer.step()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    words = [interval.name for interval in result.intervals() if interval.round >= 0]
+    gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    return losses, gradients, {name: p.detach() for name, p in trained.items()}, words
+
+
+def new_optimizer(model: Any) -> torch.optim.Optimizer:
+    """The optimizer of both runs."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -1,0 +1,73 @@
+"""Seconds of pipelines for planners are those of the judge, and of the cost model part by part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from plan_cases import COST_KINDS, cost_model
+
+from hf_longctx.plan.elastic_chunks import elastic_chunks
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.stage_costs import busiest_rates, pipeline_s
+from hf_longctx.plan.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
+
+
+@given(
+    st.lists(st.integers(1, 900), min_size=1, max_size=12),
+    st.sampled_from(COST_KINDS),
+    st.sampled_from(
+        [
+            (2, 1, 1, "elastic"),
+            (2, 2, 1, "1f1b"),
+            (4, 2, 1, "gpipe"),
+            (2, 4, 1, "elastic"),
+            (4, 1, 1, "elastic"),
+            (2, 2, 2, "interleaved"),
+        ]
+    ),
+    st.integers(1, 6),
+)
+# every other hop crosses nodes
+@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3)
+def test_seconds_and_tokens_are_the_judges(
+    lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int
+) -> None:
+    num_stages, degree, num_parts, schedule = what
+    costs = cost_model(kind, num_stages * degree)
+    parts = layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=0.5)
+    shape = GroupShape(degree, degree)
+    chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, 1e-3, 1.0, 5000)
+    group = SequenceGroup(tuple(range(degree)), shape.method, chunks, ())
+    plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, parts, schedule),)),))
+    run = evaluate_plan(plan, costs)
+    nodes = [stage * degree // costs.cluster.ranks_per_node for stage in range(num_stages)]
+    leaves = [node != nodes[(stage + 1) % num_stages] for stage, node in enumerate(nodes)]
+    seconds, held = pipeline_s(chunks, shape, costs, parts, schedule, leaves)
+    assert seconds == pytest.approx(run.step_s - run.once_s, rel=1e-9)
+    assert held == tuple(run.ranks[stage * degree].peak_tokens for stage in range(num_stages))
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("head_layers", [0.0, 3.0])
+def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers: float) -> None:
+    costs = cost_model(kind, 2)
+    # the last stage has fewer layers, or hardly any, beside the head
+    parts = layer_ranges(costs.model.num_layers, 2, head_layers=head_layers)
+    shape = GroupShape(2, 2)
+    lengths = [300, 40, 7]
+    rates = busiest_rates(costs, shape, parts, np.array(lengths, dtype=float))
+    expected = [
+        [
+            sum(
+                costs.part_s(Chunk(0, (Span(0, 0, n),)), shape, backward, of_stage[0].num_layers, stage == 1)
+                for backward in (False, True)
+            )
+            for n in lengths
+        ]
+        for stage, of_stage in enumerate(parts)
+    ]
+    found = rates.sequences_s(np.array(lengths, dtype=float)) + rates.chunk_s
+    assert found.tolist() == pytest.approx(max(expected, key=sum), rel=1e-9)

@@ -1,0 +1,73 @@
+"""The ablation: each system alone under its own rules, and all in one plan never slower than any of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_longctx.cli.main import main
+from hf_longctx.sim.ablation import Machine, ablation, lent_row
+from hf_longctx.sim.scenario import Request, build_scenario
+
+SKEWED = [30_000, 9_000, 6_000, 4_000, *[1_500] * 6, *[400] * 14]
+
+
+def machine(num_ranks: int = 4, device_gib: float = 70.0, host_gib: float = 0.0) -> Machine:
+    scenario = build_scenario(Request(model="llama-3.2-1b", hardware="h100", num_ranks=num_ranks, longest_tokens=30_000))
+    return Machine(scenario.costs, scenario.planner_config, int(device_gib * 2**30), int(host_gib * 2**30))
+
+
+@pytest.mark.parametrize("num_ranks,device_gib", [(4, 70.0), (8, 70.0), (4, 30.0)])
+def test_all_together_is_no_slower_than_any_alone(num_ranks: int, device_gib: float) -> None:
+    rows = ablation(SKEWED, machine(num_ranks, device_gib))
+    *alone, together = rows
+    assert [row.name for row in rows] == [
+        "FlexSP alone",
+        "Seq1F1B alone",
+        "InfiniPipe alone",
+        "SPPO alone",
+        "lent stages",
+        "all together",
+    ]
+    assert together.is_possible
+    slower = [row for row in alone if row.is_possible and row.is_step]
+    assert slower
+    # candidates are simulated, not enumerated
+    assert all(together.step_s <= 1.01 * row.step_s for row in slower), rows
+
+
+def test_what_keeps_everything_does_not_fit_a_small_device_and_what_recomputes_does() -> None:
+    rows = {row.name: row for row in ablation(SKEWED, machine(4, 24.0))}
+    assert not rows["Seq1F1B alone"].is_possible and "does not fit" in rows["Seq1F1B alone"].detail
+    assert "recomputed" in rows["InfiniPipe alone"].detail
+    assert rows["all together"].is_possible
+
+
+def test_one_rank_has_no_pipelines() -> None:
+    scenario = build_scenario(Request(model="llama-3.2-1b", hardware="h100", num_ranks=1, longest_tokens=2_000))
+    rows = ablation([2_000, 400], Machine(scenario.costs, scenario.planner_config, 70 * 2**30, 0))
+    assert [row.name for row in rows if row.is_possible] == ["FlexSP alone", "all together"]
+    assert lent_row([2_000], Machine(scenario.costs, scenario.planner_config, 70 * 2**30, 0)) is None
+
+
+def test_lending_pays_for_a_long_sequence_only_where_messages_are_quick() -> None:
+    quick = machine()
+    row = lent_row([30_000], quick)
+    assert row is not None and "30,000 tokens alone" in row.detail and not row.is_step
+    coefficients = quick.costs.coefficients
+    slow_s = replace(coefficients.forward, link_byte_s=1e-6, network_byte_s=1e-6)
+    slow = replace(quick, costs=replace(quick.costs, coefficients=replace(coefficients, forward=slow_s)))
+    slow_row = lent_row([30_000], slow)
+    assert slow_row is not None and " 0.0% less" in slow_row.detail
+
+
+def test_the_command_prints_it(capsys, tmp_path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, SKEWED)))
+    options = ["plan", "--model", "llama-3.2-1b", "--gpus", "4", "--hardware", "h100", "--steps", "1", "--ablation"]
+    assert main([*options, "--lengths", str(lengths)]) == 0
+    text = capsys.readouterr().out
+    assert "ABLATION" in text and "InfiniPipe alone" in text and "lent stages" in text
+    assert main(options) == 1
+    assert "--ablation compares plans of sequences; give --lengths too" in capsys.readouterr().err
