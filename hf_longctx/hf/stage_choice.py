@@ -84,12 +84,17 @@ def load_pipeline_stage(
     if config.stages == "auto":
         raise ValueError("stages is 'auto', which is decided when the model is there; give the number of stages to load one of")
     state, checkpoint = PartialState(), checkpoint_config(folder)
+    launch = LaunchEnvironment.read()
+    if state.num_processes != launch.num_ranks:
+        raise ValueError(
+            f"the launcher started {launch.num_ranks} processes, but {state.num_processes} rank(s) are known here; create "
+            f"TrainingArguments first, on CPU with use_cpu=True"
+        )
     if state.num_processes % config.stages:
         raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")
     spec = ModelSpec.from_config(checkpoint.get_text_config().to_dict())
     if config.stages > spec.num_layers:
         raise ValueError(f"stages is {config.stages}, more than the checkpoint's {spec.num_layers} layers; use fewer")
-    launch = LaunchEnvironment.read()
     cluster = cluster_spec(state.device, state.num_processes, min(launch.ranks_per_node, state.num_processes))
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
@@ -128,7 +128,7 @@ class ChunkBench:
             self._inputs[probe] = self._prepare(probe)
         group, inputs = self._inputs[probe]
         stage = StagePlan(0, (LayerRange(0, self.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)))
-        plan = RankPlan(self.pool.rank, 0, "replicated", ((group, stage),))
+        plan = RankPlan(self.pool.rank, 0, "replicated", ((replace(group, stages=(stage,)), stage),))
         result = self.executor.run(plan, [[inputs]], sum(probe.lengths), reduce)
         return {interval.kind: interval.stop_s - interval.start_s for interval in result.intervals()}
 

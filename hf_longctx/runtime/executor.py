@@ -200,6 +200,10 @@ class StepExecutor:
                     f"the plan has {planned[0]} pipeline stage(s) of {planned[1]} part(s), the model was cut into {held[0]} of "
                     f"{held[1]}; plan with stages={held[0]}"
                 )
+            if len(stage.parts) > 1 and plan.parameters != "replicated":
+                raise ValueError(
+                    f"{len(stage.parts)} interleaved parts of a stage need replicated parameters, not {plan.parameters}"
+                )
         refuse_unsupported(plan, self.engine, has_all_stages=bool(self.shared_stages))
 
     def _reduce(self) -> None:
