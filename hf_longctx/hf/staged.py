@@ -17,11 +17,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.checkpoint import has_optimizer_shards
 from hf_longctx.hf.placement import OPTIMIZER_FILE, SCHEDULER_FILE, PlacementMixin
 from hf_longctx.hf.stage_checkpoint import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.stage_model import StageModel
 from hf_longctx.runtime.stage_norm import clip_stage_gradients
+
+
+def check_trained(stage: StageModel, control: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on every rank unless every stage trains something, and both ends of a tied weight or none.
+
+    Collective over the ranks of `control`.
+    """
+    is_trained = any(parameter.requires_grad for parameter in stage.model.parameters())
+    is_tied_trained = stage.model.get_parameter(stage.tied).requires_grad if stage.tied else None
+    found = gather_objects((stage.stage, is_trained, is_tied_trained), control)
+    if idle := sorted({number for number, trains, _ in found if not trains}):
+        raise ValueError(f"stage {idle[0]} has no weight that is trained; unfreeze some of its layers, or use fewer stages")
+    if len({tied for _, _, tied in found if tied is not None}) > 1:
+        raise ValueError(
+            "embedding and head are one weight (tie_word_embeddings), but only one of them is frozen; freeze both or neither"
+        )
 
 
 class StagedMixin(PlacementMixin):

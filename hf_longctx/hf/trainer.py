@@ -37,7 +37,7 @@ from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
-from hf_longctx.hf.staged import StagedMixin
+from hf_longctx.hf.staged import StagedMixin, check_trained
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.runtime.executor import StepExecutor, forward_only
 from hf_longctx.runtime.stage_model import StageModel
@@ -195,6 +195,8 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         patch_model(model)
         self._num_attention_layers = num_attention_layers(model)
         self._stage = self._own_stage(setup, model)
+        if self._stage is not None:
+            check_trained(self._stage, self._control)
         return setup
 
     def _own_stage(self, setup: PlanningSetup, model: Any) -> StageModel | None:

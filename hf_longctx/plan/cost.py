@@ -175,14 +175,6 @@ class CostModel:
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         return min(1.0, self.model.head_share * costs.head_factor)
 
-    def head_layers(self, chunks: Sequence[Chunk], shape: GroupShape) -> float:
-        """How many layers take as long as the output head and the loss for all of `chunks`, forward plus backward."""
-        head_s, layer_s = (
-            sum(self.part_s(chunk, shape, backward, num_layers, has_head) for chunk in chunks for backward in (False, True))
-            for num_layers, has_head in ((0, True), (1, False))
-        )
-        return head_s / layer_s
-
     def hop_s(self, num_tokens: int, leaves_node: bool) -> float:
         """Seconds in which a rank's `num_tokens` hidden states, or their gradients, reach the next stage."""
         costs = self.coefficients.forward

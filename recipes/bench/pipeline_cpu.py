@@ -31,6 +31,7 @@ import transformers
 
 from hf_longctx.hf.refit import without_waiting
 from hf_longctx.hf.report import StepRecord
+from hf_longctx.hf.stage_choice import balanced_ranges
 from hf_longctx.plan.calibration import Fit, fit_coefficients
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks
@@ -38,7 +39,7 @@ from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec
-from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.types import Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.validate import validate_plan
 from hf_longctx.recipes.stage_processes import Rows, StageProcesses, StageStep
 
@@ -101,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     processes = StageProcesses(CONFIG, rows, NUM_STAGES)
     try:
         costs = measured_costs(processes, lengths)
-        parts = balanced_parts(lengths, costs)
+        parts = tuple(map(tuple, balanced_ranges(costs, NUM_STAGES, lengths)))
+        print("layers by stage: " + ", ".join(str(part.num_layers) for (part,) in parts))
         plans = plans_of(lengths, parts, costs)
         rounds = processes.run(parts, list(plans.values()), options.rounds)
     finally:
@@ -183,15 +185,6 @@ def fit_line(fit: Fit, spec: ModelSpec) -> str:
         f"fitted on {residuals.num_passes} passes, median error {residuals.median:.1%}; the head takes {factors} times (forward, "
         f"backward) its {spec.head_share:.1%} of the matrix products"
     )
-
-
-def balanced_parts(lengths: Sequence[int], costs: CostModel) -> Parts:
-    """The layers of every stage, such that the measured work of the fuller one is least."""
-    head_layers = costs.head_layers(sliced(lengths, 1, costs), GroupShape(1))
-    parts = layer_ranges(costs.model.num_layers, NUM_STAGES, head_layers=head_layers)
-    counts = " and ".join(str(part.num_layers) for (part,) in parts)
-    print(f"the head takes as long as {head_layers:.2f} layers: {counts} layers")
-    return parts
 
 
 def plans_of(lengths: Sequence[int], parts: Parts, costs: CostModel) -> dict[str, StepPlan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +191,13 @@ def test_real_training_in_stages_follows_one_plain_process_over_a_restart(ranks,
 
 def losses_of(folder: str, rows: Any, is_loaded: bool, arguments: dict[str, Any]) -> tuple[list[float], float, set[Any]]:
     """Losses of a run whose model every rank had whole, or loaded a stage of; the loss on the rows after it, and dtypes."""
+    args = training_arguments(f"{folder}/out", max_steps=3, per_device_train_batch_size=4, **arguments)
     config = LongContextConfig(stages=2, tokens_per_rank=96, report_steps=False, timeline_steps=0)
     model = load_pipeline_stage(folder, config) if is_loaded else transformers.AutoModelForCausalLM.from_pretrained(folder)
     recorder = LossRecorder()
     trainer = LongContextTrainer(
         model=model,
-        args=training_arguments(f"{folder}/out", max_steps=3, per_device_train_batch_size=4, **arguments),
+        args=args,
         train_dataset=datasets.Dataset.from_list(rows),
         eval_dataset=datasets.Dataset.from_list(rows[:7]),
         longctx_config=config,
@@ -215,3 +217,35 @@ def test_a_model_loaded_stage_by_stage_trains_and_evaluates_as_a_whole_one(ranks
     assert found == expected
     assert found[0] == found[1]
     assert found[0][2] == {dtype}
+
+
+def refused_freezing(folder: str, frozen: str, is_loaded: bool) -> str:
+    """Why a model does not start, of which some weights are frozen, on the stage that has them or on the whole model."""
+    # first, since it says how many ranks there are
+    args = training_arguments(f"{folder}/out")
+    config = LongContextConfig(stages=2, tokens_per_rank=96)
+    model = load_pipeline_stage(folder, config) if is_loaded else transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not re.search(frozen, name))
+    rows = datasets.Dataset.from_list(random_rows([9] * 16))
+    try:
+        LongContextTrainer(model=model, args=args, train_dataset=rows, longctx_config=config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "is_loaded", "message"),
+    [
+        ("embed_tokens", True, "only one of them is frozen; freeze both or neither"),
+        ("embed_tokens|[.]0[.]", False, "stage 0 has no weight that is trained"),
+        ("embed_tokens", False, ""),
+    ],
+)
+def test_weights_frozen_on_one_stage_are_refused_on_every_rank(
+    ranks, tmp_path: Path, frozen: str, is_loaded: bool, message: str
+) -> None:
+    build_model(ModelCase(tied=True)).save_pretrained(tmp_path)
+    for error in ranks(2).run(refused_freezing, str(tmp_path), frozen, is_loaded):
+        assert message in error and bool(message) == bool(error)

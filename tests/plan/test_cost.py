@@ -252,12 +252,3 @@ def test_a_head_that_takes_longer_than_its_products_leaves_less_for_the_layers()
     # never more than all of a token
     endless = replace(costs, coefficients=replace(COEFFICIENTS, forward=replace(FORWARD, head_factor=1e6)))
     assert endless.head_share(is_backward=False) == 1.0
-
-
-def test_the_head_in_layers_is_its_seconds_over_those_of_a_layer() -> None:
-    model, chunks = replace(TINY, num_layers=3), [Chunk(0, (Span(0, 0, 10),)), Chunk(1, (Span(0, 10, 16),))]
-    costs = replace(COSTS, model=model)
-    head_s = 16 * (10 + 20) * model.head_share
-    # 50 and 6 * 13 pairs, both passes
-    whole_s = (2 + 5) * (50 + 78) + (10 + 20) * 16 + 2 * (100 + 300)
-    assert costs.head_layers(chunks, ONE) == pytest.approx(head_s / ((whole_s - head_s) / 3))

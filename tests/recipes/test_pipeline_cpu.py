@@ -30,11 +30,13 @@ def test_plans_of_one_batch_agree_and_a_missed_ratio_fails(bench: dict[str, Any]
     assert len(found) == 1 and found[0].endswith("required 1000.0"), found
     rows = json.loads(written.read_text())
     table = capsys.readouterr().out
-    assert "the head takes as long as" in table
+    assert "layers by stage: " in table
     assert [row["plan"] for row in rows] == [bench["BASELINE"], bench["JUDGED"], "slices, 1f1b", "slices, gpipe"]
     for row in rows:
         assert row["executed_in_flight"] == row["planned_in_flight"] and row["executed_kv_book"] == row["planned_kv_book"]
-        assert all(0 < share < 1 for share in row["measured_idle"] + row["predicted_idle"])
+        assert all(0 < share < 1 for share in row["measured_idle"])
+        # by noise a pass of so few tokens may be fitted to take nothing
+        assert all(-1e-9 < share < 1 + 1e-9 for share in row["predicted_idle"])
         assert f"\n{row['plan']} " in table
     assert not any(rows[0]["executed_kv_book"]) and all(rows[1]["executed_kv_book"])
 
