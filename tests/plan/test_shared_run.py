@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plan_cases import HARDWARE, MODEL, fixture
 from test_evaluate import costs
 
@@ -98,6 +102,24 @@ def test_a_rank_holds_its_parts_of_shared_slices_and_the_weights_of_all_stages()
     work = [max(half.workspace, one.workspace, last.workspace) for one in (second, first)]
     assert lent.peak_bytes == tuple(total + most for total, most in zip(expected, work, strict=True))
     assert [use.peak_tokens for use in lent.ranks] == [20 + 40 + 20, 20 + 40 + 20]
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_no_rank_runs_two_actions_at_once_nor_one_before_its_input(num_stages: int, more: int, draw: random.Random) -> None:
+    (group,) = sliced(max(1, num_stages - 1 + more), num_stages).micro_batches[0].groups
+    rows = shared_order(group)
+    lengths = {action: draw.random() for row in rows for action in row}
+    times = run_shared(rows, lengths.__getitem__, lambda action: 0.25)
+    when = {action: time for row, of_stage in zip(rows, times, strict=True) for action, time in zip(row, of_stage, strict=True)}
+    for row, of_stage in zip(rows, times, strict=True):
+        # the same seconds on all of its stages
+        assert [when[action] for action in row] == list(of_stage)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(of_stage))
+    assert all(stop_s - start_s == pytest.approx(lengths[action]) for action, (start_s, stop_s) in when.items())
+    by_place = {(action.kind, action.stage, action.chunk): time for action, time in when.items()}
+    for (kind, stage, chunk), (start_s, _) in by_place.items():
+        source = by_place.get((kind, stage - 1 if kind == "F" else stage + 1, chunk))
+        assert source is None or source[1] + 0.25 <= start_s
 
 
 def test_stages_in_another_order_are_a_deadlock() -> None:
