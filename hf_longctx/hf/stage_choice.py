@@ -39,8 +39,10 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
     is_reader = control is None or dist.get_rank() == 0
     if is_reader and dataset is not None and not is_stream(dataset) and len(dataset):
         stride = max(1, len(dataset) // _SAMPLED_ROWS)
-        rows = [len(dataset[place]["input_ids"]) for place in range(0, len(dataset), stride)][:_SAMPLED_ROWS]
-        lengths = [min(length, max_length) for length in rows if length] or lengths
+        rows = [dataset[place] for place in range(0, len(dataset), stride)[:_SAMPLED_ROWS]]
+        # rows without tokens are refused by name when the sets are checked, on all ranks
+        sizes = [len(row["input_ids"]) for row in rows if "input_ids" in row]
+        lengths = [min(size, max_length) for size in sizes if size] or lengths
     found: list[int] = gather_objects(lengths, control)[0]
     return tuple(found)
 
@@ -83,13 +85,17 @@ def load_pipeline_stage(
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **settings)
     if config.stages == "auto":
         raise ValueError("stages is 'auto', which is decided when the model is there; give the number of stages to load one of")
-    state, checkpoint = PartialState(), checkpoint_config(folder)
+    state, checkpoint, launch = PartialState(), checkpoint_config(folder), LaunchEnvironment.read()
+    if state.num_processes != launch.num_ranks:
+        raise ValueError(
+            f"the launcher started {launch.num_ranks} processes, but {state.num_processes} of them joined; make the "
+            f"TrainingArguments before the model is loaded, without a GPU with use_cpu=True"
+        )
     if state.num_processes % config.stages:
         raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")
     spec = ModelSpec.from_config(checkpoint.get_text_config().to_dict())
     if config.stages > spec.num_layers:
         raise ValueError(f"stages is {config.stages}, more than the checkpoint's {spec.num_layers} layers; use fewer")
-    launch = LaunchEnvironment.read()
     cluster = cluster_spec(state.device, state.num_processes, min(launch.ranks_per_node, state.num_processes))
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions])
