@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,8 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
         stride = max(1, len(dataset) // _SAMPLED_ROWS)
         rows = [dataset[place] for place in range(0, len(dataset), stride)[:_SAMPLED_ROWS]]
         # rows without tokens are refused by name when the sets are checked, on all ranks
-        sizes = [len(row["input_ids"]) for row in rows if "input_ids" in row]
+        found_ids = [row.get("input_ids") for row in rows if isinstance(row, Mapping)]
+        sizes = [len(ids) for ids in found_ids if isinstance(ids, Sized)]
         lengths = [min(size, max_length) for size in sizes if size] or lengths
     found: list[int] = gather_objects(lengths, control)[0]
     return tuple(found)
