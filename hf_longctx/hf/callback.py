@@ -213,6 +213,11 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
             f"parameters={config.parameters!r} would leave a sharded model to a stock trainer; use LongContextTrainer, or "
             f"parameters='replicated'"
         )
+    if config.stages != 1:
+        problems.append(
+            f"stages={config.stages!r} would leave each rank with a part of the model, which a stock trainer cannot evaluate or "
+            f"save; use LongContextTrainer, or stages=1"
+        )
     if trainer.train_dataset is None:
         problems.append("the trainer has no train_dataset; give it one, or call attach on the trainer that trains")
     for name in ("train", "training_step", "get_train_dataloader", "get_batch_samples", "compute_loss"):
@@ -224,6 +229,11 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
 def _exchange_problems(config: LongContextConfig) -> list[str]:
     """Settings that need the trainer's loader, which a callback in `callbacks=[...]` does not have."""
     problems = []
+    if config.stages != 1:
+        problems.append(
+            f"stages={config.stages!r} needs LongContextTrainer, since every forward of a stock trainer runs the whole model; "
+            f"use it, or stages=1"
+        )
     if config.parameters != "replicated":
         problems.append(
             f"parameters={config.parameters!r} is for LongContextTrainer; here the trainer's own DDP holds the parameters: leave "

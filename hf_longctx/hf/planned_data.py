@@ -111,10 +111,12 @@ class PlannedDataMixin(_TrainerBase):
         """Reads every set's row lengths; raises on every rank for unusable rows or sets that differ between ranks."""
         self._shows_progress = not args.disable_tqdm
         problems = stream_problems(datasets, self.longctx_config, args)
-        settings = {"model config": model.config.to_json_string()}
+        settings: dict[str, Any] = {"model config": model.config.to_json_string()}
         # stages that were loaded alone hold different weights
-        if loaded_ranges(model) is None:
+        if (ranges := loaded_ranges(model)) is None:
             settings["initial weights"] = _weights_digest(model)
+        else:
+            settings["layers of the stages"] = ranges
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
         for name, scan in self._scan(given).items():
             problems += scan.problems

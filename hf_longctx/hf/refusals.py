@@ -206,11 +206,16 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
 def sharding_problems(
     model: Any, config: LongContextConfig, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
-    """What does not go with sharded parameters."""
+    """What does not go with parameters that a rank has a part of."""
     if is_sharded(model):
         return ["the model is sharded already (fully_shard); pass a plain one and set LongContextConfig(parameters='sharded')"]
     if config.parameters == "replicated":
-        return []
+        if config.stages == 1 or loaded_ranges(model) is not None or not any(trainer_arguments.get("optimizers") or ()):
+            return []
+        return [
+            f"the trainer argument optimizers holds weights of all stages, of which stages={config.stages!r} leaves one on a "
+            f"rank; pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim"
+        ]
     problems = []
     if any(trainer_arguments.get("optimizers") or ()):
         problems.append(
@@ -234,8 +239,11 @@ def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
 
 def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
     """What does not go with pipeline stages; nothing where there are none."""
+    loaded = loaded_ranges(model)
+    num_loaded = len(loaded or ())
+    differs = f"the model was loaded as one of {num_loaded} stages, but stages is {config.stages!r}; load it with the same number"
     if config.stages == 1:
-        return []
+        return [] if loaded is None else [differs]
     problems = [
         f"{name}={getattr(config, name)!r} has no effect on pipeline stages; leave it out"
         for name, default in (("solver", "auto"), ("node_aligned", True))
@@ -254,13 +262,10 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     if config.stages != "auto" and config.stages > num_layers:
         problems.append(f"stages={config.stages} are more than the model's {num_layers} layers; use at most {num_layers}")
-    elif loaded_ranges(model) is None:
+    elif loaded is None:
         problems += stage_problems(model)
-    elif config.stages != len(loaded_ranges(model) or ()):
-        problems.append(
-            f"the model was loaded as one of {len(loaded_ranges(model) or ())} stages, but stages is {config.stages!r}; load it "
-            f"with the same number"
-        )
+    elif config.stages != num_loaded:
+        problems.append(differs)
     return problems
 
 

@@ -139,6 +139,9 @@ def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_s
 
 
 def _raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str) -> None:
+    if control is not None:
+        # writing may take longer than the control group waits; the default group is patient
+        dist.barrier()
     if errors := [found for found in gather_objects(error, control) if found]:
         raise RuntimeError(f"the checkpoint in {folder} could not be written, what was there before is left: {'; '.join(errors)}")
 

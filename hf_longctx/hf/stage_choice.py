@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,11 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
     is_reader = control is None or dist.get_rank() == 0
     if is_reader and dataset is not None and not is_stream(dataset) and len(dataset):
         stride = max(1, len(dataset) // _SAMPLED_ROWS)
-        rows = [len(dataset[place]["input_ids"]) for place in range(0, len(dataset), stride)][:_SAMPLED_ROWS]
-        lengths = [min(length, max_length) for length in rows if length] or lengths
+        rows = [dataset[place] for place in range(0, len(dataset), stride)[:_SAMPLED_ROWS]]
+        # rows without tokens are refused by name when the sets are checked, on all ranks
+        found_ids = [row.get("input_ids") for row in rows if isinstance(row, Mapping)]
+        sizes = [len(ids) for ids in found_ids if isinstance(ids, Sized)]
+        lengths = [min(size, max_length) for size in sizes if size] or lengths
     found: list[int] = gather_objects(lengths, control)[0]
     return tuple(found)
 
@@ -83,12 +86,11 @@ def load_pipeline_stage(
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **settings)
     if config.stages == "auto":
         raise ValueError("stages is 'auto', which is decided when the model is there; give the number of stages to load one of")
-    state, checkpoint = PartialState(), checkpoint_config(folder)
-    launch = LaunchEnvironment.read()
+    state, checkpoint, launch = PartialState(), checkpoint_config(folder), LaunchEnvironment.read()
     if state.num_processes != launch.num_ranks:
         raise ValueError(
-            f"the launcher started {launch.num_ranks} processes, but {state.num_processes} rank(s) are known here; create "
-            f"TrainingArguments first, on CPU with use_cpu=True"
+            f"the launcher started {launch.num_ranks} processes, but {state.num_processes} of them joined; make the "
+            f"TrainingArguments before the model is loaded, without a GPU with use_cpu=True"
         )
     if state.num_processes % config.stages:
         raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.checkpoint import has_optimizer_shards
 from hf_longctx.hf.placement import OPTIMIZER_FILE, SCHEDULER_FILE, PlacementMixin
 from hf_longctx.hf.stage_checkpoint import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
@@ -65,7 +65,8 @@ class StagedMixin(PlacementMixin):
         assert self._stage is not None and self._pool.links is not None
         has_twin = self._stage.tied and self._stage.stage > 0
         twin = self._stage.model.get_parameter(self._stage.tied) if has_twin else None
-        return clip_stage_gradients(list(self._stage.model.parameters()), max_norm, self._pool.links.pipe, twin)
+        with explain_lost_ranks(self.state.global_step + 1, self._pool.rank, self.longctx_config.collective_timeout_s):
+            return clip_stage_gradients(list(self._stage.model.parameters()), max_norm, self._pool.links.pipe, twin)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """As `Trainer`, but tokens that pass several stages count once."""

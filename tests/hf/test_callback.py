@@ -290,6 +290,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], st
     "budget": ("alone", {"tokens_per_step": 100}, {}, {}, "tokens_per_step=100 needs the trainer's loader"),
     "cutting": ("alone", {"long_sequences": "split"}, {}, {}, "long_sequences='split' needs the trainer's loader"),
     "too long alone": ("alone", {"max_length": 40}, {}, {}, "has a sequence of 61 tokens, above max_length 40"),
+    "stages": ("attached", {"stages": 2}, {}, {}, "stages=2 would leave each rank with a part of the model"),
+    "stages alone": ("alone", {"stages": "auto"}, {}, {}, "stages='auto' needs LongContextTrainer"),
     "too many": ("alone", {"tokens_per_rank": 31}, {}, {}, "fit no single micro-batch on 2 ranks of 31 tokens each"),
 }
 

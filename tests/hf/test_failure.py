@@ -16,6 +16,7 @@ from helpers.models import ModelCase, random_rows
 from helpers.training import make_trainer
 
 config = {"collective_timeout_s": 6.0, "parameters": "sharded" if "sharded" in sys.argv[2] else "replicated"}
+config["stages"] = 2 if "stages" in sys.argv[2] else 1
 trainer = make_trainer(ModelCase(), random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 3), sys.argv[1], config)
 original = trainer.training_step
 
@@ -70,7 +71,7 @@ def run_ranks(folder: Path, how: str) -> tuple[list[int], str, float]:
     return [process.returncode for process in processes], errors.read_text(), took
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "hang", "hang, sharded"])
+@pytest.mark.parametrize("how", ["raise", "kill", "hang", "hang, sharded", "hang, stages"])
 def test_the_other_rank_exits_and_says_why(tmp_path: Path, how: str) -> None:
     codes, errors, took = run_ranks(tmp_path, how)
     assert codes[0] != 0 and codes[1] != 0

@@ -8,12 +8,16 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models import ModelCase, build_model, random_rows
 from helpers.training import LossRecorder, make_trainer, plain_training, training_arguments
 from test_trainer import SKEWED
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
+from hf_longctx.hf.stage_choice import RANGES
+from hf_longctx.hf.stage_loading import load_stage
+from hf_longctx.plan.types import LayerRange
 
 NUM_STEPS = 10
 ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
@@ -89,6 +93,41 @@ def test_stages_that_are_loaded_alone_evaluate_as_the_whole_model(ranks, rows, t
     assert max(count for _, count in results) < 0.75 * num_whole
 
 
+def refused_after_loading(rows: Rows, checkpoint: str, folder: str) -> str:
+    """Why a trainer without stages refuses a model of which this rank holds one stage."""
+    args = training_arguments(folder)
+    model = load_pipeline_stage(checkpoint, LongContextConfig(stages=2), dtype=torch.float64)
+    with pytest.raises(ValueError) as error:
+        LongContextTrainer(model=model, args=args, train_dataset=datasets.Dataset.from_list(rows))
+    return str(error.value)
+
+
+def test_a_stage_that_was_loaded_alone_is_refused_without_stages(ranks, rows, tmp_path: Path) -> None:
+    build_model(ModelCase(num_layers=4)).save_pretrained(tmp_path / "checkpoint")
+    for message in ranks(2).run(refused_after_loading, rows, str(tmp_path / "checkpoint"), str(tmp_path)):
+        assert "the model was loaded as one of 2 stages, but stages is 1; load it with the same number" in message
+
+
+def refused_ranges(rows: Rows, checkpoint: str, folder: str) -> str:
+    """Why ranks are refused that loaded stages of different cuts."""
+    cut = dist.get_rank() + 1
+    ranges = ((LayerRange(0, cut),), (LayerRange(cut, 4 - cut),))
+    model = load_stage(checkpoint, ranges, dist.get_rank(), torch.float64)
+    setattr(model, RANGES, ranges)
+    config = LongContextConfig(stages=2, tokens_per_rank=64)
+    dataset = datasets.Dataset.from_list(rows)
+    with pytest.raises(ValueError) as error:
+        LongContextTrainer(model=model, args=training_arguments(folder), train_dataset=dataset, longctx_config=config)
+    return str(error.value)
+
+
+def test_stages_that_were_cut_differently_are_refused(ranks, rows, tmp_path: Path) -> None:
+    # one layer of the four would be in no stage
+    build_model(ModelCase(num_layers=4)).save_pretrained(tmp_path / "checkpoint")
+    for message in ranks(2).run(refused_ranges, rows, str(tmp_path / "checkpoint"), str(tmp_path)):
+        assert "layers of the stages differs between ranks" in message
+
+
 def chosen(rows: Rows, folder: str) -> tuple[int, list[float]]:
     """The stages that "auto" chose on this rank, and the losses of two steps."""
     trainer = make_trainer(CASE, rows, folder, {"stages": "auto", "tokens_per_rank": 64}, {"max_steps": 2})
@@ -102,6 +141,32 @@ def test_auto_chooses_the_same_stages_on_all_ranks(ranks, rows, expected, tmp_pa
     results = ranks(2).run(chosen, rows, str(tmp_path))
     assert results[0] == results[1]
     assert results[0][1] == pytest.approx(expected[0][:2], rel=1e-10)
+
+
+def refused_rows(folder: str) -> str:
+    """Why this rank refuses rows without token ids."""
+    rows = datasets.Dataset.from_list([{"text": "no tokens"}] * 8)
+    with pytest.raises(ValueError) as error:
+        make_trainer(CASE, rows, folder, {"stages": 2, "collective_timeout_s": 5.0}, ARGUMENTS)
+    return str(error.value)
+
+
+def test_rows_without_tokens_are_refused_by_name_on_every_rank(ranks, tmp_path: Path) -> None:
+    for text in ranks(2).run(refused_rows, str(tmp_path)):
+        assert "train_dataset has no column 'input_ids' (it has text)" in text
+
+
+def refused_optimizer(rows: Rows, folder: str) -> str:
+    """Why this rank refuses an optimizer of the weights of all stages."""
+    optimizers = (torch.optim.SGD(build_model(CASE).parameters(), lr=0.1), None)
+    with pytest.raises(ValueError) as error:
+        make_trainer(CASE, rows, folder, {"stages": 2}, ARGUMENTS, optimizers=optimizers)
+    return str(error.value)
+
+
+def test_an_optimizer_of_all_stages_is_refused(ranks, rows, tmp_path: Path) -> None:
+    for text in ranks(2).run(refused_optimizer, rows, str(tmp_path)):
+        assert "the trainer argument optimizers holds weights of all stages, of which stages=2 leaves one on a rank" in text
 
 
 def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_longctx.hf import stage_checkpoint
+from hf_longctx.hf.agreement import control_group
 from hf_longctx.hf.checkpoint import gather_weights, load_optimizer, load_weights, save_optimizer
 from hf_longctx.hf.stage_checkpoint import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
 from hf_longctx.runtime.sharded import shard_model
@@ -241,6 +243,27 @@ def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_check
     ranks(2).run(save_again, str(tmp_path), 3)
     assert_weights(tmp_path, whole_training(range(3), False, NORM)[0])
     assert not list(tmp_path.glob("*.partial"))
+
+
+def save_slowly(folder: str) -> None:
+    """Saves two stages, of which the last one writes for longer than the control group waits."""
+    own = rank_stage(2, False, False)
+    write = stage_checkpoint._save_own
+
+    def slow(*args: Any) -> None:
+        time.sleep(4.0 * own.stage.stage)
+        write(*args)
+
+    stage_checkpoint._save_own = slow
+    try:
+        save_stages(own.stage, folder, own.pool.ranks_per_stage, control_group(1.0))
+    finally:
+        stage_checkpoint._save_own = write
+
+
+def test_writing_may_take_longer_than_collectives_wait(ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_slowly, str(tmp_path))
+    assert_weights(tmp_path, family_model("llama", False))
 
 
 def load_other(folder: str) -> str:
