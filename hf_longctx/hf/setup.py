@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # of a machine's memory that its ranks may fill with saved tensors where nothing else is said
 _HOST_SHARE = 0.5
+# of the longest sequence of a pipeline, one part in so many is not searched for
+_ROOM_PRECISION = 100
 
 
 @dataclass(frozen=True)
@@ -199,20 +201,22 @@ def _setup_for(
 
 
 def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
-    """The most tokens, up to `most_tokens`, of a sequence for which a pipeline has room, found by planning it.
+    """The most tokens, to 1 % and up to `most_tokens`, of a sequence for which a pipeline has room, found by planning it.
 
     Raises ValueError where there is none for a single token.
     """
-    length = most_tokens
-    while True:
+    fits, too_long = 0, most_tokens + 1
+    tried = most_tokens
+    while too_long - fits > max(1, fits // _ROOM_PRECISION):
         try:
-            plan_step(0, [length], costs, planner)
+            plan_step(0, [tried], costs, planner)
+            fits = tried
         except ValueError:
-            if length == 1:
+            if tried == 1:
                 raise
-            length = max(1, length * 3 // 4)
-        else:
-            return length
+            too_long = tried
+        tried = (fits + too_long) // 2
+    return fits
 
 
 def _budget(

@@ -1,8 +1,8 @@
 """Messages between pipeline stages: hidden states forward, their gradients back, at equal positions of the stages.
 
 A plan says who sends what when, so both ends know every shape. Sends do not block: the buffer is kept until the message has
-left. A receive is posted one message ahead of the action that needs it. Hidden states and gradients have a process group each,
-and those that interleaving wraps around from the last stage to the first two more: messages of one group between two ranks all
+left. A receive is posted one message ahead of the action that needs it. Between two ranks hidden states and gradients have a
+process group each, and those that interleaving wraps around from the last stage to the first two more: all messages of a group
 go one way and in the order of the plan, so that the streams on which NCCL runs them cannot wait for each other.
 """
 
@@ -22,6 +22,8 @@ from hf_longctx.plan.types import Action
 # hidden states or gradients, and whether they wrap around
 _Lane = tuple[str, bool]
 _LANES: tuple[_Lane, ...] = (("F", False), ("B", False), ("F", True), ("B", True))
+# a lane and the rank at its other end
+_Way = tuple[_Lane, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +46,24 @@ class Place:
 class Links:
     """The process groups of a run's messages, and those of this rank's position on all stages and on the two ends.
 
-    pipe: for the norm of all stages' gradients. ends: the first and the last stage, for the gradients of tied embeddings; None
-    for ranks of other stages.
+    lanes: by the rank at the other end. pipe: for the norm of all stages' gradients. ends: the first and the last stage, for
+    the gradients of tied embeddings; None for ranks of other stages.
     """
 
     place: Place
-    lanes: dict[_Lane, dist.ProcessGroup]
+    lanes: dict[_Way, dist.ProcessGroup]
     pipe: dist.ProcessGroup
     ends: dist.ProcessGroup | None
 
     @classmethod
     def create(cls, place: Place, timeout: timedelta, device: torch.device) -> Links:
         """Collective over all ranks, which create every group in one order. `device`: of the messages."""
-        lanes = {lane: dist.new_group(timeout=timeout) for lane in _LANES}
+        lanes: dict[_Way, dist.ProcessGroup] = {}
+        for lane in _LANES:
+            for pair in _pairs(place, is_wrap=lane[1]):
+                group = dist.new_group(list(pair), timeout=timeout)
+                if place.rank in pair:
+                    lanes[lane, pair[pair[0] == place.rank]] = group
         found: dict[str, dist.ProcessGroup] = {}
         for position in range(place.ranks_per_stage):
             column = list(range(position, place.num_stages * place.ranks_per_stage, place.ranks_per_stage))
@@ -75,20 +82,21 @@ class Links:
 
     def _join(self, device: torch.device) -> None:
         """One message over every link: NCCL joins two ranks at their first, and both must be there."""
-        for (kind, is_wrap), group in self.lanes.items():
-            for sender in range(self.place.num_stages):
-                # along the chain, so that nobody waits in a circle
-                has_receiver = is_wrap == (sender + 1 == self.place.num_stages)
-                receiver = (sender + 1) % self.place.num_stages
-                if not has_receiver or self.place.stage not in (sender, receiver):
-                    continue
-                peer_stage = receiver if self.place.stage == sender else sender
-                peer = self.place.rank + (peer_stage - self.place.stage) * self.place.ranks_per_stage
-                token = torch.zeros(1, device=device)
-                message = dist.isend if self.place.stage == (sender if kind == "F" else receiver) else dist.irecv
-                work = message(token, peer, group=group)
-                assert work is not None
-                work.wait()
+        for ((kind, is_wrap), peer), group in self.lanes.items():
+            # hidden states go to the next stage, which is the first one where they wrap around
+            is_ahead = (peer < self.place.rank) if is_wrap else (peer > self.place.rank)
+            message = dist.isend if is_ahead == (kind == "F") else dist.irecv
+            work = message(torch.zeros(1, device=device), peer, group=group)
+            assert work is not None
+            work.wait()
+
+
+def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
+    """Ranks between which hidden states pass, from the first stage to the last, or from the last to the first."""
+    last = place.num_stages - 1
+    stages = [(last, 0)] if is_wrap else [(stage, stage + 1) for stage in range(last)]
+    width = place.ranks_per_stage
+    return [(sender * width + each, receiver * width + each) for sender, receiver in stages for each in range(width)]
 
 
 class RoundMessages:
@@ -108,8 +116,8 @@ class RoundMessages:
         self._links, self._shape_of = links, shape_of
         self._dtype, self._device = dtype, device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._awaited: dict[tuple[_Lane, int], deque[Action]] = {}
-        self._posted: dict[tuple[_Lane, int], tuple[Action, dist.Work, Tensor]] = {}
+        self._awaited: dict[_Way, deque[Action]] = {}
+        self._posted: dict[_Way, tuple[Action, dist.Work, Tensor]] = {}
         for action in actions:
             if action.kind in ("RF", "RB"):
                 self._awaited.setdefault(self._way(action), deque()).append(action)
@@ -129,8 +137,8 @@ class RoundMessages:
         """Starts to send `tensor`, which must not be written to until it has left."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        (lane, peer), tensor = self._way(action), tensor.detach().contiguous()
-        work = dist.isend(tensor, peer, group=self._links.lanes[lane])
+        way, tensor = self._way(action), tensor.detach().contiguous()
+        work = dist.isend(tensor, way[1], group=self._links.lanes[way])
         assert work is not None
         self._sending.append((work, tensor))
 
@@ -139,15 +147,15 @@ class RoundMessages:
         while self._sending:
             self._sending.popleft()[0].wait()
 
-    def _way(self, action: Action) -> tuple[_Lane, int]:
+    def _way(self, action: Action) -> _Way:
         peer, is_wrap = self._links.place.peer(action)
         return (action.kind[1], is_wrap), peer
 
-    def _post(self, way: tuple[_Lane, int]) -> None:
+    def _post(self, way: _Way) -> None:
         if not self._awaited[way]:
             return
         action = self._awaited[way].popleft()
         buffer = torch.empty(self._shape_of(action.chunk), dtype=self._dtype, device=self._device)
-        work = dist.irecv(buffer, way[1], group=self._links.lanes[way[0]])
+        work = dist.irecv(buffer, way[1], group=self._links.lanes[way])
         assert work is not None
         self._posted[way] = (action, work, buffer)
