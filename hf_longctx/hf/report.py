@@ -27,7 +27,7 @@ from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.stage_memory import stage_state_bytes
+from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
 from hf_longctx.plan.types import ActivationPolicy, StepPlan
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory, StepResult
 from hf_longctx.runtime.profiler import Interval
@@ -339,7 +339,9 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
             memory = memory.most(StepMemory(saved, host, found.book if found else 0))
         if found and plan.num_stages > 1:
             # stages differ, and the plan's estimate is that of the fullest
-            memory = memory.most(StepMemory(device_peak=stage_state_bytes(model, stage, plan) + found.peak))
+            most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
+            messages = message_bytes(model, stage, plan.num_stages, most_tokens)
+            memory = memory.most(StepMemory(device_peak=stage_state_bytes(model, stage, plan) + found.peak + messages))
     return memory if plan.num_stages > 1 else replace(memory, device_peak=plan.estimate.peak_bytes)
 
 
