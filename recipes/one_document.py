@@ -147,7 +147,7 @@ class PlannedDocument:
                 ),
             )
         # hooks see whole layer inputs too
-        whole_inputs = sum(slot.whole_input_bytes for slot in activations.slots if slot is not None)
+        whole_inputs = sum(slot.whole_input_bytes for slot in activations.slots.values())
         return hooked - final_norm_bytes(self.model, self.ids_1T.shape[1]) + sum(activations.held_bytes()) - whole_inputs
 
     def close(self) -> None:

@@ -64,6 +64,9 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int]) -
     )
     layer_s = sum(per_token.part_s(chunk, shape, is_backward, 1, has_head=False) for is_backward in (False, True))
     head_s = sum(per_token.part_s(chunk, shape, is_backward, 0, has_head=True) for is_backward in (False, True))
+    if layer_s <= 0:
+        # a fit to very small chunks may find nothing but constants
+        return layer_ranges(costs.model.num_layers, num_stages)
     return layer_ranges(costs.model.num_layers, num_stages, head_layers=head_s / layer_s)
 
 
