@@ -124,7 +124,7 @@ def test_layers_below_the_first_trained_weight_run_as_they_are(name: str, target
     step = EngineStep(tier(), LENGTHS, adapted(targets, (1,)))
     with counted(step.model) as work:
         loss, activations = step.forward((POLICIES[name],) * 2)
-        first, second = activations.slots
+        first, second = activations.slots.values()
         assert first.parts == [] and first.mlp.kept_bytes == first.whole_input_bytes == 0
         loss.backward()
     assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=TOLERANCE)

@@ -151,7 +151,7 @@ def test_what_is_kept_is_the_storage_that_is_counted() -> None:
     _, activations = step.forward((keeping(),) * 2)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for slot in activations.slots
+        for slot in activations.slots.values()
         for tensor in (part._device for part in slot.projections.parts)
     }
     # fp64: 32 features of queries, 16 of keys and of values
@@ -233,7 +233,7 @@ def test_autocast_leaves_double_precision_alone() -> None:
 def test_kept_outputs_are_in_the_precision_of_autocast() -> None:
     step = EngineStep(tier(), LENGTHS, half_precision(torch.float32, True))
     _, activations = step.forward((keeping(),) * 2)
-    parts = [part for slot in activations.slots for part in slot.projections.parts]
+    parts = [part for slot in activations.slots.values() for part in slot.projections.parts]
     assert {part._device.dtype for part in parts} == {torch.bfloat16}
 
 

@@ -228,7 +228,7 @@ def test_the_engine_lets_go_of_everything_when_backward_is_done() -> None:
         output = model.model(input_ids=ids, attention_mask=mask, use_cache=False, longctx=context)
     output.last_hidden_state.sum().backward()
     del output
-    assert activations.held_bytes() == (sum(slot.whole_input_bytes for slot in activations.slots), 0)
+    assert activations.held_bytes() == (sum(slot.whole_input_bytes for slot in activations.slots.values()), 0)
     assert tier.stored_bytes == 0
 
 
