@@ -166,10 +166,16 @@ def test_held_bytes_and_peaks_are_those_of_torch(name: str, dtype: torch.dtype) 
     found, before = predicted(shape, dtype, documents, policy)
     assert found.device - before == pytest.approx(held, rel=0.01)
     assert found.host == host
-    # in bf16 the CPU's attention operator packs its inputs once more, in blocks whose size depends on the CPU
-    allowed = 0.07 if dtype == torch.float32 else 0.2
-    assert found.device - before + found.forward_workspace == pytest.approx(forward_peak, rel=allowed)
-    assert found.device - before + found.backward_workspace == pytest.approx(backward_peak, rel=allowed)
+    peaks = (
+        (found.device - before + found.forward_workspace, forward_peak),
+        (found.device - before + found.backward_workspace, backward_peak),
+    )
+    for expected_peak, peak in peaks:
+        if dtype == torch.float32:
+            assert expected_peak == pytest.approx(peak, rel=0.07)
+        else:
+            # the CPU's attention operator packs its inputs once more, all of them on CPUs with matrix units
+            assert expected_peak / 1.5 <= peak <= 1.5 * expected_peak
 
 
 ROUNDS = {
