@@ -27,6 +27,7 @@ from hf_longctx.plan.hardware import read_profile
 from hf_longctx.plan.memory import most_tokens
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.stage_choice import stage_counts
 from hf_longctx.plan.stage_memory import held_state_bytes
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.calibrate import copy_rate
@@ -131,12 +132,6 @@ def planning_setup(
     # one rank decides for all: planning is deterministic, but costs nothing to agree on
     best = gather_objects(min(range(len(found)), key=lambda place: found[place][0]), control)[0]
     return found[best][1]
-
-
-def stage_counts(num_ranks: int, num_layers: int, degrees: tuple[int, ...]) -> list[int]:
-    """Numbers of pipeline stages that divide the ranks, leave room for some degree, and have a layer each."""
-    counts = range(1, min(num_ranks, num_layers) + 1)
-    return [count for count in counts if num_ranks % count == 0 and degrees[0] <= num_ranks // count]
 
 
 def _setup_for(

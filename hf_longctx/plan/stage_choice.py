@@ -38,10 +38,8 @@ def stage_options(lengths: Sequence[int], costs: CostModel, config: PlannerConfi
     """
     num_ranks = costs.cluster.num_ranks
     found, unfit = [], ValueError()
-    for num_stages in range(1, min(num_ranks, costs.model.num_layers) + 1):
+    for num_stages in stage_counts(num_ranks, costs.model.num_layers, config.degrees):
         degrees = tuple(degree for degree in config.degrees if degree <= num_ranks // num_stages)
-        if num_ranks % num_stages or not degrees:
-            continue
         try:
             plan = plan_pipelines(0, lengths, costs, num_stages, _config_of(num_stages, costs, config))
         except ValueError as error:
@@ -51,6 +49,12 @@ def stage_options(lengths: Sequence[int], costs: CostModel, config: PlannerConfi
     if not found:
         raise unfit
     return sorted(found, key=lambda option: option.plan.estimate.step_s)
+
+
+def stage_counts(num_ranks: int, num_layers: int, degrees: Sequence[int]) -> list[int]:
+    """Numbers of pipeline stages that divide the ranks, leave room for some degree, and have a layer each."""
+    counts = range(1, min(num_ranks, num_layers) + 1)
+    return [count for count in counts if num_ranks % count == 0 and min(degrees) <= num_ranks // count]
 
 
 def _config_of(num_stages: int, costs: CostModel, config: PlannerConfig) -> PlannerConfig:

@@ -15,16 +15,18 @@ from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.lending import lend
-from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.pipeline import pipelined
+from hf_longctx.plan.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline_room import make_room
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.replicas import deal_sequences
 from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
 from hf_longctx.plan.sppo import slice_counts
+from hf_longctx.plan.stage_choice import stage_counts
+from hf_longctx.plan.stage_costs import Parts
 from hf_longctx.plan.stage_memory import held_state_bytes, stage_state_bytes
-from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 
-Ranges = tuple[tuple[LayerRange, ...], ...]
 # sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways
 _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[Chunk, ...]]]
 
@@ -90,9 +92,9 @@ class Machine:
     tile_tokens: int = 2048
 
     def stage_counts(self) -> list[int]:
-        """Numbers of pipeline stages that divide the ranks, two at least."""
-        num_ranks = self.costs.cluster.num_ranks
-        return [count for count in range(2, min(num_ranks, self.costs.model.num_layers) + 1) if num_ranks % count == 0]
+        """Numbers of pipeline stages that a run may have, two at least."""
+        counts = stage_counts(self.costs.cluster.num_ranks, self.costs.model.num_layers, self.config.degrees)
+        return [count for count in counts if count > 1]
 
     def staged_costs(self, num_stages: int) -> CostModel:
         """The cost model where weights are shared inside a stage: slices run on no rings, and gather no layer each."""
@@ -101,7 +103,7 @@ class Machine:
             return replace(self.costs, method="ulysses", parameters="replicated", shard_ranks=1)
         return replace(self.costs, method="ulysses", parameters="gathered_per_round", shard_ranks=per_stage)
 
-    def budget(self, costs: CostModel, ranges: Ranges, host_bytes: int) -> ActivationBudget:
+    def budget(self, costs: CostModel, ranges: Parts, host_bytes: int) -> ActivationBudget:
         """Room beside the states of the stage with the most; raises ValueError where they leave none."""
         held = [
             held_state_bytes(
@@ -136,7 +138,7 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
         for count in machine.stage_counts():
             if num_slower == _GIVEN_UP:
                 return
-            costs, ranges = machine.staged_costs(count), _ranges(machine.costs, count)
+            costs, ranges = machine.staged_costs(count), stage_parts(machine.costs.model, count)
             degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // count)
             try:
                 budget = machine.budget(costs, ranges, machine.host_bytes)
@@ -168,7 +170,7 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
         for num_slices in (each * num_stages for each in _LENT_SLICES):
             (chunks,) = _elastic({0: longest}, GroupShape(degree, degree), costs, (num_slices,))
             bare = SequenceGroup(tuple(range(degree)), GroupShape(degree, degree).method, chunks, ())
-            group = pipelined(bare, _ranges(costs, num_stages), "1f1b")
+            group = pipelined(bare, stage_parts(costs.model, num_stages), "1f1b")
             lent = lend(StepPlan(0, (longest,), num_stages, degree, "replicated", (MicroBatch((group,)),)), costs)
             if lent.num_able and (best is None or lent.lent_s < best[0].lent_s):
                 best = lent, f"{num_stages} stages, {num_slices} slices"
@@ -199,7 +201,7 @@ def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:
     """Plans of equal groups at every number of stages, with everything kept; or why there are none."""
     for num_stages in machine.stage_counts():
-        costs, ranges = machine.staged_costs(num_stages), _ranges(machine.costs, num_stages)
+        costs, ranges = machine.staged_costs(num_stages), stage_parts(machine.costs.model, num_stages)
         per_stage = costs.cluster.num_ranks // num_stages
         degree = max(d for d in machine.config.degrees if per_stage % d == 0)
         shape, num_groups = GroupShape(degree, degree), per_stage // degree
@@ -244,11 +246,6 @@ def _best(name: str, rows: Iterator[AblationRow]) -> AblationRow:
     if possible:
         return replace(min(possible, key=lambda row: row.step_s), name=name)
     return AblationRow(name, 0.0, found[-1].detail if found else "there is no number of stages of two or more")
-
-
-def _ranges(costs: CostModel, num_stages: int) -> Ranges:
-    head_layers = costs.model.num_layers * costs.model.head_share / (1 - costs.model.head_share)
-    return layer_ranges(costs.model.num_layers, num_stages, head_layers=head_layers)
 
 
 def _quarters(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:
