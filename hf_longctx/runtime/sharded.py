@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
+# how torch's logs call the groups of the mesh
+MESH_GROUP = "parameter shards"
 # the attribute of a sharded model that holds the ranks with the same shards
 _COPIES = "longctx_copies"
 
@@ -153,5 +155,6 @@ def _units(model: object) -> list[FSDPModule]:
 
 def _own_group(groups: list[list[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:
     """Creates every group, on every rank in one order; returns the one that `rank` is in."""
-    handles = {tuple(ranks): dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups}
+    timeout = timedelta(seconds=timeout_s)
+    handles = {tuple(ranks): dist.new_group(ranks, timeout=timeout, group_desc=MESH_GROUP) for ranks in groups}
     return next(handle for ranks, handle in handles.items() if rank in ranks)

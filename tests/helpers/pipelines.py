@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers.models import ModelCase, build_model
+from helpers.ranks import lasting
 from helpers.sliced import Chunks, Rows
 from helpers.steps import rank_inputs, whole
 from hypothesis import strategies as st
@@ -112,7 +113,8 @@ def random_chunks(draw: st.DrawFn, sequences: Sequence[int], lengths: Sequence[i
 def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
     """This rank's pool for so many stages, made once per process."""
     if num_stages not in _POOLS:
-        _POOLS[num_stages] = GroupPool(tuple(range(1, dist.get_world_size() + 1)), timeout_s, num_stages=num_stages)
+        degrees = tuple(range(1, dist.get_world_size() + 1))
+        _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages))
     return _POOLS[num_stages]
 
 
@@ -120,7 +122,7 @@ def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
     """The mesh of a stage's shards, made once per process."""
     key = (num_stages, shard_ranks)
     if key not in _MESHES:
-        _MESHES[key] = shard_mesh("cpu", shard_ranks, 60.0, num_stages)
+        _MESHES[key] = lasting(lambda: shard_mesh("cpu", shard_ranks, 60.0, num_stages))
     return _MESHES[key]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -9,9 +10,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 _START_TIMEOUT_S = 120.0
+
+Made = TypeVar("Made")
+
+# process groups of this rank that outlive the function that made them
+_LASTING: set[Any] = set()
 
 
 class RankFailure(RuntimeError):
@@ -74,6 +80,38 @@ class RankPool:
         return results
 
 
+def lasting(make: Callable[[], Made]) -> Made:
+    """What `make` makes, with process groups for later functions too; all others are given up with the function.
+
+    Each group of gloo has a thread that wakes up a hundred times a second, so groups that nobody needs slow all ranks down.
+    """
+    before = _groups()
+    made = make()
+    _LASTING.update(_groups() - before)
+    return made
+
+
+def _groups() -> set[Any]:
+    from torch.distributed.distributed_c10d import _world
+
+    return set(_world.pg_map)
+
+
+def _give_up_groups() -> None:
+    import torch.distributed as dist
+
+    from hf_longctx.runtime.sharded import MESH_GROUP
+
+    # torch remembers meshes, and takes one that is equal for the same
+    passing = {group for group in _groups() - _LASTING if group.group_desc != MESH_GROUP}
+    for group in passing:
+        dist.destroy_process_group(group)
+    if passing:
+        # cycles hold what a function made
+        del passing
+        gc.collect()
+
+
 def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -90,7 +128,7 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s))
+    lasting(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s)))
     pipe.send((True, rank))
     while True:
         try:
@@ -98,6 +136,8 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
         except EOFError:
             return
         try:
-            pipe.send((True, function(*args)))
+            result = (True, function(*args))
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            result = (False, traceback.format_exc())
+        pipe.send(result)
+        _give_up_groups()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.models import ModelCase, build_model
 from helpers.pipelines import CPU, adapted
+from helpers.ranks import lasting
 from helpers.sliced import Rows
 from helpers.steps import rank_inputs
 from torch import Tensor
@@ -70,7 +71,7 @@ def lending_pool(num_stages: int) -> GroupPool:
     """This rank's pool for so many stages that share slices, made once per process."""
     if num_stages not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() + 1))
-        _POOLS[num_stages] = GroupPool(degrees, 60.0, num_stages=num_stages, lends=True)
+        _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, 60.0, num_stages=num_stages, lends=True))
     return _POOLS[num_stages]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.models import ModelCase, build_model
 from helpers.planted import plant
+from helpers.ranks import lasting
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -78,8 +79,8 @@ def group_pool(timeout_s: float = 60.0) -> GroupPool:
     num_ranks = dist.get_world_size()
     key = (num_ranks, timeout_s)
     if key not in _POOLS:
-        control = dist.new_group(backend="gloo")
-        _POOLS[key] = GroupPool(default_degrees(num_ranks, num_ranks), timeout_s, control)
+        degrees = default_degrees(num_ranks, num_ranks)
+        _POOLS[key] = lasting(lambda: GroupPool(degrees, timeout_s, dist.new_group(backend="gloo")))
     return _POOLS[key]
 
 
@@ -132,7 +133,7 @@ def run_step(
 def mesh(shard_ranks: int) -> DeviceMesh:
     """The mesh of blocks of `shard_ranks` ranks, made once per process."""
     if shard_ranks not in _MESHES:
-        _MESHES[shard_ranks] = shard_mesh("cpu", shard_ranks, 60.0)
+        _MESHES[shard_ranks] = lasting(lambda: shard_mesh("cpu", shard_ranks, 60.0))
     return _MESHES[shard_ranks]
 
 

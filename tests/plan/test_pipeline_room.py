@@ -13,6 +13,7 @@ from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.joint_activation import Moment
+from hf_longctx.plan.memory import KnownBytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import GroupCells
 from hf_longctx.plan.pipeline_room import PipelineRoom, make_room
@@ -176,7 +177,7 @@ def test_backwards_of_one_diagonal_run_at_one_time() -> None:
     costs = costs_of(MODEL, 3, 1)
     plan = plan_of(costs, [2_000] * 12, 1, 3)
     (group,) = plan.micro_batches[0].groups
-    cells = GroupCells(group, costs, 0, True, {})
+    cells = GroupCells(group, costs, 0, True, KnownBytes())
     starts: dict[int, list[float]] = {}
     for event in evaluate_plan(plan, costs).events:
         action = Action.parse(event.name)
