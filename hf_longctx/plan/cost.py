@@ -165,10 +165,16 @@ class CostModel:
 
         A token's seconds in the head are a share of `token_s`, so that all parts add up to the model.
         """
+        exchange_s = self._pass_exchange_s(float(max(chunk.num_tokens, shape.degree)), shape, is_backward, near_ranks)
+        layer_s, head_s = self.layer_and_head_s(chunk, shape, is_backward, exchange_s)
+        return layer_s * num_layers + (head_s if has_head else 0.0)
+
+    def layer_and_head_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, exchange_s: float) -> tuple[float, float]:
+        """Seconds of one pass of `chunk` over one layer, and over output head and loss; exchange_s: of all layers together."""
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         head_s = costs.token_s * self.head_share(is_backward) * max(chunk.num_tokens, shape.degree) / shape.degree
-        whole_s = self._pass_s(chunk, shape, self.model.num_layers, is_backward, near_ranks)
-        return (whole_s - head_s) * num_layers / self.model.num_layers + (head_s if has_head else 0.0)
+        layers_s = self.local_s(chunk, shape, is_backward) + exchange_s - head_s
+        return layers_s / self.model.num_layers, head_s
 
     def head_share(self, is_backward: bool) -> float:
         """The output head's share of a token's seconds in a pass."""

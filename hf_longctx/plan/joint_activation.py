@@ -14,15 +14,15 @@ The two newest chunks of a stage are on the device whatever their share, since t
 chunk that runs backward and the next one to do so. Keys and values of slices always stay. A recomputed layer keeps its input
 and attention's output, and runs everything else again; where that frees too little, attention runs again too.
 
-An optimum of the linear program, rounded up and trimmed, is taken where it is close to that program's bound; else the integer
-program is solved from there.
+An optimum of the linear program, rounded up and trimmed, is taken where it is close to that program's bound or the program is a
+large one; else the integer program is solved from there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,10 @@ from hf_longctx.plan.solver import LinearProgram, SolverError, solve_integer_pro
 # how far above the linear program's bound a solution may be, and how many nodes the search for a better one visits
 _GAP = 0.02
 _MOST_NODES = 50
+# programs of more columns are not searched if rounding finds anything: a rounded layer is little among so many
+_SEARCHED = 256
+# how often some fractions are raised, and how many of them
+_MOST_DIVES, _RAISED = 8, 0.7
 # what solvers may exceed a limit by, relative to it
 _MARGIN = 1e-6
 
@@ -87,7 +91,8 @@ def choose_jointly(
 ) -> JointChoice | None:
     """The cheapest layers and shares with which no moment is over its room; None where there are none.
 
-    Within 2 % or `tolerance_s` of the optimum, whichever is more, unless 50 nodes do not get there.
+    Within 2 % or `tolerance_s` of the optimum, whichever is more, unless 50 nodes do not get there or there are more than 256
+    columns.
     """
     program = _JointProgram(cells, moments, host_bytes)
     if not program.is_needed:
@@ -126,9 +131,10 @@ class _JointProgram:
             relaxed = solve_linear_program(program, time_limit_s)
             if not relaxed.has_values:
                 return None
-            start = self._rounded(program, relaxed.values)
+            start = self._dive(program, relaxed.values, time_limit_s)
             gap = max(_GAP, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
-            if start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9:
+            is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
+            if start is not None and (is_near or len(program.costs) > _SEARCHED):
                 return self._choice(start, relaxed.bound, "rounding")
             found = solve_integer_program(program, whole, time_limit_s, gap, start, most_nodes=_MOST_NODES)
         except SolverError:
@@ -175,6 +181,30 @@ class _JointProgram:
 
     def _urgency(self, cell: Cell) -> tuple[float, int]:
         return -float(self.layer_s[cell.diagonal]), cell.diagonal
+
+    def _dive(self, program: LinearProgram, values: FloatArray, time_limit_s: float) -> FloatArray | None:
+        """A whole solution near an optimum of the linear program; None where a few roundings find none.
+
+        Where rounded layers leave too little to the shares, most fractions are raised, the largest first, and the rest chosen
+        again.
+        """
+        for _ in range(_MOST_DIVES):
+            if (start := self._rounded(program, values)) is not None:
+                return start
+            layers = values[: self.num_diagonals]
+            fractions = np.ceil(layers - 1e-6) - layers
+            broken = np.flatnonzero(fractions > 1e-6)
+            if not len(broken):
+                return None
+            raised = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_RAISED * len(broken))]
+            lower = program.lower.copy()
+            lower[raised] = np.ceil(layers[raised])
+            program = replace(program, lower=lower)
+            solved = solve_linear_program(program, time_limit_s)
+            if not solved.has_values:
+                return None
+            values = solved.values
+        return None
 
     def _rounded(self, program: LinearProgram, values: FloatArray) -> FloatArray | None:
         """Layers rounded up, shares lowered where they no longer fit beside them, then layers taken back that nobody needs.

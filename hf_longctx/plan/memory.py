@@ -15,7 +15,17 @@ from hf_longctx.plan.activation_memory import class_bytes
 from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
 from hf_longctx.plan.sharding import head_shares, shard_tokens
 from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StagePlan, TensorShare
+from hf_longctx.plan.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    GroupShape,
+    LayerPolicy,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    TensorShare,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +46,57 @@ class ChunkBytes:
         return max(self.forward_workspace, self.backward_workspace)
 
 
-# by load, policies of the layers and tile
-KnownBytes = dict[tuple[Load, tuple[LayerPolicy, ...], int], ChunkBytes]
+@dataclass(frozen=True, slots=True)
+class _OnPart:
+    """What a chunk's load has of the part of the model that it is on; see `Load`."""
+
+    num_layers: int
+    has_head: bool
+    keeps_gradients: bool
+    receives: bool
+
+
+class KnownBytes:
+    """Bytes of chunks that were counted before for one model, so that runs of the same chunks do not count them again."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[Load, _OnPart, tuple[LayerPolicy, ...], int], ChunkBytes] = {}
+        self._layers: dict[tuple[Load, LayerPolicy, int], LayerBytes] = {}
+        # by identity, with the chunks kept alive: a group under other policies has the same
+        self._loads: dict[tuple[int, GroupShape, int, bool, bool], tuple[tuple[Chunk, ...], list[Load]]] = {}
+
+    def loads(self, group: SequenceGroup, position: int, trains_weights: bool = True, tiles_loss: bool = True) -> list[Load]:
+        """The loads of the group's chunks, whatever part of the model they are on."""
+        key = id(group.chunks), group.shape, position, trains_weights, tiles_loss
+        if key not in self._loads:
+            common, ends = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss), group_ends(group)
+            found = [chunk_load(group, chunk, position, common, ends) for chunk in group.chunks]
+            self._loads[key] = group.chunks, found
+        return self._loads[key][1]
+
+    def of(self, model: ModelSpec, load: Load, on_part: _OnPart, policy: ActivationPolicy) -> ChunkBytes:
+        """As `chunk_bytes`, for a load of `loads`."""
+        key = load, on_part, policy.layers, policy.tile_tokens
+        if key not in self._bytes:
+            own = replace(
+                load,
+                num_layers=on_part.num_layers,
+                has_head=on_part.has_head,
+                keeps_gradients=on_part.keeps_gradients,
+                receives=on_part.receives,
+            )
+            # layers are alike wherever they are
+            self._bytes[key] = chunk_bytes(
+                model, own, policy, layer_bytes=lambda model, _, layer, tile_tokens: self.layer(model, load, layer, tile_tokens)
+            )
+        return self._bytes[key]
+
+    def layer(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
+        """One layer of a load of `loads`."""
+        key = load, policy, tile_tokens
+        if key not in self._layers:
+            self._layers[key] = LayerBytes(model, load, policy, tile_tokens)
+        return self._layers[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +112,21 @@ class RoundBytes:
     peak: int
 
 
-def chunk_bytes(model: ModelSpec, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
+def chunk_bytes(
+    model: ModelSpec,
+    load: Load,
+    policy: ActivationPolicy | None = None,
+    loss_tile_tokens: int = 0,
+    layer_bytes: Callable[[ModelSpec, Load, LayerPolicy, int], LayerBytes] = LayerBytes,
+) -> ChunkBytes:
     """What one chunk holds and works with under `policy`; without one everything is kept.
 
-    loss_tile_tokens: a tile of the loss alone, where the policy has none.
+    loss_tile_tokens: a tile of the loss alone, where the policy has none. layer_bytes: what counts one layer.
     """
     tile_tokens = policy.tile_tokens if policy else 0
     policies = [*(policy.layers if policy else ()), *[LayerPolicy()] * load.num_layers][: load.num_layers]
     # layers alike are counted once
-    distinct = {layer: LayerBytes(model, load, layer, tile_tokens) for layer in set(policies)}
+    distinct = {layer: layer_bytes(model, load, layer, tile_tokens) for layer in set(policies)}
     layers = [distinct[layer] for layer in policies]
     outside = OutsideBytes(model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
     host = sum(layer.held_host for layer in layers)
@@ -98,7 +163,7 @@ def round_bytes(
     """What the rank at `position` of the group holds and works with in one round of the stage, whose F and B are walked.
 
     copying: for each F and B in order, bytes that are on their way to the host and still on the device. known: what calls for
-    the same model and `position` share, so that chunks alike are counted once.
+    the same model share, so that chunks alike are counted once.
     """
     moments = round_moments(model, group, stage, position, trains_weights, tiles_loss, copying, known)
     most = (max(getattr(moment, field.name) for moment in moments) if moments else 0 for field in fields(RoundBytes))
@@ -117,7 +182,7 @@ def round_moments(
 ) -> list[RoundBytes]:
     """As `round_bytes`, for each F and B of the stage in order."""
     passes = [action for action in stage.actions if action.kind in ("F", "B")]
-    known = {} if known is None else known
+    known = KnownBytes() if known is None else known
     chunks = _part_chunks(model, group, stage, passes, position, trains_weights, tiles_loss, known)
     books = [_Book(model, group, part.num_layers, position) for part in stage.parts]
     saved = host = 0
@@ -152,24 +217,18 @@ def _part_chunks(
     policies = {(policy.chunk, policy.part): policy for policy in stage.activations}
     at_once = {(a.chunk, a.part) for a, b in pairwise(passes) if (a.chunk, a.part) == (b.chunk, b.part) and a.kind == "F"}
     last_stage, last_part = len(group.stages) - 1, len(stage.parts) - 1
-    common, ends = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss), group_ends(group)
     found = {}
-    for chunk in group.chunks:
-        of_chunk = chunk_load(group, chunk, position, common, ends)
+    for chunk, load in zip(group.chunks, known.loads(group, position, trains_weights, tiles_loss), strict=True):
         for part, layers in enumerate(stage.parts):
-            policy = policies.get((chunk.index, part), ActivationPolicy(chunk.index, part))
-            load = replace(
-                of_chunk,
-                num_layers=layers.num_layers,
+            policy = policies.get((chunk.index, part)) or ActivationPolicy(chunk.index, part)
+            on_part = _OnPart(
+                layers.num_layers,
                 has_head=(stage.stage, part) == (last_stage, last_part),
                 keeps_gradients=(chunk.index, part) in at_once,
                 # all the same where nothing moves, so that stages alike are counted once
                 receives=bool(policy.layers) and (stage.stage, part) != (0, 0),
             )
-            key = load, policy.layers, policy.tile_tokens
-            if key not in known:
-                known[key] = chunk_bytes(model, load, policy)
-            found[chunk.index, part] = known[key]
+            found[chunk.index, part] = known.of(model, load, on_part, policy)
     return found
 
 

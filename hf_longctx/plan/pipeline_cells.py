@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from hf_longctx.plan.activation_memory import layer_slots
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.joint_activation import Cell, JointChoice, Moment
-from hf_longctx.plan.layer_memory import LayerBytes, Load
-from hf_longctx.plan.memory import KnownBytes, chunk_load, group_ends, round_moments
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import KnownBytes, round_moments
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.types import (
     TENSOR_CLASSES,
@@ -108,7 +108,8 @@ class GroupCells:
         # by stage, chunk and part
         self.places: dict[tuple[int, int, int], int] = {}
         self.cells: list[Cell] = []
-        self._known_s: dict[tuple[int, str, int, bool], float] = {}
+        self._known_s: dict[tuple[int, str], tuple[float, float]] = {}
+        self._exchanges = [costs.exchange_line(group.shape, is_backward) for is_backward in (False, True)]
         self._add_cells()
         self._sketches = [sketch for stage in group.stages for sketch in self._sketches_of(stage)]
 
@@ -143,8 +144,8 @@ class GroupCells:
             action.chunk for action in self.group.stages[-1].actions if (action.kind, action.part) == ("B", self.num_parts - 1)
         ]
         last_place = self.num_stages * self.num_parts - 1
-        ends = group_ends(self.group)
-        ways = [self._layer_ways(chunk, ends) for chunk in self.group.chunks]
+        loads = self.known.loads(self.group, 0)
+        ways = [self._layer_ways(chunk, load) for chunk, load in zip(self.group.chunks, loads, strict=True)]
         for stage in self.group.stages:
             windows = self._windows_s(stage)
             for chunk in self.group.chunks:
@@ -153,10 +154,10 @@ class GroupCells:
                     self.places[stage.stage, chunk.index, part] = len(self.cells)
                     self.cells.append(self._cell(diagonal, owned.num_layers, ways[chunk.index], windows[chunk.index, part]))
 
-    def _layer_ways(self, chunk: Chunk, ends: Mapping[int, int]) -> _LayerWays:
-        model, load = self.costs.model, chunk_load(self.group, chunk, 0, Load(0, (), 1), ends)
+    def _layer_ways(self, chunk: Chunk, load: Load) -> _LayerWays:
+        model = self.costs.model
         kept, recomputed, offloaded = (
-            LayerBytes(model, load, policy, self.tile_tokens)
+            self.known.layer(model, load, policy, self.tile_tokens)
             for policy in (LayerPolicy(), self.recomputed, _offloaded(1.0, model.can_keep_qkv))
         )
         # the products of layers do not have the head's part of a token's seconds
@@ -211,12 +212,15 @@ class GroupCells:
         return windows
 
     def _seconds(self, stage: StagePlan, action: Action) -> float:
-        has_head = (stage.stage, action.part) == (self.num_stages - 1, self.num_parts - 1)
-        key = action.chunk, action.kind, stage.parts[action.part].num_layers, has_head
+        key = action.chunk, action.kind
         if key not in self._known_s:
-            chunk, is_backward = self.group.chunks[action.chunk], action.kind == "B"
-            self._known_s[key] = self.costs.part_s(chunk, self.group.shape, is_backward, key[2], has_head)
-        return self._known_s[key]
+            chunk, is_backward, shape = self.group.chunks[action.chunk], action.kind == "B", self.group.shape
+            fixed_s, token_s = self._exchanges[is_backward]
+            exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
+            self._known_s[key] = self.costs.layer_and_head_s(chunk, shape, is_backward, exchange_s)
+        layer_s, head_s = self._known_s[key]
+        has_head = (stage.stage, action.part) == (self.num_stages - 1, self.num_parts - 1)
+        return layer_s * stage.parts[action.part].num_layers + (head_s if has_head else 0.0)
 
     def _sketches_of(self, stage: StagePlan) -> Iterator[_Sketch]:
         """What each pass of a stage finds on the device, before anything is recomputed or offloaded.

@@ -73,7 +73,7 @@ class PipelineRoom:
         states = [stage_state_bytes(costs.model, stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.known_bytes: KnownBytes = {}
+        self.known_bytes = KnownBytes()
         self._known: dict[object, tuple[StagePlan, ...]] = {}
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:

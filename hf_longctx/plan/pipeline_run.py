@@ -66,7 +66,7 @@ def run_pipeline(
         times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
     else:
         times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
-    known = {} if known is None else known
+    known = KnownBytes() if known is None else known
     return tuple(
         _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
         for stage, when in zip(group.stages, times, strict=True)
@@ -138,7 +138,10 @@ class StageSeconds:
         )
         self._known_saved: dict[int, list[SavedClass]] = {}
         self._bodies: dict[tuple[int, bool, int], tuple[float, float, float]] = {}
+        # see `CostModel.exchange_line`
+        self._exchanges: dict[tuple[bool, int], tuple[float, float]] = {}
         self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
+        self._under_seconds: dict[tuple[int, bool, int, int, tuple[LayerPolicy, ...]], tuple[float, tuple[CopyStep, ...]]] = {}
 
     def of(self, action: Action) -> float:
         """Seconds of an F or B, with what runs again in it and without waiting for copies."""
@@ -167,11 +170,12 @@ class StageSeconds:
         key = (action.chunk, is_backward, near)
         if key not in self._bodies:
             chunk, shape, costs = self.group.chunks[action.chunk], self.group.shape, self.costs
-            body_s = costs.part_s(chunk, shape, is_backward, 1, False, near)
-            head_s = costs.part_s(chunk, shape, is_backward, 0, True, near)
-            fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
-            exchange_s = (fixed_s + token_s * max(chunk.num_tokens, shape.degree)) / costs.model.num_layers
-            self._bodies[key] = body_s, head_s, exchange_s
+            if (is_backward, near) not in self._exchanges:
+                self._exchanges[is_backward, near] = costs.exchange_line(shape, is_backward, near)
+            fixed_s, token_s = self._exchanges[is_backward, near]
+            exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
+            layer_s, head_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s)
+            self._bodies[key] = layer_s, head_s, exchange_s / costs.model.num_layers
         return self._bodies[key]
 
     def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
@@ -179,8 +183,16 @@ class StageSeconds:
         key = (action.stage, action.part, action.chunk, action.kind == "B")
         if key not in self._policy_seconds:
             policy = self.policies[action.stage].get((action.chunk, action.part))
-            self._policy_seconds[key] = (0.0, ()) if policy is None else self._under(action, policy)
+            self._policy_seconds[key] = (0.0, ()) if policy is None else self._under_policy(action, policy)
         return self._policy_seconds[key]
+
+    def _under_policy(self, action: Action, policy: ActivationPolicy) -> tuple[float, tuple[CopyStep, ...]]:
+        """As `_under`, once for stages alike."""
+        num_layers = self.group.stages[action.stage].parts[action.part].num_layers
+        key = (action.chunk, action.kind == "B", self.near[action.stage], num_layers, policy.layers)
+        if key not in self._under_seconds:
+            self._under_seconds[key] = self._under(action, policy)
+        return self._under_seconds[key]
 
     def _under(self, action: Action, policy: ActivationPolicy) -> tuple[float, tuple[CopyStep, ...]]:
         is_backward = action.kind == "B"
