@@ -27,8 +27,8 @@ from hf_longctx.plan.hardware import read_profile
 from hf_longctx.plan.memory import most_tokens
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
-from hf_longctx.plan.stage_choice import stage_counts
-from hf_longctx.plan.stage_memory import held_state_bytes
+from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
+from hf_longctx.plan.stage_memory import most_held_bytes
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.calibrate import copy_rate
 from hf_longctx.runtime.mesh import GroupPool
@@ -114,24 +114,21 @@ def planning_setup(
     if (loaded := loaded_ranges(model)) is not None or config.stages == 1:
         return _setup_for(loaded or balanced_ranges(costs, 1, ()), costs, config, model, args, degrees, max_length, control)
     lengths = sampled_lengths(dataset, max_length, control)
-    counts = [config.stages] if config.stages != "auto" else stage_counts(args.world_size, spec.num_layers, degrees)
+    setups: dict[int, PlanningSetup] = {}
+
+    def setup_of(count: int) -> StageSetup:
+        ranges = balanced_ranges(costs, count, lengths)
+        setups[count] = setup = _setup_for(ranges, costs, config, model, args, degrees, max_length, control)
+        return StageSetup(setup.costs, setup.planner, setup.room_tokens)
+
+    if config.stages != "auto":
+        setup_of(int(config.stages))
+        return setups[int(config.stages)]
     per_step = max(1, args.per_device_train_batch_size * args.world_size)
     batch = list(itertools.islice(itertools.cycle(lengths), per_step))
-    found: list[tuple[float, PlanningSetup]] = []
-    problem = ValueError()
-    for count in counts:
-        ranges = balanced_ranges(costs, int(count), lengths)
-        try:
-            setup = _setup_for(ranges, costs, config, model, args, degrees, max_length, control)
-            fitting = [min(length, setup.room_tokens) for length in batch]
-            found.append((plan_step(0, fitting, setup.costs, setup.planner).estimate.step_s if len(counts) > 1 else 0.0, setup))
-        except ValueError as error:
-            problem = error
-    if not found:
-        raise problem
+    best = stage_options(batch, stage_counts(args.world_size, spec.num_layers, degrees), setup_of)[0]
     # one rank decides for all: planning is deterministic, but costs nothing to agree on
-    best = gather_objects(min(range(len(found)), key=lambda place: found[place][0]), control)[0]
-    return found[best][1]
+    return setups[gather_objects(best.num_stages, control)[0]]
 
 
 def _setup_for(
@@ -233,11 +230,7 @@ def _budget(
     own_host_bytes = (machine.available // cluster.ranks_per_node, machine.total // cluster.ranks_per_node)
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
-    held = [
-        held_state_bytes(spec, sum(part.num_layers for part in own), stage, len(ranges), parameters, shard_ranks)
-        for stage, own in enumerate(ranges)
-    ]
-    left_bytes = max(0, usable_bytes - max(held))
+    left_bytes = max(0, usable_bytes - most_held_bytes(spec, ranges, parameters, shard_ranks))
     if config.host_gib is None:
         # of the whole, so that a run that resumes finds the same unless others took it
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import Action, Parameters, StagePlan, StepPlan
+from hf_longctx.plan.types import Action, LayerRange, Parameters, StagePlan, StepPlan
 
 
 def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:
@@ -27,6 +27,14 @@ def held_state_bytes(
     unit = num_parameters - max(0, num_layers - 2) * model.layer_parameters
     gathered = unit if parameters == "sharded" else num_parameters
     return -(-whole // shard_ranks) + (gathered + unit) * model.bytes_per_element
+
+
+def most_held_bytes(model: ModelSpec, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int) -> int:
+    """The same of the stage with the most, for the layers of every stage."""
+    return max(
+        held_state_bytes(model, sum(part.num_layers for part in own), stage, len(ranges), parameters, shard_ranks)
+        for stage, own in enumerate(ranges)
+    )
 
 
 def stage_parameters(model: ModelSpec, stage: StagePlan, num_stages: int) -> int:

@@ -18,13 +18,12 @@ from hf_longctx.plan.lending import lend
 from hf_longctx.plan.pipeline import pipelined
 from hf_longctx.plan.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline_room import make_room
-from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.replicas import deal_sequences
 from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
 from hf_longctx.plan.sppo import slice_counts
-from hf_longctx.plan.stage_choice import stage_counts
+from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
 from hf_longctx.plan.stage_costs import Parts
-from hf_longctx.plan.stage_memory import held_state_bytes, stage_state_bytes
+from hf_longctx.plan.stage_memory import most_held_bytes, stage_state_bytes
 from hf_longctx.plan.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 
 # sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways
@@ -105,14 +104,9 @@ class Machine:
 
     def budget(self, costs: CostModel, ranges: Parts, host_bytes: int) -> ActivationBudget:
         """Room beside the states of the stage with the most; raises ValueError where they leave none."""
-        held = [
-            held_state_bytes(
-                costs.model, sum(part.num_layers for part in own), stage, len(ranges), costs.parameters, costs.shard_ranks
-            )
-            for stage, own in enumerate(ranges)
-        ]
-        if (left := self.device_bytes - max(held)) <= 0:
-            raise ValueError(f"states take {max(held) / 2**30:.1f} GiB of {self.device_bytes / 2**30:.1f}")
+        held = most_held_bytes(costs.model, ranges, costs.parameters, costs.shard_ranks)
+        if (left := self.device_bytes - held) <= 0:
+            raise ValueError(f"states take {held / 2**30:.1f} GiB of {self.device_bytes / 2**30:.1f}")
         return ActivationBudget(left // costs.model.saved_bytes_per_token, left, host_bytes, self.tile_tokens)
 
 
@@ -131,30 +125,17 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
     """All four in one plan, at the best number of stages: they are tried one after the other until two in a row are slower."""
 
-    def rows() -> Iterator[AblationRow]:
-        best = _planned(lengths, machine.costs, machine.config)
-        yield best
-        num_slower = 0
-        for count in machine.stage_counts():
-            if num_slower == _GIVEN_UP:
-                return
-            costs, ranges = machine.staged_costs(count), stage_parts(machine.costs.model, count)
-            degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // count)
-            try:
-                budget = machine.budget(costs, ranges, machine.host_bytes)
-            except ValueError as error:
-                yield AblationRow("", 0.0, str(error))
-                continue
-            most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
-            config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
-            row = _planned(lengths, costs, config)
-            yield row
-            if row.is_possible and best.is_possible:
-                num_slower = 0 if row.step_s < best.step_s else num_slower + 1
-            if row.is_possible and (not best.is_possible or row.step_s < best.step_s):
-                best = row
+    def setup_of(count: int) -> StageSetup:
+        if count == 1:
+            return StageSetup(machine.costs, machine.config)
+        costs, ranges = machine.staged_costs(count), stage_parts(machine.costs.model, count)
+        degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // count)
+        budget = machine.budget(costs, ranges, machine.host_bytes)
+        most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
+        config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
+        return StageSetup(costs, config)
 
-    return _best("all together", rows())
+    return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of)
 
 
 def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
@@ -181,12 +162,13 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
     return AblationRow("lent stages", lending.lent_s, text, is_step=False)
 
 
-def _planned(lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> AblationRow:
+def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int], StageSetup]) -> AblationRow:
+    """The planner's plan at the best of these numbers of stages."""
     try:
-        plan = plan_step(0, lengths, costs, config)
+        best = stage_options(lengths, counts, setup_of, _GIVEN_UP)[0]
     except ValueError as error:
-        return AblationRow("", 0.0, str(error))
-    return AblationRow("", plan.estimate.step_s, describe(plan))
+        return AblationRow(name, 0.0, str(error))
+    return AblationRow(name, best.step_s, describe(best.plan))
 
 
 def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
@@ -195,7 +177,7 @@ def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
     if kept < 1:
         return AblationRow("FlexSP alone", 0.0, "states leave no room for a token with everything kept")
     config = replace(machine.config, activations=None, tokens_per_rank=kept)
-    return replace(_planned(lengths, machine.costs, config), name="FlexSP alone")
+    return _chosen("FlexSP alone", lengths, [1], lambda _: StageSetup(machine.costs, config))
 
 
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:
@@ -238,14 +220,6 @@ def _quickest(name: str, options: Iterator[_Option | str], has_policies: bool) -
             best = replace(row, name=name)
         reason = row.detail
     return best if best.is_possible else replace(best, detail=reason)
-
-
-def _best(name: str, rows: Iterator[AblationRow]) -> AblationRow:
-    found = list(rows)
-    possible = [row for row in found if row.is_possible]
-    if possible:
-        return replace(min(possible, key=lambda row: row.step_s), name=name)
-    return AblationRow(name, 0.0, found[-1].detail if found else "there is no number of stages of two or more")
 
 
 def _quarters(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:

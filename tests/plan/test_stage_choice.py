@@ -14,8 +14,9 @@ from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
-from hf_longctx.plan.stage_choice import choose_stages, stage_options
+from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
 from hf_longctx.plan.stage_costs import pipeline_s
+from hf_longctx.plan.stage_memory import most_held_bytes
 from hf_longctx.plan.types import GroupShape
 
 DEGREES = (1, 2, 4, 8)
@@ -26,6 +27,13 @@ CASES = {
     "mixture": list(lognormal_lengths(5, 24, 4000)),
     "short ones": list(lognormal_lengths(6, 48, 200, median=80.0, sigma=0.5)),
 }
+
+
+def setup(num_stages: int, costs: CostModel, config: PlannerConfig) -> StageSetup:
+    """The whole model's layers on so many stages, and the degrees that fit into one."""
+    degrees = tuple(d for d in DEGREES if d <= costs.cluster.num_ranks // num_stages)
+    parts = stage_parts(costs.model, num_stages) if num_stages > 1 else ()
+    return StageSetup(costs, replace(config, degrees=degrees, stages=parts))
 
 
 def partitions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
@@ -92,29 +100,48 @@ def exhaustive_s(lengths: Sequence[int], costs: CostModel) -> dict[int, float]:
 )
 def test_the_choice_is_within_3_percent_of_everything(num_ranks: int, kind: str, case: str) -> None:
     costs, lengths = cost_model(kind, num_ranks), CASES[case]
-    config = replace(PLENTY, degrees=tuple(d for d in DEGREES if d <= num_ranks))
     best = exhaustive_s(lengths, costs)
-    options = stage_options(lengths, costs, config)
+    counts = stage_counts(num_ranks, costs.model.num_layers, DEGREES)
+    options = stage_options(lengths, counts, lambda count: setup(count, costs, PLENTY))
     assert {option.num_stages for option in options} == set(best)
     for option in options:
-        assert option.plan.estimate.step_s <= 1.03 * best[option.num_stages]
-    chosen, degrees = choose_stages(lengths, costs, config)
-    assert best[chosen] <= 1.03 * min(best.values())
-    assert degrees == tuple(d for d in DEGREES if d <= num_ranks // chosen)
+        assert option.step_s <= 1.03 * best[option.num_stages]
+    assert best[options[0].num_stages] <= 1.03 * min(best.values())
 
 
 def test_a_model_that_one_rank_cannot_hold_gets_stages() -> None:
     costs = cost_model("attention", 4)
-    lengths = [300, 200, 100]
-    # the states of the whole model leave nothing; stages have what its other parts took
-    config = PlannerConfig(1000, (1, 2, 4), activations=ActivationBudget(0, 0, 0))
+    device_bytes = costs.state_bytes
+
+    def within(count: int) -> StageSetup:
+        found = setup(count, costs, PlannerConfig(1000, DEGREES))
+        held = most_held_bytes(costs.model, found.config.stages, "replicated", 1) if count > 1 else costs.state_bytes
+        return replace(found, config=replace(found.config, activations=ActivationBudget(0, device_bytes - held, 0)))
+
     with pytest.raises(ValueError, match="do not fit beside the model"):
-        plan_step(0, lengths, costs, config)
-    options = stage_options(lengths, costs, config)
+        stage_options([300, 200, 100], [1], within)
+    options = stage_options([300, 200, 100], [1, 2, 4], within)
     assert options and 1 not in {option.num_stages for option in options}
 
 
-def test_what_fits_nowhere_is_named() -> None:
-    config = PlannerConfig(10, (1, 2))
+def test_longer_sequences_than_there_is_room_for_count_as_that_long() -> None:
+    costs = cost_model("linear", 2)
     with pytest.raises(ValueError, match="sequence 0 has 5000 tokens"):
-        choose_stages([5000], cost_model("linear", 2), config)
+        stage_options([5000], [1, 2], lambda count: setup(count, costs, PlannerConfig(10, DEGREES)))
+    options = stage_options([5000], [1, 2], lambda count: replace(setup(count, costs, PLENTY), longest_tokens=12))
+    assert {option.plan.lengths for option in options} == {(12,)}
+
+
+def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_named() -> None:
+    costs, asked = cost_model("linear", 4), []
+
+    def slower(count: int) -> StageSetup:
+        asked.append(count)
+        if count in (1, 7):
+            raise ValueError(f"not {count} stages")
+        return replace(setup(2, costs, PLENTY), longest_tokens=100 * count)
+
+    found = stage_options([5000], [1, 2, 4, 3, 5, 6], slower, most_slower=2)
+    assert asked == [1, 2, 4, 3] and [option.num_stages for option in found] == [2, 3, 4]
+    with pytest.raises(ValueError, match="not 1 stages"):
+        stage_options([5000], [1, 7], slower)
