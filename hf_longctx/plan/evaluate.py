@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.memory import KnownBytes, round_bytes
 from hf_longctx.plan.pipeline_run import check_action, near_ranks, run_pipeline
 from hf_longctx.plan.policies import added_seconds
 from hf_longctx.plan.sharding import is_shared, shard_tokens
@@ -57,14 +57,15 @@ class Evaluation:
         return tuple(rank.busy_s for rank in self.ranks)
 
 
-def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True) -> Evaluation:
+def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: KnownBytes | None = None) -> Evaluation:
     """The plan's predicted run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
 
-    Each group is a pipeline over its positions of all stages. Without `with_events` there are none, which is faster. Raises
+    Each group is a pipeline over its positions of all stages. Without `with_events` there are none, which is faster. known: what
+    plans for the same model share, so that bytes of chunks alike are counted once. Raises
     ValueError by name for what it cannot run yet: explicit copies and frees, helpers together with parts, policies or packs;
     PlanError for a deadlock.
     """
-    run = _Run(plan, costs, with_events)
+    run = _Run(plan, costs, with_events, KnownBytes() if known is None else known)
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
             run.enter(group)
@@ -75,8 +76,8 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True) ->
 class _Run:
     """The clocks of all ranks, and what has happened so far."""
 
-    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool) -> None:
-        self.plan, self.costs, self.block_ranks, self.with_events = plan, costs, plan.block_ranks, with_events
+    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: KnownBytes) -> None:
+        self.plan, self.costs, self.block_ranks, self.with_events, self.known = plan, costs, plan.block_ranks, with_events, known
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
         self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
@@ -100,8 +101,11 @@ class _Run:
         per_stage = self.plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
         starts = [max(self.clocks[rank] for rank in of_stage) for of_stage in ranks]
-        run_group = run_shared_pipeline if is_shared(group) else run_pipeline
-        for of_stage, run in zip(ranks, run_group(self.plan, group, self.costs, starts), strict=True):
+        if is_shared(group):
+            runs = run_shared_pipeline(self.plan, group, self.costs, starts)
+        else:
+            runs = run_pipeline(self.plan, group, self.costs, starts, self.known)
+        for of_stage, run in zip(ranks, runs, strict=True):
             busy_s = sum(stop_s - start_s for start_s, stop_s in run.times)
             for rank in of_stage:
                 self.clocks[rank] = max(self.clocks[rank], run.times[-1][1])

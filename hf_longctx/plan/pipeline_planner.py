@@ -19,6 +19,7 @@ import numpy as np
 from hf_longctx.plan import pipeline_room
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.memory import KnownBytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges
 from hf_longctx.plan.pipeline_candidates import Candidate, PipelineStep
 from hf_longctx.plan.planner import plan_step
@@ -120,8 +121,9 @@ class _Search:
 
     def __init__(self, step: int, pipelines: PipelineStep, costs: CostModel, make_room: RoomPass | None) -> None:
         self.step, self.pipelines, self.costs, self.config = step, pipelines, costs, pipelines.config
+        self.known = KnownBytes()
         if make_room is None and self.config.activations is not None:
-            make_room = partial(pipeline_room.make_room, costs=costs, budget=self.config.activations)
+            make_room = partial(pipeline_room.make_room, costs=costs, budget=self.config.activations, known=self.known)
         self.make_room = make_room
 
     def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> StepPlan:
@@ -184,7 +186,7 @@ class _Search:
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
-        return _Row(plan, evaluate_plan(plan, self.costs, with_events=False))
+        return _Row(plan, evaluate_plan(plan, self.costs, with_events=False, known=self.known))
 
     def _roomy(self, row: _Row) -> _Row | None:
         """The plan with room made, if it fits then."""
@@ -194,7 +196,7 @@ class _Search:
             return None
         if roomy is None:
             return None
-        made = _Row(roomy, evaluate_plan(roomy, self.costs, with_events=False))
+        made = _Row(roomy, evaluate_plan(roomy, self.costs, with_events=False, known=self.known))
         return made if self._fits(made) else None
 
     def _fits(self, row: _Row) -> bool:

@@ -34,13 +34,14 @@ _TOLERANCE = 0.001
 _SLACK = 1.005
 
 
-def make_room(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> StepPlan:
+def make_room(plan: StepPlan, costs: CostModel, budget: ActivationBudget, known: KnownBytes | None = None) -> StepPlan:
     """The plan with activation policies for every group that does not fit as it is, by the judge's word.
 
     `budget.device_bytes` is what the stage with the most weights and optimizer states has beside them; the others have more.
+    known: see `evaluate_plan`.
     Raises ValueError for the first group for which nothing fits, with what it needs.
     """
-    room = PipelineRoom(plan, costs, budget)
+    room = PipelineRoom(plan, costs, budget, known=known)
     micro_batches = tuple(
         replace(micro_batch, groups=tuple(map(room.for_group, micro_batch.groups))) for micro_batch in plan.micro_batches
     )
@@ -67,13 +68,20 @@ class PipelineRoom:
     keeps_attention: recomputed layers keep attention's output wherever that fits.
     """
 
-    def __init__(self, plan: StepPlan, costs: CostModel, budget: ActivationBudget, keeps_attention: bool = True) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        costs: CostModel,
+        budget: ActivationBudget,
+        keeps_attention: bool = True,
+        known: KnownBytes | None = None,
+    ) -> None:
         self.plan, self.costs, self.budget, self.keeps_attention = plan, costs, budget, keeps_attention
         stages = plan.micro_batches[0].groups[0].stages
         states = [stage_state_bytes(costs.model, stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.known_bytes = KnownBytes()
+        self.known_bytes = KnownBytes() if known is None else known
         self._known: dict[object, tuple[StagePlan, ...]] = {}
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
