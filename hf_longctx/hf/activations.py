@@ -22,8 +22,8 @@ class ActivationRuntime:
 
     host_bytes: what saved tensors may take of the host, in one slab that is allocated (and pinned on CUDA) for the first plan
     that offloads. A model whose plans keep everything is never touched. has_head: false for a pipeline stage before the last.
-    on_pageable: told bytes per second, as measured, where
-    that slab was to be pinned and the system refused, so that later plans count on slower copies.
+    on_pageable: told bytes per second, as measured, where that slab was to be pinned and the system refused, so that later plans
+    count on slower copies.
     """
 
     def __init__(

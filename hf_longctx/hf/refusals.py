@@ -203,7 +203,7 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
     return problems
 
 
-def sharding_problems(
+def placement_problems(
     model: Any, config: LongContextConfig, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
     """What does not go with parameters that a rank has a part of."""

@@ -117,7 +117,8 @@ def planning_setup(
     setups: dict[int, PlanningSetup] = {}
 
     def setup_of(count: int) -> StageSetup:
-        ranges = balanced_ranges(costs, count, lengths)
+        # ranks of other devices may count on other costs
+        ranges = gather_objects(balanced_ranges(costs, count, lengths), control)[0]
         setups[count] = setup = _setup_for(ranges, costs, config, model, args, degrees, max_length, control)
         return StageSetup(setup.costs, setup.planner, setup.room_tokens)
 

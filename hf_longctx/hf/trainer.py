@@ -31,7 +31,7 @@ from hf_longctx.hf.refusals import (
     config_problems,
     evaluation_problems,
     override_problems,
-    sharding_problems,
+    placement_problems,
 )
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
@@ -69,7 +69,7 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         config = longctx_config if longctx_config is not None else LongContextConfig()
         problems = argument_problems(args, {"data_collator": data_collator, **kwargs})
-        problems += sharding_problems(model, config, args, kwargs) + evaluation_problems(args)
+        problems += placement_problems(model, config, args, kwargs) + evaluation_problems(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         setup = self._check_run(config, model, args, processing_class, datasets, problems)
         super().__init__(

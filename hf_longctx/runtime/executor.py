@@ -200,6 +200,12 @@ class StepExecutor:
                     f"the plan has {planned[0]} pipeline stage(s) of {planned[1]} part(s), the model was cut into {held[0]} of "
                     f"{held[1]}; plan with stages={held[0]}"
                 )
+            layers = tuple(part.num_layers for part in stage.parts)
+            if held[0] > 1 and layers != self.stage.attention_layers:
+                raise ValueError(
+                    f"the plan has {layers} layers on stage {stage.stage}, part by part, where the model has "
+                    f"{self.stage.attention_layers}; plan with the layers that the model was cut into"
+                )
             if len(stage.parts) > 1 and plan.parameters != "replicated":
                 raise ValueError(
                     f"{len(stage.parts)} interleaved parts of a stage need replicated parameters, not {plan.parameters}"

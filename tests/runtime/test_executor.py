@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.pipelines import pipeline_plan
 from helpers.steps import group_pool, plan_of, rank_inputs, run_step
 
 from hf_longctx.hf.attention import patch_model
@@ -21,6 +22,7 @@ from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, refuse_unsupported
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.output_head import OutputHead
+from hf_longctx.runtime.stage_model import StageModel
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
 CPU = torch.device("cpu")
@@ -137,6 +139,28 @@ def test_nothing_runs_before_the_refusal(method: str) -> None:
     executor = executor_of(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="activation policies"):
         executor.run(plan.for_rank(0), [], 1) if method == "run" else executor.evaluate(plan.for_rank(0), [])
+
+
+@pytest.mark.parametrize(
+    "planned, message",
+    [
+        ((2, 1, 4), "the plan has 2 pipeline stage(s) of 1 part(s), the model was cut into 1 of 1; plan with stages=1"),
+        ((2, 1, 6), "the plan has (3,) layers on stage 0, part by part, where the model has (2,)"),
+        ((2, 2, 4), "the plan has 2 pipeline stage(s) of 2 part(s), the model was cut into 2 of 1; plan with stages=2"),
+        ((4, 1, 4), "the plan has 4 pipeline stage(s) of 1 part(s), the model was cut into 2 of 1"),
+    ],
+)
+def test_a_plan_of_other_stages_than_the_model_s_is_refused(planned: tuple[int, int, int], message: str) -> None:
+    num_stages, num_parts, num_layers = planned
+    chunks = [[(0, 0, 8)], [(1, 0, 8)], [(2, 0, 8)], [(3, 0, 8)]]
+    schedule = "interleaved" if num_parts > 1 else "1f1b"
+    plan = pipeline_plan([8] * 4, [[(1, chunks)]], num_stages, schedule, num_layers, num_parts)
+    model = torch.nn.Linear(1, 1)
+    stage = None if "into 1" in message else StageModel(model, 0, 2, (2,), 8, torch.float32)
+    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), 4, CPU, stage=stage)
+    with pytest.raises(ValueError) as refused:
+        executor.run(plan.for_rank(0), [], 1)
+    assert message in str(refused.value)
 
 
 ROWS = random_rows([13, 5, 9])
