@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from hf_longctx.hf.calibrate import shaped_config
 from hf_longctx.hf.layers import output_head
 from hf_longctx.plan.activation import MemoryLimits
 from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, plain_layer_bytes, plan_activations
@@ -327,17 +328,7 @@ def timed(runner: Runner, model: Any, optimizer: torch.optim.Optimizer | None, n
 def build(case: Case, device: torch.device) -> Any:
     """Random weights on the device, the same in every process."""
     spec = case.spec
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=1 << 21,
-        tie_word_embeddings=False,
-    )
+    config = shaped_config(replace(spec, max_positions=1 << 21))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:

@@ -20,14 +20,12 @@ chunk recomputed with which everything fits.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -41,6 +39,7 @@ from hf_longctx.plan.pipeline_room import PipelineRoom
 from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.stage_memory import stage_state_bytes
 from hf_longctx.plan.types import Chunk, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.recipes.reproduction import run_reproduction
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8
 SLICES = (8, 12, 16, 20, 24, 32, 48)
@@ -287,6 +286,26 @@ def rows_of(case: str, seeds: Sequence[int], batch: int, slices: Sequence[int]) 
     return rows
 
 
+def reproduce(options: argparse.Namespace) -> dict[str, Any]:
+    """The rows of all cases. Raises ValueError by name for options that do not allow a comparison."""
+    if options.seeds < 1:
+        raise ValueError(f"--seeds is {options.seeds}; at least one is needed")
+    if min(options.slices) < 1:
+        raise ValueError(f"--slices has {min(options.slices)}; at least one is needed")
+    rows = [row for case in options.cases for row in rows_of(case, range(options.seeds), options.batch, options.slices)]
+    return {"seeds": options.seeds, "rows": rows}
+
+
+def report(_: argparse.Namespace, result: Mapping[str, Any]) -> str:
+    lines = [f"{'case':9s} {'method':22s} {'step s':>8s} {'to no limit':>12s} {'to joint':>9s} {'planning s':>11s}"]
+    lines += [
+        f"{row['case']:9s} {row['method']:22s} {row['step_s']:8.2f} {row['to_no_limit']:12.3f} {row['to_joint']:9.3f} "
+        f"{row['planning_s']:11.2f}"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table or JSON; 2 if the options do not allow a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -294,28 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=6, help="batches of each case (default: 6)")
     parser.add_argument("--batch", type=int, default=0, help="sequences of a batch (default: 256 up to 96K, else 128)")
     parser.add_argument("--slices", nargs="+", type=int, default=SLICES, help="of the longest sequence, to choose from")
-    parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE", help="JSON instead of the table, or to FILE")
-    options = parser.parse_args(arguments)
-    try:
-        if options.seeds < 1:
-            raise ValueError(f"--seeds is {options.seeds}; at least one is needed")
-        if min(options.slices) < 1:
-            raise ValueError(f"--slices has {min(options.slices)}; at least one is needed")
-        rows = [row for case in options.cases for row in rows_of(case, range(options.seeds), options.batch, options.slices)]
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.json != "-":
-        print(f"{'case':9s} {'method':22s} {'step s':>8s} {'to no limit':>12s} {'to joint':>9s} {'planning s':>11s}")
-        for row in rows:
-            print(
-                f"{row['case']:9s} {row['method']:22s} {row['step_s']:8.2f} {row['to_no_limit']:12.3f} {row['to_joint']:9.3f} "
-                f"{row['planning_s']:11.2f}"
-            )
-    if options.json:
-        text = json.dumps({"seeds": options.seeds, "rows": rows}, indent=2) + "\n"
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
-    return 0
+    return run_reproduction(parser, reproduce, report, arguments)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, mean, stdev
@@ -47,6 +47,7 @@ from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.hardware import HardwareProfile, ModelCalibration, read_profile
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ClusterSpec, ModelSpec, PlannerConfig, default_degrees
+from hf_longctx.recipes.reproduction import run_reproduction
 
 PADDING = 128
 RANKS_PER_NODE = 8
@@ -251,6 +252,14 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def report(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
+    return (
+        f"{options.model} up to {options.limit} tokens, {options.lengths}, {options.gpus} GPUs, {options.batches} batches of "
+        f"{options.global_batch}: {result['mean_batch_tokens'] / 1e6:.2f} M tokens each, {result['tokens_per_rank']} per GPU\n"
+        f"{text_of(result['rows'])}"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table or JSON; 2 if the options do not allow a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -263,23 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the lengths and their order (default: 0)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="beside DeepSpeed (default: all)")
     parser.add_argument("--hardware", default="a100-40g", help="a shipped profile or a path (default: a100-40g)")
-    parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE", help="JSON instead of the table, or to FILE")
-    options = parser.parse_args(arguments)
-    try:
-        result = reproduce(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.json != "-":
-        print(
-            f"{options.model} up to {options.limit} tokens, {options.lengths}, {options.gpus} GPUs, {options.batches} batches of "
-            f"{options.global_batch}: {result['mean_batch_tokens'] / 1e6:.2f} M tokens each, {result['tokens_per_rank']} per GPU"
-        )
-        print(text_of(result["rows"]))
-    if options.json:
-        text = json.dumps(result, indent=2) + "\n"
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
-    return 0
+    return run_reproduction(parser, reproduce, report, arguments)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,11 @@ figure. Without tensor parallelism they are a fifth less than predicted; what is
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +44,7 @@ from hf_longctx.plan.pipeline import Schedule, compute_actions, layer_ranges
 from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.stage_memory import stage_parameters
 from hf_longctx.plan.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
+from hf_longctx.recipes.reproduction import run_reproduction
 
 Partition = Literal["paper", "time", "even"]
 PARTITIONS: tuple[str, ...] = ("paper", "time", "even")
@@ -359,6 +358,17 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def report(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
+    found = result["constants"]
+    return (
+        f"{options.model}, {options.micro_batches} sequences of {options.seq_len} tokens, {options.stages} stages of "
+        f"{result['tensor_parallel']} GPUs; slices by {options.partition}: {result['slice_tokens']}\n"
+        f"products {found['gemm']:.4f}, attention {found['attention']:.4f} of the peak, {found['layer_s'] * 1e3:.3f} ms a layer "
+        f"and unit, {found['hop_token_s'] * 1e6:.3f} us a token and hop, residual {found['residual']:.2%}\n"
+        f"{text_of(result['rows'])}"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table or JSON; 2 if the options do not allow a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -371,26 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensor-parallel", type=int, default=0, help="GPUs of a stage (default: the paper's)")
     parser.add_argument("--partition", choices=PARTITIONS, default="paper", help="how slices are cut (default: paper)")
     parser.add_argument("--fit", action="store_true", help="fit the constants again instead of taking the stored ones")
-    parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE", help="JSON instead of the table, or to FILE")
-    options = parser.parse_args(arguments)
-    try:
-        result = reproduce(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.json != "-":
-        found = result["constants"]
-        print(
-            f"{options.model}, {options.micro_batches} sequences of {options.seq_len} tokens, {options.stages} stages of "
-            f"{result['tensor_parallel']} GPUs; slices by {options.partition}: {result['slice_tokens']}\n"
-            f"products {found['gemm']:.4f}, attention {found['attention']:.4f} of the peak, {found['layer_s'] * 1e3:.3f} ms a "
-            f"layer and unit, {found['hop_token_s'] * 1e6:.3f} us a token and hop, residual {found['residual']:.2%}"
-        )
-        print(text_of(result["rows"]))
-    if options.json:
-        text = json.dumps(result, indent=2) + "\n"
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
-    return 0
+    return run_reproduction(parser, reproduce, report, arguments)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,11 @@ offload is slower than none (0.91 times Megatron) does not come out, since a lin
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from hf_longctx.plan.activation import SavedClass, Slot, hidden_shares
@@ -57,6 +55,7 @@ from hf_longctx.plan.types import (
     TensorClass,
     TensorShare,
 )
+from hf_longctx.recipes.reproduction import run_reproduction
 
 K = 1024
 PEAK_FLOPS = 312e12
@@ -321,19 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--degree", type=int, default=8, help="ranks of its group (default: 8)")
     parser.add_argument("--stages", type=int, default=8, help="its pipeline stages (default: 8)")
     parser.add_argument("--copy-gb-per-s", type=float, default=13.0, help="of one GPU, each way (default: 13)")
-    parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE", help="JSON instead of the tables, or to FILE")
-    options = parser.parse_args(arguments)
-    try:
-        result = reproduce(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.json != "-":
-        print(text_of(result))
-    if options.json:
-        text = json.dumps(result, indent=2) + "\n"
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
-    return 0
+    return run_reproduction(parser, reproduce, lambda _, result: text_of(result), arguments)
 
 
 if __name__ == "__main__":

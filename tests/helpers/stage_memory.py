@@ -12,6 +12,7 @@ from helpers.sliced import Rows
 from helpers.steps import rank_inputs
 
 from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.calibrate import shaped_config
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.serialize import plan_from_json
@@ -24,18 +25,7 @@ from hf_longctx.runtime.output_head import OutputHead
 
 def build_llama(spec: ModelSpec) -> Any:
     """A Llama in fp32 with these shapes, patched, whose gradients are there already."""
-    config = transformers.LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        attn_implementation="sdpa",
-        max_position_embeddings=spec.max_positions,
-    )
-    model = transformers.LlamaForCausalLM(config).train()
+    model = transformers.AutoModelForCausalLM.from_config(shaped_config(spec), attn_implementation="sdpa").train()
     patch_model(model)
     return model
 
