@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.memory import KnownBytes, round_bytes
-from hf_longctx.plan.pipeline_run import check_action, near_ranks, run_pipeline
+from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.pipeline_run import KnownRuns, check_action, near_ranks, run_pipeline
 from hf_longctx.plan.policies import added_seconds
 from hf_longctx.plan.sharding import is_shared, shard_tokens
 from hf_longctx.plan.shared_run import run_shared_pipeline
@@ -57,7 +57,7 @@ class Evaluation:
         return tuple(rank.busy_s for rank in self.ranks)
 
 
-def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: KnownBytes | None = None) -> Evaluation:
+def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: KnownRuns | None = None) -> Evaluation:
     """The plan's predicted run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
 
     Each group is a pipeline over its positions of all stages. Without `with_events` there are none, which is faster. known: what
@@ -65,7 +65,7 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
     ValueError by name for what it cannot run yet: explicit copies and frees, helpers together with parts, policies or packs;
     PlanError for a deadlock.
     """
-    run = _Run(plan, costs, with_events, KnownBytes() if known is None else known)
+    run = _Run(plan, costs, with_events, KnownRuns() if known is None else known)
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
             run.enter(group)
@@ -76,7 +76,7 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
 class _Run:
     """The clocks of all ranks, and what has happened so far."""
 
-    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: KnownBytes) -> None:
+    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: KnownRuns) -> None:
         self.plan, self.costs, self.block_ranks, self.with_events, self.known = plan, costs, plan.block_ranks, with_events, known
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks

@@ -33,7 +33,7 @@ from hf_longctx.plan.solver import LinearProgram, SolverError, solve_integer_pro
 _GAP = 0.02
 _MOST_NODES = 50
 # programs of more columns are not searched if rounding finds anything: a rounded layer is little among so many
-_SEARCHED = 256
+_SEARCHED = 64
 # how often some fractions are raised, and how many of them
 _MOST_DIVES, _RAISED = 8, 0.7
 # what solvers may exceed a limit by, relative to it
@@ -91,7 +91,7 @@ def choose_jointly(
 ) -> JointChoice | None:
     """The cheapest layers and shares with which no moment is over its room; None where there are none.
 
-    Within 2 % or `tolerance_s` of the optimum, whichever is more, unless 50 nodes do not get there or there are more than 256
+    Within 2 % or `tolerance_s` of the optimum, whichever is more, unless 50 nodes do not get there or there are more than 64
     columns.
     """
     program = _JointProgram(cells, moments, host_bytes)

@@ -19,9 +19,9 @@ import numpy as np
 from hf_longctx.plan import pipeline_room
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.memory import KnownBytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges
 from hf_longctx.plan.pipeline_candidates import Candidate, PipelineStep
+from hf_longctx.plan.pipeline_run import KnownRuns
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.specs import ModelSpec, PlannerConfig, check_degrees
 from hf_longctx.plan.stage_costs import Parts
@@ -121,7 +121,7 @@ class _Search:
 
     def __init__(self, step: int, pipelines: PipelineStep, costs: CostModel, make_room: RoomPass | None) -> None:
         self.step, self.pipelines, self.costs, self.config = step, pipelines, costs, pipelines.config
-        self.known = KnownBytes()
+        self.known = KnownRuns()
         if make_room is None and self.config.activations is not None:
             make_room = partial(pipeline_room.make_room, costs=costs, budget=self.config.activations, known=self.known)
         self.make_room = make_room

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.joint_activation import choose_jointly
-from hf_longctx.plan.memory import KnownBytes, lean_policy
+from hf_longctx.plan.memory import lean_policy
 from hf_longctx.plan.pipeline_cells import GroupCells, with_layers
-from hf_longctx.plan.pipeline_run import run_pipeline
+from hf_longctx.plan.pipeline_run import KnownRuns, run_pipeline
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
 from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
@@ -34,7 +34,7 @@ _TOLERANCE = 0.001
 _SLACK = 1.005
 
 
-def make_room(plan: StepPlan, costs: CostModel, budget: ActivationBudget, known: KnownBytes | None = None) -> StepPlan:
+def make_room(plan: StepPlan, costs: CostModel, budget: ActivationBudget, known: KnownRuns | None = None) -> StepPlan:
     """The plan with activation policies for every group that does not fit as it is, by the judge's word.
 
     `budget.device_bytes` is what the stage with the most weights and optimizer states has beside them; the others have more.
@@ -74,14 +74,14 @@ class PipelineRoom:
         costs: CostModel,
         budget: ActivationBudget,
         keeps_attention: bool = True,
-        known: KnownBytes | None = None,
+        known: KnownRuns | None = None,
     ) -> None:
         self.plan, self.costs, self.budget, self.keeps_attention = plan, costs, budget, keeps_attention
         stages = plan.micro_batches[0].groups[0].stages
         states = [stage_state_bytes(costs.model, stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.known_bytes = KnownBytes() if known is None else known
+        self.known_bytes = KnownRuns() if known is None else known
         self._known: dict[object, tuple[StagePlan, ...]] = {}
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:

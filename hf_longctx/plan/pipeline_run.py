@@ -52,10 +52,29 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
+class KnownRuns(KnownBytes):
+    """What one step's plans under one cost model share: bytes of chunks, and runs of groups that came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by identity, with the group kept alive
+        self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
+
+
 def run_pipeline(
-    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownBytes | None = None
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownRuns | None = None
 ) -> tuple[StageRun, ...]:
-    """The run of a group whose stages are free at `start_s`. known: bytes of chunks that runs of one plan's groups share."""
+    """The run of a group whose stages are free at `start_s`."""
+    known = KnownRuns() if known is None else known
+    key = id(group.chunks), id(group.stages), group.positions, tuple(start_s)
+    if key not in known.runs:
+        known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)
+    return known.runs[key][1]
+
+
+def _run_pipeline(
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownBytes
+) -> tuple[StageRun, ...]:
     for stage in group.stages:
         for action in stage.actions:
             check_action(action, stage)
@@ -66,7 +85,6 @@ def run_pipeline(
         times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
     else:
         times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
-    known = KnownBytes() if known is None else known
     return tuple(
         _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
         for stage, when in zip(group.stages, times, strict=True)
