@@ -45,8 +45,8 @@ from hf_longctx.recipes.stage_processes import Rows, StageProcesses, StageStep
 
 NUM_STAGES = 2
 CONFIG = {
-    "hidden_size": 128,
-    "intermediate_size": 352,
+    "hidden_size": 256,
+    "intermediate_size": 704,
     "num_hidden_layers": 7,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
