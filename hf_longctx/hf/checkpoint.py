@@ -7,8 +7,10 @@ one file per rank in the folder `optimizer_shards`, which every rank must be abl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,19 +22,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 SHARDS_FOLDER = "optimizer_shards"
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def gather_weights(model: nn.Module, is_kept: bool) -> dict[str, Tensor]:
+def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter] | None = None) -> dict[str, Tensor]:
     """Whole weights by name, on the CPU of ranks with `is_kept`, empty on others; tied weights are one tensor.
 
-    Collective over all ranks; one weight at a time is whole on every device.
+    `only`: these parameters and nothing else. Collective over all ranks; one weight at a time is whole on every device.
     """
     owners = dict(model.named_parameters(remove_duplicate=False))
+    wanted = None if only is None else {id(parameter) for parameter in only}
     gathered: dict[int, Tensor] = {}
     weights = {}
     for name, value in model.state_dict().items():
         owner = id(owners.get(name, value))
+        if wanted is not None and owner not in wanted:
+            continue
         if owner not in gathered:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             gathered[owner] = whole.cpu() if is_kept else torch.empty(0)
@@ -89,7 +94,7 @@ def checkpoint_files(folder: str) -> list[Path]:
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Writes every rank's shards of the optimizer's states and settings. Collective over all ranks."""
-    save_shards(get_optimizer_state_dict(model, optimizer, options=BY_NAME), checkpoint_id=Path(folder) / SHARDS_FOLDER)
+    save_shards(optimizer_states(model, optimizer), checkpoint_id=Path(folder) / SHARDS_FOLDER)
 
 
 def has_optimizer_shards(folder: str) -> bool:
@@ -99,9 +104,34 @@ def has_optimizer_shards(folder: str) -> bool:
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Reads what `save_optimizer` wrote, at any number of ranks, sharded or not. Collective over all ranks."""
-    states = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
+    states = optimizer_states(model, optimizer)
     load_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
-    set_optimizer_state_dict(model, optimizer, states, options=BY_NAME)
+    set_optimizer_states(model, optimizer, states)
+
+
+def optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """States and settings of the optimizer in one mapping, by parameter name."""
+    with _without_empty_groups(optimizer):
+        states: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+    return states
+
+
+def set_optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+    """Gives the optimizer what `optimizer_states` returned."""
+    with _without_empty_groups(optimizer):
+        set_optimizer_state_dict(model, optimizer, states, options=_BY_NAME)
+
+
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hides groups without parameters, as of norms under adapters: what is told by parameter names cannot say anything of them."""
+    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for place, group in empty:
+            optimizer.param_groups.insert(place, group)
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:

@@ -6,6 +6,8 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
+from hf_longctx.hf.adapters import adapter_problems, base_of, own_dtypes
+
 # a class gets in with its row in tests/runtime/test_equality.py, never without
 TESTED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -22,23 +24,22 @@ def version_problems() -> list[str]:
 
 def model_problems(model: PreTrainedModel) -> list[str]:
     """Why this model cannot run correctly, by name; empty for a tested class with a tested attention pattern."""
-    name, config = type(model).__name__, model.config
-    if hasattr(model, "peft_config") or name.startswith("Peft"):
-        return [
-            f"{name}: LoRA and other adapters are not supported yet; train the full model, or merge the adapter "
-            f"(merge_and_unload) and unfreeze it (requires_grad_(True))"
-        ]
+    adapters = adapter_problems(model)
+    if adapters and adapters[0].startswith("adapters"):
+        return adapters
+    base = base_of(model)
+    name, config = type(base).__name__, base.config
     if name not in TESTED_MODELS:
         return [
             f"model class {name} is not in the tested list ({', '.join(TESTED_MODELS)}): its attention may have a pattern that "
             f"would be silently wrong; use one of these classes"
         ]
-    if not type(model).__module__.startswith("transformers."):
+    if not type(base).__module__.startswith("transformers."):
         return [
-            f"model class {name} comes from {type(model).__module__}, not from transformers, so it is not the one that was "
+            f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
             f"tested; use the class of transformers"
         ]
-    problems = []
+    problems = adapters
     if (window := _window(config)) is not None:
         problems.append(
             f"{name} has a sliding attention window of {window} tokens, which is not supported yet; load it with "
@@ -61,8 +62,14 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         problems.append("no parameter of the model requires a gradient; unfreeze what is to be trained")
-    if len(dtypes := {parameter.dtype for parameter in model.parameters()}) > 1:
+    dtypes, added = own_dtypes(model)
+    if len(dtypes) > 1:
         problems.append(f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))}; load it in one dtype")
+    elif len(added) > 1 or not added <= dtypes | {torch.float32}:
+        problems.append(
+            f"the adapters have weights of {', '.join(sorted(map(str, added)))} on a model of {model.dtype}; make all of them "
+            f"float32 (get_peft_model's default) or all of the model's dtype (autocast_adapter_dtype=False)"
+        )
     if model.dtype == torch.float16:
         problems.append(
             "the model's weights are torch.float16, which is not supported; load it with dtype='bfloat16' or 'float32'"

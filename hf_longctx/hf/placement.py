@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from hf_longctx.hf.adapters import adapter_parameters, is_adapted, load_adapters
 from hf_longctx.hf.checkpoint import (
     gather_weights,
     has_optimizer_shards,
@@ -118,7 +119,9 @@ class PlacementMixin(_TrainerBase):
         if self._stage is not None or not is_sharded(self.model):
             return super().save_model(output_dir, _internal_call)
         # on all ranks, since some versions of `Trainer` call `_save` on the writing one alone
-        self._whole_weights = gather_weights(self._placed_model(), self.args.should_save)
+        model = self._placed_model()
+        only = adapter_parameters(model).values() if is_adapted(model) else None
+        self._whole_weights = gather_weights(model, self.args.should_save, only)
         super().save_model(output_dir, _internal_call)
         self._whole_weights = None
         # writing may take longer than the others' next collective would wait
@@ -128,14 +131,23 @@ class PlacementMixin(_TrainerBase):
         super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not is_sharded(self.model):
+        if not self._reads_weights:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_weights(self._placed_model(), resume_from_checkpoint)
+        self._read_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        if not is_sharded(self.model) or self.state.best_model_checkpoint is None:
+        if not self._reads_weights or self.state.best_model_checkpoint is None:
             return super()._load_best_model()
-        load_weights(self._placed_model(), self.state.best_model_checkpoint)
+        self._read_weights(self.state.best_model_checkpoint)
+
+    @property
+    def _reads_weights(self) -> bool:
+        """Whether `Trainer` would not do: it loads no shards, and makes adapters anew, in fp32, as inference does."""
+        return is_sharded(self.model) or is_adapted(self.model)
+
+    def _read_weights(self, folder: str) -> None:
+        model = self._placed_model()
+        (load_adapters if is_adapted(model) else load_weights)(model, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_sharded(self.model):

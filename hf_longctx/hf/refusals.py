@@ -276,7 +276,7 @@ def setup_problems(
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
     problems = model_problems(model)
-    if problems and problems[0].startswith(("model class", "Peft")):
+    if problems and problems[0].startswith(("model class", "adapters")):
         return problems
     positions = model.config.max_position_embeddings
     if config.max_length is not None and config.max_length > positions:

@@ -13,25 +13,30 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_longctx.hf.adapters import ADAPTER_FILE, adapter_parameters, is_adapted, load_adapters
 from hf_longctx.hf.agreement import gather_objects
-from hf_longctx.hf.checkpoint import BY_NAME, INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE, copy_weights, gather_weights, sharded_like
+from hf_longctx.hf.checkpoint import (
+    INDEX_FILE,
+    SHARDS_FOLDER,
+    WEIGHTS_FILE,
+    copy_weights,
+    gather_weights,
+    optimizer_states,
+    set_optimizer_states,
+)
 from hf_longctx.hf.stages import find_pieces
 from hf_longctx.runtime.stage_model import StageModel
 
 _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
-_ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def save_stages(
@@ -44,7 +49,8 @@ def save_stages(
     """
     rank = dist.get_rank() if control is not None else 0
     is_writer = rank % ranks_per_stage == 0
-    weights = gather_weights(stage.model, is_writer)
+    only = adapter_parameters(stage.model).values() if is_adapted(stage.model) else None
+    weights = gather_weights(stage.model, is_writer, only)
     if stage.tied and stage.stage:
         weights.pop(stage.tied, None)
     error = ""
@@ -69,15 +75,15 @@ def load_stage_weights(stage: StageModel, folder: str) -> None:
 
     Every rank reads its own. Raises ValueError for a folder without safetensors, or without a weight of this stage.
     """
-    if hasattr(stage.model, "peft_config"):
-        return _load_own_adapters(stage.model, Path(folder) / _ADAPTER_FILE)
+    if is_adapted(stage.model):
+        return load_adapters(stage.model, folder)
     owner = _embedding_name(stage)
     copy_weights(stage.model, folder, {owner: stage.tied} if stage.tied and stage.stage else {}, is_part=True)
 
 
 def save_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
     """Writes the optimizer's states of all stages by parameter name, once each. Collective over all ranks."""
-    states = get_optimizer_state_dict(stage.model, optimizer, options=BY_NAME)
+    states = optimizer_states(stage.model, optimizer)
     if stage.tied and stage.stage:
         # the first stage's are the same
         states = {key: value for key, value in states.items() if not _is_of(key, stage.tied)}
@@ -89,7 +95,7 @@ def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None
 
     Collective over all ranks.
     """
-    states = get_optimizer_state_dict(stage.model, optimizer, options=BY_NAME)
+    states = optimizer_states(stage.model, optimizer)
     names = {key: key for key in states}
     if stage.tied and stage.stage:
         owner = _embedding_name(stage)
@@ -97,7 +103,7 @@ def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None
     found = {names[key]: value for key, value in states.items()}
     load_shards(found, checkpoint_id=Path(folder) / SHARDS_FOLDER)
     loaded = {key: found[names[key]] for key in states}
-    set_optimizer_state_dict(stage.model, optimizer, loaded, options=BY_NAME)
+    set_optimizer_states(stage.model, optimizer, loaded)
 
 
 def _embedding_name(stage: StageModel) -> str:
@@ -121,7 +127,7 @@ def _partial(folder: str, stage: int) -> Path:
 
 def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_size: str) -> None:
     """Writes one stage. Not `save_pretrained` for a whole model: it writes on the first of all ranks alone."""
-    if hasattr(model, "peft_config"):
+    if is_adapted(model):
         model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)
         return
     partial.mkdir(parents=True)
@@ -150,7 +156,7 @@ def _join(partials: list[Path], folder: Path) -> None:
     """Moves what the stages wrote into its place; the step that makes it the folder's checkpoint is one rename."""
     if missing := [partial for partial in partials if not partial.is_dir()]:
         raise FileNotFoundError(f"{missing[0]} is not there; the ranks of all stages must write to one shared folder")
-    if (partials[0] / _ADAPTER_FILE).exists():
+    if (partials[0] / ADAPTER_FILE).exists():
         _join_adapters(partials, folder)
     else:
         _join_weights(partials, folder)
@@ -187,25 +193,12 @@ def _join_weights(partials: list[Path], folder: Path) -> None:
 def _join_adapters(partials: list[Path], folder: Path) -> None:
     adapters: dict[str, Tensor] = {}
     for partial in partials:
-        adapters.update(load_file(partial / _ADAPTER_FILE))
+        adapters.update(load_file(partial / ADAPTER_FILE))
     joined = partials[0] / "joined.tmp"
     save_file(adapters, joined, metadata={"format": "pt"})
     for file in (*partials[0].glob("*.json"), *partials[0].glob("*.md")):
         file.replace(folder / file.name)
-    joined.replace(folder / _ADAPTER_FILE)
-
-
-@torch.no_grad()
-def _load_own_adapters(model: Any, file: Path) -> None:
-    # parameters under the names that they have in files
-    targets = get_peft_model_state_dict(model, state_dict=dict(model.named_parameters()), save_embedding_layers=False)
-    if not file.exists():
-        raise ValueError(f"{file.parent} has no {file.name}; resume adapters from a checkpoint of adapters")
-    with safe_open(file, framework="pt", device="cpu") as reader:
-        if missing := sorted(set(targets) - set(reader.keys())):
-            raise ValueError(f"{file} lacks {len(missing)} weights of this stage's adapters, {missing[0]} first")
-        for name, target in targets.items():
-            target.copy_(sharded_like(target, reader.get_tensor(name)))
+    joined.replace(folder / ADAPTER_FILE)
 
 
 def _tensor_bytes(file: Path) -> int:

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import torch
 import torch.nn.functional as F
 import transformers
@@ -29,7 +30,10 @@ ROPE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A tiny model: heads of size 8; `promoted` computes its norms in the dtype of their input."""
+    """A tiny model: heads of size 8; `promoted` computes its norms in the dtype of their input.
+
+    lora: settings of a `LoraConfig`; of none, all weights are trained.
+    """
 
     family: str = "llama"
     num_heads: int = 4
@@ -43,6 +47,7 @@ class ModelCase:
     fp32_gradients: bool = True
     rope_type: str = "default"
     num_layers: int = 2
+    lora: tuple[tuple[str, Any], ...] = ()
 
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
@@ -73,7 +78,21 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     if case.promoted:
         promote_norms(model)
-    return model.train()
+    return (adapted(model, **dict(case.lora)) if case.lora else model).train()
+
+
+def adapted(model: Any, seed: int = 3, autocast: bool = False, **settings: Any) -> Any:
+    """The model with LoRA adapters that change something, of its own dtype or (`autocast`) in fp32; the rest is frozen."""
+    config = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            dtype = parameter.dtype if autocast else model.dtype
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+            # magnitudes, which lie about one, stay there
+            parameter.data = (parameter.data.double() * ("magnitude" in name) + noise).to(dtype)
+    return model
 
 
 def promote_norms(model: torch.nn.Module) -> None:

@@ -95,9 +95,9 @@ def train_on_rank(
 def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int = 20) -> tuple[list[float], dict[str, Any]]:
     """The same run as a plain loop: HF logits per row, summed fp64 cross-entropy, AdamW, clipping, linear warm-up."""
     model = build_model(case)
-    # the trainer's grouping: no decay for norms (the tiny models have no biases besides qwen2's)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
+    # the trainer's grouping: no decay for norms and biases
+    decay = [p for name, p in model.named_parameters() if p.dim() > 1 or "magnitude" in name]
+    rest = [p for name, p in model.named_parameters() if p.dim() <= 1 and "magnitude" not in name]
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=5, num_training_steps=num_steps)
     lengths = torch.tensor([len(row["input_ids"]) for row in rows]).numpy()

@@ -1,0 +1,138 @@
+"""Adapters of PEFT: which of them are tested, and the parameters that their one ordinary folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors import safe_open
+from torch import nn
+
+from hf_longctx.hf.checkpoint import sharded_like
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+# a kind gets in with its runs in tests/hf/test_adapter_trainer.py, never without
+TESTED_KINDS = ("LORA",)
+_ADAPTER = "default"
+# of LoraConfig: settings whose every value is tested or says nothing about what is computed; others must have their default
+_FREE_SETTINGS = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+}
+_SETTINGS: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian")}
+
+
+def is_adapted(model: object) -> bool:
+    """Whether `model` is one that `get_peft_model` returned."""
+    return isinstance(model, PeftModel)
+
+
+def base_of(model: Any) -> Any:
+    """The model of transformers inside of adapters; others are their own."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def adapter_problems(model: Any) -> list[str]:
+    """Why the adapters of a model cannot be trained, by name; empty for tested ones and for a model without any.
+
+    The first problem starts with "adapters" where nothing else can be said of the model.
+    """
+    if not is_adapted(model):
+        # what transformers' own add_adapter leaves, and PEFT's mixtures of several kinds
+        if hasattr(model, "peft_config"):
+            return [f"adapters of {type(model).__name__} are not in the tested list; use get_peft_model(model, LoraConfig(...))"]
+        return []
+    names = [str(name) for name in model.peft_config]
+    if names != [_ADAPTER]:
+        return [f"adapters {', '.join(names)}: only one of the name {_ADAPTER!r} is supported yet; make one get_peft_model"]
+    config = model.peft_config[_ADAPTER]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind not in TESTED_KINDS or type(config) is not LoraConfig:
+        return [
+            f"adapters of kind {kind} ({type(config).__name__}) are not in the tested list ({', '.join(TESTED_KINDS)}): what "
+            f"they do to sequences may be silently wrong in slices and groups; use LoraConfig"
+        ]
+    return _setting_problems(config) + _module_problems(model)
+
+
+def _setting_problems(config: LoraConfig) -> list[str]:
+    problems, default = [], LoraConfig()
+    for name, value in vars(config).items():
+        allowed = _SETTINGS.get(name, (getattr(default, name, None),))
+        if name not in _FREE_SETTINGS and not any(value is each or value == each for each in allowed):
+            problems.append(f"LoraConfig {name}={value!r} is not in the tested list; use {' or '.join(map(repr, allowed))}")
+    return problems
+
+
+def _module_problems(model: PeftModel) -> list[str]:
+    base = base_of(model)
+    problems = []
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if other := next((module for _, module in layers if type(module) is not Linear), None):
+        problems.append(f"adapters on {type(other.get_base_layer()).__name__} are not in the tested list; target Linear modules")
+    if any(module.merged for _, module in layers):
+        problems.append("the adapters are merged into the weights; call model.unmerge_adapter()")
+    if any(module.disable_adapters for _, module in layers):
+        problems.append("the adapters are disabled; call model.base_model.enable_adapter_layers()")
+    ends = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and not any(module is end for end in ends.values()):
+            problems.append(f"modules_to_save has {name}, of which only the embedding and the head are tested; leave it out")
+    if base.config.tie_word_embeddings and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()):
+        problems.append(
+            "modules_to_save has the embedding or the head, which are one weight (tie_word_embeddings) and would become two; "
+            "leave it out, or use a model whose are not tied"
+        )
+    saved = {id(parameter) for parameter in adapter_parameters(model).values()}
+    lost = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in saved]
+    if lost:
+        problems.append(
+            f"{len(lost)} trained weights beside the adapters would not be saved with them, {lost[0]} first; freeze them, or "
+            f"name their module in modules_to_save"
+        )
+    return problems
+
+
+def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """Dtypes of the model's own weights, and of those that adapters add to its modules."""
+    added = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, LoraLayer)
+        for name, parameter in module.named_parameters()
+        if not name.startswith("base_layer.")
+    }
+    dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
+    for parameter in model.parameters():
+        dtypes[id(parameter) in added].add(parameter.dtype)
+    return dtypes
+
+
+def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """What the adapter's folder holds, under the names that it has there."""
+    own = dict(model.named_parameters())
+    found: dict[str, nn.Parameter] = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+    return found
+
+
+@torch.no_grad()
+def load_adapters(model: Any, folder: str) -> None:
+    """Copies the adapters of a folder into those of `model`, which may be sharded or one stage of them.
+
+    Every rank reads its own. Raises ValueError for a folder without safetensors of adapters, or without a weight of the model's.
+    """
+    targets, file = adapter_parameters(model), Path(folder) / ADAPTER_FILE
+    if not file.exists():
+        raise ValueError(f"{folder} has no {file.name}; resume adapters from a checkpoint of adapters")
+    with safe_open(file, framework="pt", device="cpu") as reader:
+        if missing := sorted(set(targets) - set(reader.keys())):
+            raise ValueError(f"{file} lacks {len(missing)} weights of this model's adapters, {missing[0]} first")
+        for name, target in targets.items():
+            target.copy_(sharded_like(target, reader.get_tensor(name)))
