@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.checkpoint import sharded_like
+from hf_longctx.plan.specs import AdapterSpec
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -113,6 +117,53 @@ def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
     for parameter in model.parameters():
         dtypes[id(parameter) in added].add(parameter.dtype)
     return dtypes
+
+
+def adapter_spec(model: Any) -> AdapterSpec:
+    """What adapters of `model`, which may be one stage, add to a layer at most, and to the ends; nothing without adapters."""
+    if not is_adapted(model):
+        return AdapterSpec()
+    base = base_of(model)
+    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    sizes = [_trained(layer) for layer in layers] or [(0, 0)]
+    first, last = _trained(base.get_input_embeddings()), _trained(base.get_output_embeddings())
+    return AdapterSpec(
+        layer_parameters=max(count for count, _ in sizes),
+        layer_bytes=max(num_bytes for _, num_bytes in sizes),
+        layer_saved_bytes=max((sum(map(_saved_bytes, layer.modules())) for layer in layers), default=0),
+        first_parameters=first[0],
+        first_bytes=first[1],
+        last_parameters=last[0],
+        last_bytes=last[1],
+    )
+
+
+def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
+    """The most of each number."""
+    return AdapterSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec)))
+
+
+def _trained(module: nn.Module) -> tuple[int, int]:
+    """The number of trained parameters, and their bytes."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
+
+
+def _saved_bytes(module: nn.Module) -> int:
+    """Bytes per token that an adapter on `module` keeps for backward, beside what the module itself keeps.
+
+    The input in the adapter's dtype if that is another one, and what the first matrix makes of it; DoRA the product of the frozen
+    weight, that of the adapter, and a sum with both.
+    """
+    if not isinstance(module, LoraLayer):
+        return 0
+    layer: Any = module
+    first, frozen = layer.lora_A[_ADAPTER].weight, layer.get_base_layer().weight
+    element = max(first.element_size(), frozen.element_size())
+    copied = layer.in_features * first.element_size() if first.dtype != frozen.dtype else 0
+    products = 3 * layer.out_features * element if layer.use_dora[_ADAPTER] else 0
+    kept: int = copied + first.shape[0] * first.element_size() + products
+    return kept
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -124,7 +124,7 @@ def set_optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer, sta
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hides groups without parameters, as of norms under adapters: what is told by parameter names cannot say anything of them."""
+    """Hides groups without parameters, as of norms under adapters, since states by parameter name cannot tell them."""
     empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     try:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.adapters import adapter_spec
 from hf_longctx.hf.layers import has_plain_projections
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
@@ -23,6 +24,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0,
         qk_norms=any(name.endswith(_QK_NORMS) for name, _ in model.named_modules()),
         can_keep_qkv=has_plain_projections(model),
+        adapters=adapter_spec(model),
     )
 
 

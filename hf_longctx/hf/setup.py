@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.activations import activation_problem
+from hf_longctx.hf.adapters import largest_adapters
 from hf_longctx.hf.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, usable_device_bytes
@@ -108,6 +109,8 @@ def planning_setup(
     # nodes may differ; blocks of a common divisor of their ranks lie inside nodes, and every rank makes the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
+    # of a stage that was loaded alone, adapters on other layers and ends are known elsewhere
+    spec = replace(spec, adapters=largest_adapters(gather_objects(spec.adapters, control)))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     max_length = config.max_length or spec.max_positions
     costs = CostModel(spec, cluster, coefficients)
@@ -156,9 +159,8 @@ def _setup_for(
     if config.tokens_per_rank is None and fitting < 1:
         gib = config.device_gib or cluster.hardware.device_bytes / 2**30
         raise ValueError(
-            f"weights, gradients and Adam states of {spec.num_parameters / 1e9:.2f} billion parameters ({parameters}) leave "
-            f"no room for a token in {gib:.3g} GiB; set parameters='sharded' with more ranks, or use a smaller model or a "
-            f"larger device"
+            f"{_states(spec)} ({parameters}) leave no room for a token in {gib:.3g} GiB; set parameters='sharded' with "
+            f"more ranks, or use a smaller model or a larger device"
         )
     tokens_per_rank = config.tokens_per_rank or fitting
     if activations is not None and 0 < fitting < tokens_per_rank:
@@ -191,6 +193,14 @@ def _setup_for(
     if planner.stages:
         room_tokens = _longest_in_stages(min(max_length, room_tokens * len(ranges)), costs, planner)
     return PlanningSetup(costs, planner, max_length, ranges, room_tokens)
+
+
+def _states(spec: ModelSpec) -> str:
+    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters"
+    if not spec.adapters.is_there:
+        return f"weights, gradients and Adam states {total}"
+    trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
+    return f"weights {total}, and gradients and Adam states of {trained / 1e6:.2f} million trained ones"
 
 
 def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:

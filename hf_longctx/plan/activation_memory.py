@@ -43,7 +43,7 @@ def plain_layer_bytes(model: ModelSpec) -> int:
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
     norms = 2 * (4 + 2 * e) * d + 8
     qk_norms = (4 + e) * (a + k) + 4 * (h + model.num_kv_heads) if model.qk_norms else 0
-    return norms + qk_norms + 2 * e * (a + k) + max(4, e) * h + e * inner
+    return norms + qk_norms + 2 * e * (a + k) + max(4, e) * h + e * inner + model.adapters.layer_saved_bytes
 
 
 def checkpointed_layer_bytes(model: ModelSpec) -> int:

@@ -70,9 +70,11 @@ def spec_name(spec: ModelSpec) -> str:
             return known
     normed = ", queries and keys normed" if spec.qk_norms else ""
     sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
+    trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
+    adapters = f", {trained} trained beside them" if trained else ""
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, vocabulary {vocabulary}, "
-        f"{spec.bytes_per_element} bytes{sent}{normed}"
+        f"{spec.bytes_per_element} bytes{sent}{normed}{adapters}"
     )

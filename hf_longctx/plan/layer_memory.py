@@ -65,8 +65,10 @@ class LayerBytes:
         self.has_tiles = tile_tokens > 0
         self.is_plain = policy.keeps_everything
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
-        self.forward = self._forward()
-        self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward())
+        # what adapters keep is there in a layer's own forward and replay alone
+        adapters = 0 if self.is_plain else model.adapters.layer_saved_bytes * self.tokens
+        self.forward = self._forward() + adapters
+        self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward()) + adapters
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -186,7 +188,7 @@ class LayerBytes:
             return before + inner * self.tokens
         # input gradients are put together, weight gradients of a tile are added up in fp32
         matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
-        weights = matrices * (1 + self._wide) if self.load.trains_weights else 0
+        weights = matrices * (1 + self._wide) if self.load.trains_weights and self.model.trains_layers else 0
         recomputed = min(self.tile, self._recomputed("mlp"))
         kept = min(self.tile, self.tokens - self._recomputed("mlp"))
         return before + d * self.tokens + max((inner + d) * recomputed, gradients * kept) + weights
@@ -270,12 +272,13 @@ class OutsideBytes:
         if not load.has_head:
             self.head = e * d * tokens
             return
-        norm = (4 * d + 4 + (e * d if load.trains_weights else 0)) * tokens
+        trains_head = load.trains_weights and model.trains_head
+        norm = (4 * d + 4 + (e * d if trains_head else 0)) * tokens
         hidden = e * d * tokens
         # of the norm, forward and backward: mostly fp32 tensors like its input
         inside = ((12 if e == 4 else 8 + 3 * e) * d) * tokens
         normed = 24 * d * tokens
-        weights = vocabulary * d if load.trains_weights else 0
+        weights = vocabulary * d if trains_head else 0
         if tile_tokens:
             tile = min(tile_tokens, tokens) * vocabulary
             # logits, their fp32 copy, log-probabilities; gradients of the weights of one tile, and their sum in fp32
@@ -286,7 +289,7 @@ class OutsideBytes:
             self.backward = max(normed, norm + 2 * hidden + ((wide + e) * weights if load.keeps_gradients else work))
             return
         logits = tokens * vocabulary
-        self.head = norm + (hidden if load.trains_weights else 0) + wide * logits
+        self.head = norm + (hidden if trains_head else 0) + wide * logits
         # beside the log-probabilities: logits, and their fp32 copy
         self.forward = max(inside, norm + hidden + logits * (e + wide + (wide if e < 4 else 0)))
         # log-probabilities and two gradients of them; then that of the logits, the input's and the weights'

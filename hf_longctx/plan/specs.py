@@ -21,13 +21,40 @@ _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """What is trained beside frozen weights; nothing: all weights are trained.
+
+    layer_parameters, layer_bytes: of the weights that adapters add to one layer. layer_saved_bytes: what these keep for backward
+    of one token. first, last: weights that are trained at the embedding and at the head.
+    """
+
+    layer_parameters: int = 0
+    layer_bytes: int = 0
+    layer_saved_bytes: int = 0
+    first_parameters: int = 0
+    first_bytes: int = 0
+    last_parameters: int = 0
+    last_bytes: int = 0
+
+    @property
+    def is_there(self) -> bool:
+        return max(self.layer_parameters, self.first_parameters, self.last_parameters) > 0
+
+    def sizes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
+        """Trained parameters of so many layers with the ends that are there, and their bytes."""
+        count = num_layers * self.layer_parameters + is_first * self.first_parameters + is_last * self.last_parameters
+        return count, num_layers * self.layer_bytes + is_first * self.first_bytes + is_last * self.last_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shapes of a decoder-only model.
 
     bytes_per_element: of weights and saved activations. bytes_sent_per_element: of queries, keys and values between ranks,
     fewer than that under autocast (0: as many). gated_mlp: the MLP has a gate beside up and down, as Llama's and unlike
     GPT's. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys have norms of their own.
-    can_keep_qkv: a replay can take queries, keys and values from the first run.
+    can_keep_qkv: a replay can take queries, keys and values from the first run. adapters: what is trained beside weights that
+    are frozen then.
     """
 
     num_layers: int
@@ -45,6 +72,7 @@ class ModelSpec:
     learned_positions: bool = False
     qk_norms: bool = False
     can_keep_qkv: bool = True
+    adapters: AdapterSpec = AdapterSpec()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
@@ -90,9 +118,24 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Matrix parameters of the whole model."""
-        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
-        positions = self.max_positions * self.hidden_size if self.learned_positions else 0
-        return self.num_layers * self.layer_parameters + embeddings + positions
+        return self.part_parameters(self.num_layers, is_first=True, is_last=True)
+
+    def part_parameters(self, num_layers: int, is_first: bool, is_last: bool) -> int:
+        """Matrix parameters of so many layers, with the embedding if `is_first` and the head if `is_last`."""
+        table = self.vocab_size * self.hidden_size
+        positions = self.max_positions * self.hidden_size if self.learned_positions and is_first else 0
+        num_tables = 1 if self.tied_embeddings and is_first and is_last else is_first + is_last
+        return num_layers * self.layer_parameters + num_tables * table + positions
+
+    @property
+    def trains_layers(self) -> bool:
+        """Whether the layers' own weights are trained."""
+        return not self.adapters.is_there
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head's weight is trained: its own, or a copy beside it."""
+        return not self.adapters.is_there or self.adapters.last_parameters > 0
 
     @property
     def saved_bytes_per_token(self) -> int:
@@ -106,19 +149,33 @@ class ModelSpec:
         mlp = (8 if self.gated_mlp else 4) * self.intermediate_size
         layer = 16 * self.hidden_size + 4 * a + 4 * k + mlp + 4 * self.num_heads
         logits = self.vocab_size * (self.bytes_per_element + 3 * max(4, self.bytes_per_element))
-        return self.num_layers * layer * self.bytes_per_element // 2 + logits
+        return self.num_layers * (layer * self.bytes_per_element // 2 + self.adapters.layer_saved_bytes) + logits
 
     def state_bytes(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
         """Bytes on a rank of weights, gradients and two fp32 Adam moments, which `shard_ranks` ranks share if sharded.
 
-        Gathered beside the shards are the embeddings and two layers, weights and gradients, or all weights for a round.
+        Gathered beside the shards are the embeddings and two layers, weights and gradients, or all weights for a round. Frozen
+        weights have neither gradients nor moments.
         """
-        whole = self.num_parameters * (2 * self.bytes_per_element + 8)
+        return self.part_state_bytes(self.num_layers, True, True, parameters, shard_ranks)
+
+    def part_state_bytes(self, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int) -> int:
+        """The same of so many layers, with the embedding if `is_first` and the head if `is_last`."""
+        weights, gradients, moments = self._part_bytes(num_layers, is_first, is_last)
         if parameters == "replicated":
-            return whole
-        unit = self.num_parameters - max(0, self.num_layers - 2) * self.layer_parameters
-        weights = unit if parameters == "sharded" else self.num_parameters
-        return -(-whole // shard_ranks) + (weights + unit) * self.bytes_per_element
+            return weights + gradients + moments
+        unit_weights, unit_gradients, _ = self._part_bytes(min(num_layers, 2), is_first, is_last)
+        gathered = unit_weights if parameters == "sharded" else weights
+        return -(-(weights + gradients + moments) // shard_ranks) + gathered + unit_gradients
+
+    def _part_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
+        """Bytes of weights, of gradients and of moments."""
+        count = self.part_parameters(num_layers, is_first, is_last)
+        weights = count * self.bytes_per_element
+        if not self.adapters.is_there:
+            return weights, weights, 8 * count
+        trained, trained_bytes = self.adapters.sizes(num_layers, is_first, is_last)
+        return weights + trained_bytes, trained_bytes, 8 * trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,7 @@ def held_state_bytes(
     model: ModelSpec, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int
 ) -> int:
     """The same for `num_layers` layers on stage `stage` of `num_stages`, before there is a plan."""
-    num_parameters = held_parameters(model, num_layers, stage, num_stages)
-    whole = num_parameters * (2 * model.bytes_per_element + 8)
-    if parameters == "replicated":
-        return whole
-    unit = num_parameters - max(0, num_layers - 2) * model.layer_parameters
-    gathered = unit if parameters == "sharded" else num_parameters
-    return -(-whole // shard_ranks) + (gathered + unit) * model.bytes_per_element
+    return model.part_state_bytes(num_layers, stage == 0, stage == num_stages - 1, parameters, shard_ranks)
 
 
 def most_held_bytes(model: ModelSpec, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int) -> int:
@@ -44,11 +38,7 @@ def stage_parameters(model: ModelSpec, stage: StagePlan, num_stages: int) -> int
 
 def held_parameters(model: ModelSpec, num_layers: int, stage: int, num_stages: int) -> int:
     """Matrix parameters of `num_layers` layers on stage `stage` of `num_stages`, embeddings and head included."""
-    is_first, is_last = stage == 0, stage == num_stages - 1
-    table = model.vocab_size * model.hidden_size
-    positions = model.max_positions * model.hidden_size if model.learned_positions and is_first else 0
-    num_tables = 1 if model.tied_embeddings and is_first and is_last else is_first + is_last
-    return num_layers * model.layer_parameters + num_tables * table + positions
+    return model.part_parameters(num_layers, stage == 0, stage == num_stages - 1)
 
 
 def most_in_flight(actions: Iterable[Action]) -> int:

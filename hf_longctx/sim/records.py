@@ -10,7 +10,7 @@ from typing import Any
 from hf_longctx._version import __version__
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.specs import GROUP_METHODS, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.specs import GROUP_METHODS, AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.types import PARAMETERS, StepPlan
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
@@ -171,7 +171,9 @@ def read_plan_file(text: str) -> PlanFile:
         raise ValueError("the file is a forecast without a plan, because no --lengths were given; make one with lengths")
     plan = plan_from_json(json.dumps(data["plan"]))
     record = dict(_object(data["cost_model"], "cost_model"))
-    model = ModelSpec(**_fields(ModelSpec, record.get("model"), "cost_model.model"))
+    shapes = _fields(ModelSpec, record.get("model"), "cost_model.model")
+    adapters = AdapterSpec(**_fields(AdapterSpec, shapes["adapters"], "cost_model.model.adapters"))
+    model = ModelSpec(**shapes | {"adapters": adapters})
     memory = MemoryModel(model, **_fields(MemoryModel, record.pop("memory", None), "cost_model.memory", leave=("model",)))
     names = (str(data.get("model", "")), str(data.get("hardware", "")))
     return PlanFile(plan, *names, _cost_model(record, model), memory)
