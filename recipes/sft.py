@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import datasets
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -59,6 +60,16 @@ class RecipeArguments:
     dtype: Literal["float32", "bfloat16"] = field(
         default="float32",
         metadata={"help": "Of weights, optimizer states and saved tensors; bfloat16 takes half the memory and rounds updates."},
+    )
+    lora_rank: int = field(
+        default=0,
+        metadata={"help": "Train LoRA adapters of this rank (in float32) over frozen weights. 0: all weights are trained."},
+    )
+    lora_alpha: float | None = field(
+        default=None, metadata={"help": "What adapters add is scaled by this over their rank. Default: twice the rank."}
+    )
+    lora_targets: list[str] | None = field(
+        default=None, metadata={"help": "Names of the Linear modules that get adapters. Default: all but the output head."}
     )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Tokenizer on the hub or a local folder; 'bytes' for UTF-8 bytes. Default: the model's."}
@@ -105,6 +116,7 @@ class RecipeArguments:
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_config is None):
             raise ValueError("give either model_name_or_path (a checkpoint) or model_config (random weights), not both or none")
+        self._check_adapters()
         for name in ("model_config", "config_overrides"):
             _from_json(getattr(self, name) or "{}", name)
         if (self.dataset is None) == (self.datasets is None):
@@ -121,6 +133,19 @@ class RecipeArguments:
         check_sources(self.sources, self.eval_source)
         if self.mix_until != "first_exhausted" and self.sources[0].weight is None:
             raise ValueError(f"mix_until {self.mix_until} has no effect without weights; give every dataset a weight")
+
+    def _check_adapters(self) -> None:
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank is {self.lora_rank}; give a positive rank, or 0 to train all weights")
+        for name in ("lora_alpha", "lora_targets"):
+            if getattr(self, name) is not None and not self.lora_rank:
+                raise ValueError(f"{name} has no effect without adapters; set lora_rank, or leave it out")
+        if self.lora_rank and self.model_config is not None:
+            raise ValueError(
+                "lora_rank saves adapters without the weights below, which model_config makes at random; give a model"
+            )
+        if self.lora_alpha is not None and self.lora_alpha <= 0:
+            raise ValueError(f"lora_alpha is {self.lora_alpha}; give more than 0 or leave it out")
 
     @property
     def sources(self) -> list[Source]:
@@ -156,7 +181,7 @@ def main() -> None:
     # data before the model: its errors are cheap to find
     documents = load_documents(recipe, tokenizer, args)
     say(args, "\n".join(documents.lines))
-    model = load_model(recipe, config)
+    model = with_adapters(load_model(recipe, config), recipe)
     trainer = LongContextTrainer(
         model=model,
         args=args,
@@ -174,7 +199,12 @@ def main() -> None:
         say(args, f"held-out perplexity: {before['eval_perplexity']:.2f} before, {after['eval_perplexity']:.2f} after")
         if args.should_save:
             write_held_out(trainer, Path(args.output_dir), after["eval_loss"])
-    say(args, f"checkpoint: {args.output_dir}  (AutoModelForCausalLM.from_pretrained loads it)")
+    loader = (
+        "PeftModel.from_pretrained loads it onto the base model"
+        if recipe.lora_rank
+        else "AutoModelForCausalLM.from_pretrained loads it"
+    )
+    say(args, f"checkpoint: {args.output_dir}  ({loader})")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -220,6 +250,18 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
     return AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation="sdpa")
 
 
+def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrainedModel | PeftModel:
+    """The model, under LoRA adapters if the settings ask for them. Raises SystemExit for targets that the model has not."""
+    if not recipe.lora_rank:
+        return model
+    settings = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
+    targets = recipe.lora_targets or "all-linear"
+    try:
+        return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **settings))
+    except ValueError as error:
+        raise SystemExit(f"lora_targets: {error}") from error
+
+
 def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments) -> Documents:
     """Training and held-out tokens; the first rank tokenises, the others read its cache."""
     with args.main_process_first(desc="tokenise"):
@@ -236,13 +278,17 @@ def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, 
             raise SystemExit(f"data: {error}") from error
 
 
-def describe(trainer: LongContextTrainer, model: PreTrainedModel) -> str:
+def describe(trainer: LongContextTrainer, model: PreTrainedModel | PeftModel) -> str:
     """One paragraph about the run, before it starts."""
     dataloader = trainer.get_train_dataloader()
     lengths = sorted(dataloader.dataset.index.lengths.tolist())
+    trained = ""
+    if isinstance(model, PeftModel):
+        model = model.get_base_model()
+        trained = f", {model.num_parameters(only_trainable=True) / 1e6:.1f} million of them trained"
     return (
-        f"{type(model).__name__} with {model.num_parameters() / 1e6:.1f} million parameters; {len(lengths)} sequences of "
-        f"{lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}); {len(dataloader)} steps per epoch"
+        f"{type(model).__name__} with {model.num_parameters() / 1e6:.1f} million parameters{trained}; {len(lengths)} sequences "
+        f"of {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}); {len(dataloader)} steps per epoch"
     )
 
 

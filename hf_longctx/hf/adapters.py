@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.checkpoint import sharded_like
@@ -43,11 +44,8 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if is_adapted(model) else model
 
 
-def adapter_problems(model: Any) -> list[str]:
-    """Why the adapters of a model cannot be trained, by name; empty for tested ones and for a model without any.
-
-    The first problem starts with "adapters" where nothing else can be said of the model.
-    """
+def kind_problems(model: Any) -> list[str]:
+    """Why adapters of this kind cannot be trained, by name; empty for tested ones and for a model without any."""
     if not is_adapted(model):
         # what transformers' own add_adapter leaves, and PEFT's mixtures of several kinds
         if hasattr(model, "peft_config"):
@@ -63,7 +61,12 @@ def adapter_problems(model: Any) -> list[str]:
             f"adapters of kind {kind} ({type(config).__name__}) are not in the tested list ({', '.join(TESTED_KINDS)}): what "
             f"they do to sequences may be silently wrong in slices and groups; use LoraConfig"
         ]
-    return _setting_problems(config) + _module_problems(model)
+    return []
+
+
+def adapter_problems(model: Any) -> list[str]:
+    """What keeps the adapters of a tested kind, on a tested model, from being trained; empty for a model without any."""
+    return _setting_problems(model.peft_config[_ADAPTER]) + _module_problems(model) if is_adapted(model) else []
 
 
 def _setting_problems(config: LoraConfig) -> list[str]:
@@ -80,7 +83,7 @@ def _module_problems(model: PeftModel) -> list[str]:
     problems = []
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     if other := next((module for _, module in layers if type(module) is not Linear), None):
-        problems.append(f"adapters on {type(other.get_base_layer()).__name__} are not in the tested list; target Linear modules")
+        problems.append(f"an adapter lies on {type(other.get_base_layer()).__name__}, which is not tested; target Linear modules")
     if any(module.merged for _, module in layers):
         problems.append("the adapters are merged into the weights; call model.unmerge_adapter()")
     if any(module.disable_adapters for _, module in layers):
@@ -102,6 +105,20 @@ def _module_problems(model: PeftModel) -> list[str]:
             f"name their module in modules_to_save"
         )
     return problems
+
+
+def shard_problems(model: Any) -> list[str]:
+    """Why the trained weights of a model cannot be sharded: FSDP2 sums the gradients of a unit in one dtype."""
+    base = base_of(model)
+    if not is_adapted(model) or not isinstance(base, PreTrainedModel):
+        return []
+    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if isinstance(end, nn.Module)]
+    if len(dtypes := {parameter.dtype for end in ends for parameter in end.parameters() if parameter.requires_grad}) < 2:
+        return []
+    return [
+        f"embedding and head are trained in {' and '.join(sorted(map(str, dtypes)))}, which shards of one unit cannot mix; call "
+        f"get_peft_model(..., autocast_adapter_dtype=False), or use parameters='replicated'"
+    ]
 
 
 def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:

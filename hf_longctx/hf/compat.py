@@ -6,7 +6,7 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
-from hf_longctx.hf.adapters import adapter_problems, base_of, own_dtypes
+from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
 
 # a class gets in with its row in tests/runtime/test_equality.py, never without
 TESTED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -24,9 +24,8 @@ def version_problems() -> list[str]:
 
 def model_problems(model: PreTrainedModel) -> list[str]:
     """Why this model cannot run correctly, by name; empty for a tested class with a tested attention pattern."""
-    adapters = adapter_problems(model)
-    if adapters and adapters[0].startswith("adapters"):
-        return adapters
+    if kinds := kind_problems(model):
+        return kinds
     base = base_of(model)
     name, config = type(base).__name__, base.config
     if name not in TESTED_MODELS:
@@ -39,7 +38,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
             f"tested; use the class of transformers"
         ]
-    problems = adapters
+    problems = adapter_problems(model)
     if (window := _window(config)) is not None:
         problems.append(
             f"{name} has a sliding attention window of {window} tokens, which is not supported yet; load it with "

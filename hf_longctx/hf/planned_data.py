@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from hf_longctx.hf.agreement import differing_settings, raise_together
+from hf_longctx.hf.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data import DatasetScan, token_rows, too_long
@@ -24,7 +24,7 @@ from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.resume import DataRecorder, data_settings, plans_done, sequences_per_step
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
-from hf_longctx.hf.stage_choice import loaded_ranges
+from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.streaming import PlannedStream, StreamBatches, StreamRules, is_stream, stream_problems
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class PlannedDataMixin(_TrainerBase):
             settings["initial weights"] = _weights_digest(model)
         else:
             settings["layers of the stages"] = ranges
+            problems += _differing_stages(own_stage(len(ranges)), model, self._control)
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
         for name, scan in self._scan(given).items():
             problems += scan.problems
@@ -223,6 +224,16 @@ def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: in
             f"truncated, {dropped} tokens dropped" if dropped else f"split, {len(index)} sequences from {len(row_lengths)} rows"
         )
         logger.warning("%s: %d rows above %d tokens %s", name, num_long, limit, what)
+
+
+def _differing_stages(stage: int, model: nn.Module, control: dist.ProcessGroup | None) -> list[str]:
+    """A problem if the ranks of one stage hold different weights, as random adapters would be. Collective."""
+    found = gather_objects((stage, _weights_digest(model)), control)
+    differing = sorted({number for number, _ in found if len({digest for other, digest in found if other == number}) > 1})
+    return [
+        f"initial weights differ between the ranks of stage {number}; call set_seed(...) with one number before get_peft_model"
+        for number in differing
+    ]
 
 
 def _weights_digest(model: nn.Module) -> str:

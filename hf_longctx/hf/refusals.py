@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from hf_longctx.hf.adapters import shard_problems
 from hf_longctx.hf.compat import model_problems, version_problems
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.stage_choice import loaded_ranges
@@ -216,7 +217,7 @@ def placement_problems(
             f"the trainer argument optimizers holds weights of all stages, of which stages={config.stages!r} leaves one on a "
             f"rank; pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim"
         ]
-    problems = []
+    problems = shard_problems(model)
     if any(trainer_arguments.get("optimizers") or ()):
         problems.append(
             f"the trainer argument optimizers belongs to parameters that parameters={config.parameters!r} replaces by shards; "

@@ -128,6 +128,25 @@ def mixed_run(folder: str, settings: dict[str, Any], is_loaded: bool) -> tuple[l
     return recorder.losses, loss, trainer.evaluate()["eval_loss"], {str(parameter.dtype) for parameter in trained}
 
 
+def start_with_other_adapters(folder: str) -> str:
+    """Why a run does not start whose ranks draw adapters of their own on a stage that they loaded."""
+    args = training_arguments(f"{folder}/out")
+    config = LongContextConfig(**STAGES)
+    model = with_adapters(load_pipeline_stage(folder, config), seed=args.process_index)
+    try:
+        LongContextTrainer(model=model, args=args, train_dataset=datasets.Dataset.from_list(ROWS), longctx_config=config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_stage_with_other_adapters_are_told(ranks, tmp_path: Path) -> None:
+    build_model(ModelCase(dtype=torch.float32)).save_pretrained(tmp_path)
+    for error in ranks(4).run(start_with_other_adapters, str(tmp_path)):
+        for stage in (0, 1):
+            assert f"initial weights differ between the ranks of stage {stage}; call set_seed(...) with one number" in error
+
+
 def test_adapters_in_fp32_train_over_weights_in_bf16(ranks, tmp_path: Path) -> None:
     build_model(ModelCase(dtype=torch.bfloat16, tied=True)).save_pretrained(tmp_path)
     whole = ranks(2).run(mixed_run, str(tmp_path), STAGES, False)

@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 from helpers.models import ModelCase, build_model
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
 from hf_longctx.hf import compat
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.refusals import argument_problems, setup_problems
+from hf_longctx.hf.refusals import argument_problems, placement_problems, setup_problems
 
 SHAPE = {
     "vocab_size": 64,
@@ -255,30 +255,118 @@ def test_a_quantized_model_is_refused() -> None:
     assert problems_of(model) == ["quantized models are not supported yet; load the model in float32"]
 
 
-LORA = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+def lora(model: Any = None, autocast: bool = True, **settings: Any) -> Any:
+    settings = {"target_modules": ["q_proj", "v_proj"], "r": 2, **settings}
+    return get_peft_model(llama() if model is None else model, LoraConfig(**settings), autocast_adapter_dtype=autocast)
 
 
-def test_a_lora_model_is_refused_with_the_ways_out() -> None:
-    (problem,) = problems_of(get_peft_model(llama(), LORA))
-    assert problem.startswith("PeftModel: LoRA and other adapters are not supported yet")
-    assert "merge the adapter (merge_and_unload) and unfreeze it (requires_grad_(True))" in problem
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_adapters_have_no_problem(task_type: str | None, dtype: torch.dtype, autocast: bool) -> None:
+    settings = {"use_rslora": True, "use_dora": True, "modules_to_save": ["lm_head", "embed_tokens"]}
+    assert problems_of(lora(llama().to(dtype), autocast, task_type=task_type, **settings)) == []
 
 
-def test_a_causal_lora_model_is_refused() -> None:
-    (problem,) = problems_of(get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")))
-    assert problem.startswith("PeftModelForCausalLM: LoRA and other adapters are not supported yet")
-
-
-def test_an_adapter_added_to_the_model_itself_is_refused() -> None:
+def added_by_transformers() -> Any:
     model = llama()
-    model.add_adapter(LORA)
-    (problem,) = problems_of(model)
-    assert problem.startswith("LlamaForCausalLM: LoRA and other adapters are not supported yet")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+def with_two_adapters() -> Any:
+    model = lora()
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+def merged() -> Any:
+    model = lora()
+    model.merge_adapter()
+    return model
+
+
+def unfrozen() -> Any:
+    model = lora()
+    model.get_base_model().model.norm.requires_grad_(True)
+    return model
+
+
+def disabled() -> Any:
+    model = lora()
+    model.base_model.disable_adapter_layers()
+    return model.requires_grad_(True)
+
+
+def of_half_and_single() -> Any:
+    model = lora(llama().bfloat16(), autocast=False)
+    next(p for name, p in model.named_parameters() if "lora_A" in name).data = torch.zeros(2, 32)
+    return model
+
+
+# what is found -> (how the model is made, what the message says)
+REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
+    "prompt tuning": (
+        lambda: get_peft_model(llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+        "adapters of kind PROMPT_TUNING (PromptTuningConfig) are not in the tested list (LORA)",
+    ),
+    "IA3": (
+        lambda: get_peft_model(llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[])),
+        "adapters of kind IA3 (IA3Config) are not in the tested list (LORA)",
+    ),
+    "added by transformers": (
+        added_by_transformers,
+        "adapters of LlamaForCausalLM are not in the tested list; use get_peft_model",
+    ),
+    "two": (with_two_adapters, "adapters default, other: only one of the name 'default' is supported yet"),
+    "merged": (merged, "the adapters are merged into the weights; call model.unmerge_adapter()"),
+    "disabled": (disabled, "the adapters are disabled; call model.base_model.enable_adapter_layers()"),
+    "dropout": (lambda: lora(lora_dropout=0.1), "LoraConfig lora_dropout=0.1 is not in the tested list; use 0.0"),
+    "biases": (lambda: lora(bias="all"), "LoraConfig bias='all' is not in the tested list; use 'none'"),
+    "init": (
+        lambda: lora(init_lora_weights="pissa"),
+        "init_lora_weights='pissa' is not in the tested list; use True or False or",
+    ),
+    "embedding": (
+        lambda: lora(target_modules=["embed_tokens"]),
+        "an adapter lies on Embedding, which is not tested; target Linear modules",
+    ),
+    "saved norm": (
+        lambda: lora(modules_to_save=["input_layernorm"]),
+        "modules_to_save has base_model.model.model.layers.0.input_",
+    ),
+    "saved tie": (
+        lambda: lora(llama(tie_word_embeddings=True), modules_to_save=["lm_head"]),
+        "modules_to_save has the embedding or the head, which are one weight (tie_word_embeddings) and would become two",
+    ),
+    "trained norm": (unfrozen, "1 trained weights beside the adapters would not be saved with them, base_model.model.model.norm"),
+    "dtypes": (of_half_and_single, "the adapters have weights of torch.bfloat16, torch.float32 on a model of torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ADAPTERS)
+def test_adapters_that_are_not_tested_are_refused_by_name(name: str) -> None:
+    make, message = REFUSED_ADAPTERS[name]
+    problems = problems_of(make())
+    assert any(message in problem for problem in problems), problems
+
+
+def test_an_untested_model_under_adapters_is_refused_by_its_own_class() -> None:
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SHAPE))
+    (problem,) = problems_of(lora(model))
+    assert problem.startswith("model class Gemma2ForCausalLM is not in the tested list")
+
+
+def test_trained_ends_in_two_dtypes_are_not_sharded(tmp_path) -> None:
+    model = lora(llama().bfloat16(), target_modules=["lm_head"], modules_to_save=["embed_tokens"])
+    config = LongContextConfig(parameters="sharded")
+    (problem,) = placement_problems(model, config, arguments(tmp_path), {})
+    assert problem.startswith("embedding and head are trained in torch.bfloat16 and torch.float32, which shards of one unit")
 
 
 def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:
     # peft leaves the merged model frozen
-    merged = get_peft_model(llama(), LORA).merge_and_unload()
+    merged = lora().merge_and_unload()
     assert problems_of(merged) == ["no parameter of the model requires a gradient; unfreeze what is to be trained"]
     assert problems_of(merged.requires_grad_(True)) == []
 

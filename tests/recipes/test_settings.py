@@ -72,6 +72,25 @@ def test_values_that_a_dataclass_refuses_are_said_without_a_traceback(config_fil
         read_settings(ALL, [config_file, "--model_config", "{a"])
 
 
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--lora_rank", "-1"], "lora_rank is -1; give a positive rank, or 0 to train all weights"),
+        (["--lora_alpha", "16"], "lora_alpha has no effect without adapters; set lora_rank, or leave it out"),
+        (["--lora_targets", "q_proj"], "lora_targets has no effect without adapters"),
+        (["--lora_rank", "4", "--lora_alpha", "0"], "lora_alpha is 0.0; give more than 0 or leave it out"),
+    ],
+)
+def test_settings_of_adapters_that_cannot_be_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        read_settings(ALL, ["--dataset", "x", "--model_name_or_path", "y", *arguments])
+
+
+def test_adapters_over_random_weights_are_refused(config_file: str) -> None:
+    with pytest.raises(SystemExit, match="lora_rank saves adapters without the weights below, which model_config makes"):
+        read_settings(ALL, [config_file, "--lora_rank", "4"])
+
+
 def test_file_stands_first(config_file: str) -> None:
     with pytest.raises(SystemExit, match="give the YAML file first"):
         read_settings(ALL, ["--max_length", "7", config_file])

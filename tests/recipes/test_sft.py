@@ -98,7 +98,7 @@ def test_plain_process_gets_the_same_held_out_loss(demo) -> None:
     assert "hf_longctx" not in (ROOT / "recipes" / "evaluate.py").read_text()
 
 
-def test_checkpoint_and_json_lines_continue(demo, tmp_path: Path) -> None:
+def test_checkpoint_and_json_lines_continue_under_adapters(demo, tmp_path: Path) -> None:
     _, checkpoint = demo
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"body": "word " * (5 + 20 * i)}) + "\n" for i in range(8)) + '{"body": ""}\n')
@@ -117,10 +117,16 @@ def test_checkpoint_and_json_lines_continue(demo, tmp_path: Path) -> None:
             "--save_strategy",
             "no",
         ),
+        *("--lora_rank", "2", "--lora_targets", "q_proj", "down_proj", "--eval_documents", "2"),
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    assert "8 sequences of" in run.stdout
+    assert re.search(r"0\.0 million parameters, 0\.0 million of them trained; 6 sequences of", run.stdout)
+    assert "PeftModel.from_pretrained loads it onto the base model" in run.stdout
+    out = tmp_path / "out"
+    assert (out / "adapter_model.safetensors").exists() and not list(out.glob("model*"))
+    # transformers finds the base model by the adapter's config
+    held_out = json.loads((out / "held_out.json").read_text())
+    assert plain_loss(out, held_out["input_ids"], held_out["input_ids"]) == pytest.approx(held_out["loss"], abs=1e-5)
 
 
 @pytest.fixture(scope="module")
