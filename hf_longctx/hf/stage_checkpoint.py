@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
+from peft.utils import CONFIG_NAME
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -196,9 +197,19 @@ def _join_adapters(partials: list[Path], folder: Path) -> None:
         adapters.update(load_file(partial / ADAPTER_FILE))
     joined = partials[0] / "joined.tmp"
     save_file(adapters, joined, metadata={"format": "pt"})
+    _join_targets([partial / CONFIG_NAME for partial in partials])
     for file in (*partials[0].glob("*.json"), *partials[0].glob("*.md")):
         file.replace(folder / file.name)
     joined.replace(folder / ADAPTER_FILE)
+
+
+def _join_targets(files: list[Path]) -> None:
+    """Gives the first config the targets of all: a stage that was loaded alone names its own layers for "all-linear"."""
+    configs = [json.loads(file.read_text()) for file in files]
+    targets = [config["target_modules"] for config in configs]
+    if all(isinstance(names, list) for names in targets):
+        configs[0]["target_modules"] = sorted(set().union(*targets))
+        files[0].write_text(json.dumps(configs[0], indent=2, sort_keys=True) + "\n")
 
 
 def _tensor_bytes(file: Path) -> int:

@@ -14,6 +14,7 @@ import transformers
 from helpers.models import ModelCase, adapted, build_model, random_rows, reference_step, relative_error
 from helpers.training import LossRecorder, plain_training, training_arguments
 from packaging.version import Version
+from safetensors.torch import load_file
 from test_sharded_trainer import train
 from test_trainer import SKEWED
 
@@ -103,9 +104,9 @@ def with_adapters(model: Any, seed: int = 3) -> Any:
     return model
 
 
-def mixed_run(folder: str, settings: dict[str, Any], is_loaded: bool) -> tuple[list[float], float, float, set[str]]:
+def mixed_run(folder: str, name: str, settings: dict[str, Any], is_loaded: bool) -> tuple[list[float], float, float, set[str]]:
     """Losses of bf16 weights under fp32 adapters, on rows after it and as the best model again, and dtypes of what is trained."""
-    args = training_arguments(f"{folder}/out", max_steps=3, per_device_train_batch_size=4)
+    args = training_arguments(f"{folder}/{name}", max_steps=3, per_device_train_batch_size=4)
     config = LongContextConfig(report_steps=False, timeline_steps=0, **settings)
     base = load_pipeline_stage(folder, config) if is_loaded else transformers.AutoModelForCausalLM.from_pretrained(folder)
     if is_loaded:
@@ -149,14 +150,19 @@ def test_ranks_of_a_stage_with_other_adapters_are_told(ranks, tmp_path: Path) ->
 
 def test_adapters_in_fp32_train_over_weights_in_bf16(ranks, tmp_path: Path) -> None:
     build_model(ModelCase(dtype=torch.bfloat16, tied=True)).save_pretrained(tmp_path)
-    whole = ranks(2).run(mixed_run, str(tmp_path), STAGES, False)
+    whole = ranks(2).run(mixed_run, str(tmp_path), "whole", STAGES, False)
     # the layers are the same, since they are dealt out by the same costs
-    assert ranks(2).run(mixed_run, str(tmp_path), STAGES, True) == whole
-    sharded = ranks(2).run(mixed_run, str(tmp_path), SHARDED, False)
+    assert ranks(2).run(mixed_run, str(tmp_path), "loaded", STAGES, True) == whole
+    sharded = ranks(2).run(mixed_run, str(tmp_path), "sharded", SHARDED, False)
     for losses, loss, best, dtypes in (*whole, *sharded):
         assert losses == pytest.approx(whole[0][0], rel=0.01)
         assert loss == best == pytest.approx(whole[0][1], rel=0.01)
         assert dtypes == {"torch.float32"}
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    found = peft.PeftModel.from_pretrained(base, tmp_path / "out", is_trainable=True)
-    assert reference_step(found, ROWS[:7])[0] == pytest.approx(whole[0][1], rel=0.01)
+    for name in ("whole", "loaded", "sharded"):
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        found = peft.PeftModel.from_pretrained(base, tmp_path / name, is_trainable=True)
+        saved = load_file(tmp_path / name / "adapter_model.safetensors")
+        weights = peft.get_peft_model_state_dict(found, save_embedding_layers=False)
+        assert weights.keys() == saved.keys()
+        assert all(torch.equal(weights[key], value) for key, value in saved.items())
+        assert reference_step(found, ROWS[:7])[0] == pytest.approx(whole[0][1], rel=0.01)

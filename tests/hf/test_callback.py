@@ -27,6 +27,7 @@ from hf_longctx.hf.attention import attention_name
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)
+ADAPTED = ModelCase(promoted=True, lora=(("r", 2), ("target_modules", ["q_proj", "down_proj"]), ("modules_to_save", ["lm_head"])))
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +40,12 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def train_attached(
-    rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any]
+    case: ModelCase, rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[list[float], list[str], dict[str, torch.Tensor]]:
     """Trains a stock trainer on this rank under full plans; losses and layouts of all plans, final weights."""
     recorder = LossRecorder()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_stock_trainer(CASE, rows, folder, arguments)
+        trainer = make_stock_trainer(case, rows, folder, arguments)
         LongContextCallback(quiet_config(**config)).attach(trainer)
         recorder.attach(trainer)
         trainer.train()
@@ -57,15 +58,17 @@ ATTACHED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two ranks": (2, {"tokens_per_rank": 64}, {}),
     "accumulation": (2, {"tokens_per_rank": 40}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
     "heterogeneous": (4, {"tokens_per_rank": 32}, {}),
+    "adapters": (2, {"tokens_per_rank": 64}, {}),
 }
 
 
 @pytest.mark.parametrize("name", ATTACHED)
 def test_attached_training_follows_one_plain_process(ranks, rows, name: str) -> None:
     num_ranks, config, arguments = ATTACHED[name]
-    expected_losses, expected = plain_training(CASE, rows)
+    case = ADAPTED if name == "adapters" else CASE
+    expected_losses, expected = plain_training(case, rows)
     per_step = arguments.get("gradient_accumulation_steps", 1)
-    for losses, layouts, weights in ranks(num_ranks).run(train_attached, rows, config, arguments):
+    for losses, layouts, weights in ranks(num_ranks).run(train_attached, case, rows, config, arguments):
         steps = [sum(losses[i : i + per_step]) for i in range(0, len(losses), per_step)]
         assert steps == pytest.approx(expected_losses, rel=1e-10)
         assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
@@ -197,7 +200,8 @@ def train_part(
     """A training of 12 steps from its start or from its checkpoint 7, in the middle of an epoch of 5 steps."""
     settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 7, **arguments}
     callback = LongContextCallback(quiet_config(tokens_per_rank=64 if mode == "attached" else 300))
-    trainer = make_stock_trainer(CASE, rows, folder, settings, callbacks=[callback] if mode == "alone" else [])
+    case = ADAPTED if mode == "alone" else CASE
+    trainer = make_stock_trainer(case, rows, folder, settings, callbacks=[callback] if mode == "alone" else [])
     if mode == "attached":
         callback.attach(trainer)
     message = ""

@@ -8,7 +8,8 @@ import pytest
 from plan_cases import COST_KINDS, HARDWARE, MODEL, cost_model
 
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
-from hf_longctx.plan.specs import ClusterSpec, ModelSpec
+from hf_longctx.plan.specs import AdapterSpec, ClusterSpec, ModelSpec
+from hf_longctx.plan.stage_memory import held_state_bytes
 from hf_longctx.plan.traffic import mean_traffic
 from hf_longctx.plan.types import Chunk, GroupShape, Span
 
@@ -170,6 +171,22 @@ def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
     assert model.state_bytes("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + 4 * (2 * 576 + 160)
     costs = replace(COSTS, model=model, parameters="sharded", shard_ranks=4)
     assert costs.rank_bytes(3) == model.state_bytes("sharded", 4) + 3 * model.saved_bytes_per_token
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
+    # weights of 2 bytes as above, 10 adapters of 100 in 4 bytes, and a copy of the head of 80 in 2 bytes
+    adapters = AdapterSpec(layer_parameters=100, layer_bytes=400, last_parameters=80, last_bytes=160)
+    model = ModelSpec(10, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=2, adapters=adapters)
+    trained, states = 10 * 100 + 80, 10 * 400 + 160
+    whole = 2 * 5920 + 2 * states + 8 * trained
+    assert model.state_bytes() == whole
+    # beside a quarter of it: weights of two layers and the ends, and the gradients of what is trained there
+    unit = 2 * (2 * 576 + 160) + 2 * 400 + 160
+    assert model.state_bytes("sharded", 4) == whole // 4 + unit + 2 * 400 + 160
+    assert model.state_bytes("gathered_per_round", 4) == whole // 4 + (2 * 5920 + states) + 2 * 400 + 160
+    # the first of two stages has no head
+    assert held_state_bytes(model, 5, 0, 2, "replicated", 1) == 2 * (5 * 576 + 80) + 5 * (800 + 800)
+    assert held_state_bytes(model, 5, 1, 2, "replicated", 1) == whole - 2 * (5 * 576 + 80) - 5 * (800 + 800)
 
 
 def test_default_coefficients_count_operations() -> None:

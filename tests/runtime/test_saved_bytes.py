@@ -7,17 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_longctx.hf.adapters import adapter_spec
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, held_bytes, plain_layer_bytes
 from hf_longctx.plan.sharding import HeadShare
-from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.specs import AdapterSpec, ModelSpec
 from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.chunk_attention import ChunkAttention, documents_of
@@ -254,3 +256,17 @@ def test_layer_inputs_on_the_host_are_gone_from_the_device(host: float, num_aliv
     # a tensor that autograd holds keeps its Python object
     assert sum(reference() is not None for reference in outputs) == num_alive
     output.last_hidden_state.sum().backward()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.2), (torch.float32, 1.15)])
+def test_layers_under_adapters_in_fp32_save_no_more_than_is_predicted(dtype: torch.dtype, most: float) -> None:
+    found = AdapterSpec()
+
+    def prepare(model: Any) -> None:
+        nonlocal found
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        found = adapter_spec(peft.get_peft_model(model, config))
+
+    measured = layer_bytes("llama", dtype, prepare)
+    predicted = plain_layer_bytes(replace(spec(dtype), adapters=found))
+    assert measured <= predicted <= most * measured
