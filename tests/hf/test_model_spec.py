@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers.models import FAMILIES, ModelCase, build_model
+from helpers.models import FAMILIES, ModelCase, adapted, build_model
 from helpers.steps import tiny_costs
 
+from hf_longctx.hf.adapters import largest_adapters
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
-from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.specs import AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec
 
 
 def matrix_parameters(model: torch.nn.Module) -> int:
@@ -74,6 +77,21 @@ def test_head_size_is_the_configs_not_a_quotient() -> None:
 @pytest.mark.parametrize("dtype,num_bytes", [(torch.float64, 8), (torch.float32, 4)])
 def test_bytes_are_those_of_the_weights(dtype: torch.dtype, num_bytes: int) -> None:
     assert model_spec(build_model(ModelCase(dtype=dtype))).bytes_per_element == num_bytes
+
+
+def test_adapters_are_counted_with_their_own_bytes() -> None:
+    case = ModelCase(dtype=torch.bfloat16)
+    assert model_spec(build_model(case)).adapters == AdapterSpec()
+    settings: Any = {"r": 2, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+    found = model_spec(adapted(build_model(case), autocast=True, **settings)).adapters
+    # 32 to 32 and 48 to 32 in fp32, and a copy of 64 * 32 in bf16
+    trained, head = 2 * (32 + 32) + 2 * (48 + 32), 64 * 32
+    # inputs once more in fp32, and two numbers each
+    assert found == AdapterSpec(trained, 4 * trained, 4 * (32 + 2) + 4 * (48 + 2), last_parameters=head, last_bytes=2 * head)
+    above = model_spec(adapted(build_model(case), layers_to_transform=[1], **settings)).adapters
+    # of the layer with the most, in its own dtype
+    assert (above.layer_parameters, above.layer_bytes, above.layer_saved_bytes) == (trained, 2 * trained, 2 * 2 * 2)
+    assert largest_adapters([replace(found, last_bytes=0), AdapterSpec(last_bytes=7)]) == replace(found, last_bytes=7)
 
 
 def test_ranks_of_one_cpu_node_share_its_memory() -> None:

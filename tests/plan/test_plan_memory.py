@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.activation_memory import class_bytes, held_bytes
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import chunk_bytes, lean_policy, longest_document, most_tokens, round_bytes
-from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.specs import AdapterSpec, ModelSpec
 from hf_longctx.plan.types import (
     Action,
     ActivationPolicy,
@@ -52,6 +52,13 @@ def test_frozen_weights_need_no_gradients_of_the_head() -> None:
     policy = lean_policy(SMALL, 1000, 0, 100)
     trained, frozen = (chunk_bytes(SMALL, Load.document(1000, 4, trains_weights=value), policy) for value in (True, False))
     assert trained.device - frozen.device == 1000 * 4 * 64 + 4 * 256 * 64
+    adapters = AdapterSpec(layer_parameters=10, layer_bytes=40, layer_saved_bytes=12)
+    # what adapters of a layer keep is there while it is computed again
+    above = chunk_bytes(replace(SMALL, adapters=adapters), Load.document(1000, 4), policy)
+    assert (above.device, above.workspace) == (frozen.device, frozen.workspace + 12 * 1000)
+    # a head that is trained beside the frozen one has gradients
+    head = replace(adapters, last_parameters=256 * 64, last_bytes=4 * 256 * 64)
+    assert chunk_bytes(replace(SMALL, adapters=head), Load.document(1000, 4), policy).device == trained.device
 
 
 def test_slices_by_hand() -> None:
