@@ -56,6 +56,12 @@ def test_frozen_weights_need_no_gradients_of_the_head() -> None:
     # what adapters of a layer keep is there while it is computed again
     above = chunk_bytes(replace(SMALL, adapters=adapters), Load.document(1000, 4), policy)
     assert (above.device, above.workspace) == (frozen.device, frozen.workspace + 12 * 1000)
+    # of few tokens in tiles the gradients of the MLP's matrices would be the most
+    loads = [Load.document(10, 4, trains_weights=value) for value in (True, False)]
+    trained_few, frozen_few = (chunk_bytes(replace(SMALL, vocab_size=1), load, lean_policy(SMALL, 10, 0, 5)) for load in loads)
+    few = replace(SMALL, vocab_size=1, adapters=replace(adapters, layer_saved_bytes=0))
+    found = chunk_bytes(few, loads[0], lean_policy(SMALL, 10, 0, 5))
+    assert found.workspace == frozen_few.workspace < trained_few.workspace
     # a head that is trained beside the frozen one has gradients
     head = replace(adapters, last_parameters=256 * 64, last_bytes=4 * 256 * 64)
     assert chunk_bytes(replace(SMALL, adapters=head), Load.document(1000, 4), policy).device == trained.device
