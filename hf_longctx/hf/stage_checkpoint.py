@@ -166,11 +166,13 @@ def _join(partials: list[Path], folder: Path) -> None:
 
 
 def _join_weights(partials: list[Path], folder: Path) -> None:
+    """One index over the files of all stages. The configs come before it: they are the same unless the model is another one."""
     files = [file for partial in partials for file in sorted(partial.glob("*.safetensors"))]
     width = len(files)
     names = [f"model-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
-    if any((folder / name).exists() for name in names):
-        # not over the shards of the checkpoint that is there
+    index_file = folder / INDEX_FILE
+    if index_file.exists() and {*json.loads(index_file.read_text())["weight_map"].values()} & {*names}:
+        # not over the shards of the checkpoint that is there; others are left from one that was never finished
         names = [f"model-new-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
     weight_map: dict[str, str] = {}
     num_bytes = 0
@@ -183,7 +185,7 @@ def _join_weights(partials: list[Path], folder: Path) -> None:
         file.replace(folder / file.name)
     index = partials[0] / "index.tmp"
     index.write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": weight_map}, indent=2) + "\n")
-    index.replace(folder / INDEX_FILE)
+    index.replace(index_file)
     # a single file goes before an index, so this is the step where there was one
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)
     for file in folder.glob("model*.safetensors"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import transformers
 from helpers.models import relative_error
 from helpers.pipelines import stage_mesh
 from helpers.ranks import RankFailure
-from helpers.staged import family_model
+from helpers.staged import even_parts, family_model
 from helpers.staged_ranks import RankStage, new_optimizer, rank_stage, set_whole_gradients, train_stage, whole_training
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,6 +29,7 @@ from hf_longctx.hf import stage_checkpoint
 from hf_longctx.hf.agreement import control_group
 from hf_longctx.hf.checkpoint import gather_weights, load_optimizer, load_weights, save_optimizer
 from hf_longctx.hf.stage_checkpoint import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
+from hf_longctx.hf.stages import cut_model
 from hf_longctx.runtime.sharded import shard_model
 
 NORM = 50.0
@@ -243,6 +247,73 @@ def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_check
     ranks(2).run(save_again, str(tmp_path), 3)
     assert_weights(tmp_path, whole_training(range(3), False, NORM)[0])
     assert not list(tmp_path.glob("*.partial"))
+
+
+def written_stages(folder: Path, model: Any) -> list[Path]:
+    """What two stages of `model` wrote to a folder, before it is joined."""
+    partials = []
+    for stage in range(2):
+        own, parts = copy.deepcopy(model), even_parts(2)
+        cut_model(own, parts, stage)
+        partials.append(folder / f"stage-{stage}.partial")
+        shutil.rmtree(partials[-1], ignore_errors=True)
+        stage_checkpoint._save_own(own, partials[-1], own.state_dict(), "5GB")
+    return partials
+
+
+def number_of_model(folder: Path, models: list[Any]) -> int:
+    """The number of the model that `from_pretrained` reads from the folder."""
+    found, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    weights = found.state_dict()
+    same = [all(torch.equal(weights[name], value) for name, value in model.state_dict().items()) for model in models]
+    return same.index(True)
+
+
+def stop_at(number: int, patch: Any) -> None:
+    """Lets the change of this number to a folder fail, as if the process died before it."""
+    calls = itertools.count(1)
+
+    def stopping(method: Any) -> Any:
+        def call(path: Path, *args: Any, **keywords: Any) -> Any:
+            if next(calls) == number:
+                raise OSError("stopped")
+            return method(path, *args, **keywords)
+
+        return call
+
+    for name in ("replace", "unlink"):
+        patch.setattr(Path, name, stopping(getattr(Path, name)))
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_path: Path, monkeypatch, is_single: bool) -> None:
+    models = [family_model("llama", num_hidden_layers=7) for _ in range(3)]
+    for number, model in enumerate(models):
+        model.lm_head.weight.data.add_(number)
+        model.model.layers[0].mlp.up_proj.weight.data.add_(number)
+    if is_single:
+        models[0].save_pretrained(tmp_path)
+    else:
+        stage_checkpoint._join(written_stages(tmp_path, models[0]), tmp_path)
+    current, following, num_stopped = 0, 1, 0
+    # late ones first, so that others follow on what they leave behind
+    for stop in range(10, -1, -1):
+        partials = written_stages(tmp_path, models[following])
+        with monkeypatch.context() as patch:
+            stop_at(stop, patch)
+            try:
+                stage_checkpoint._join(partials, tmp_path)
+                allowed = [following]
+            except OSError:
+                allowed = [current, following]
+                num_stopped += 1
+        found = number_of_model(tmp_path, models)
+        assert found in allowed, stop
+        # which the next one must not touch
+        current, following = found, (found + 1) % 3
+    assert allowed == [found] and len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert num_stopped >= 6
 
 
 def save_slowly(folder: str) -> None:
