@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from peft.utils import CONFIG_NAME
@@ -74,12 +75,24 @@ def save_stages(
 def load_stage_weights(stage: StageModel, folder: str) -> None:
     """Copies the weights of a whole checkpoint, or of one of adapters, that are this stage's into its model.
 
-    Every rank reads its own. Raises ValueError for a folder without safetensors, or without a weight of this stage.
+    Every rank reads its own. Raises ValueError for a folder without safetensors, or without a weight of this stage, and for a
+    model whose weights have other shapes in files.
     """
     if is_adapted(stage.model):
         return load_adapters(stage.model, folder)
+    _check_shapes(stage.model)
     owner = _embedding_name(stage)
     copy_weights(stage.model, folder, {owner: stage.tied} if stage.tied and stage.stage else {}, is_part=True)
+
+
+def _check_shapes(model: Any) -> None:
+    """Raises ValueError if transformers fuses or renames weights of the model when it reads them from files."""
+    weights = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in model.state_dict().items()}
+    if fused := sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys()):
+        raise ValueError(
+            f"{fused[0]} has other names or shapes in files, which cannot be read back by stages yet; start anew from the "
+            f"checkpoint's weights with load_pipeline_stage, or resume with stages=1"
+        )
 
 
 def save_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
