@@ -7,6 +7,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
 from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
+from hf_longctx.hf.rope import rope_problems
 
 # a class gets in with its row in tests/runtime/test_equality.py, never without
 TESTED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -51,6 +52,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"rope type {rope_type!r} depends on the longest position of each forward and is not supported yet; use one of "
             f"{', '.join(TESTED_ROPE_TYPES)}"
         )
+    else:
+        problems += rope_problems(base)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(
             "activation (gradient) checkpointing is enabled on the model, where plans decide themselves what is recomputed; call "

@@ -50,6 +50,13 @@ class ModelCase:
     lora: tuple[tuple[str, Any], ...] = ()
 
 
+def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The model with weights of `dtype`, as `from_pretrained` loads it: rotary frequencies keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
     config_class, model_class, extra = FAMILIES[case.family]
@@ -73,7 +80,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
             torch.nn.init.normal_(parameter, std=0.15)
     model.tie_weights()
     # drawn in fp64 and rounded, so that models of all dtypes have the same weights up to rounding
-    model = model.to(case.dtype)
+    model = cast(model, case.dtype)
     if case.autocast:
         model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     if case.promoted:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.models import ModelCase, build_model
+from helpers.models import ModelCase, build_model, cast
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -232,9 +232,9 @@ def test_rope_of_fixed_frequencies_is_accepted(rope_type: str) -> None:
 
 
 def test_fp16_weights_are_refused_and_bf16_weights_accepted() -> None:
-    (problem,) = problems_of(llama().to(torch.float16))
+    (problem,) = problems_of(cast(llama(), torch.float16))
     assert problem.startswith("the model's weights are torch.float16, ") and "dtype='bfloat16'" in problem
-    assert problems_of(llama().to(torch.bfloat16)) == []
+    assert problems_of(cast(llama(), torch.bfloat16)) == []
 
 
 def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:
@@ -265,7 +265,7 @@ def lora(model: Any = None, autocast: bool = True, **settings: Any) -> Any:
 @pytest.mark.parametrize("autocast", [True, False])
 def test_adapters_have_no_problem(task_type: str | None, dtype: torch.dtype, autocast: bool) -> None:
     settings = {"use_rslora": True, "use_dora": True, "modules_to_save": ["lm_head", "embed_tokens"]}
-    assert problems_of(lora(llama().to(dtype), autocast, task_type=task_type, **settings)) == []
+    assert problems_of(lora(cast(llama(), dtype), autocast, task_type=task_type, **settings)) == []
 
 
 def added_by_transformers() -> Any:
@@ -299,7 +299,7 @@ def disabled() -> Any:
 
 
 def of_half_and_single() -> Any:
-    model = lora(llama().bfloat16(), autocast=False)
+    model = lora(cast(llama(), torch.bfloat16), autocast=False)
     next(p for name, p in model.named_parameters() if "lora_A" in name).data = torch.zeros(2, 32)
     return model
 
@@ -358,7 +358,7 @@ def test_an_untested_model_under_adapters_is_refused_by_its_own_class() -> None:
 
 
 def test_trained_ends_in_two_dtypes_are_not_sharded(tmp_path) -> None:
-    model = lora(llama().bfloat16(), target_modules=["lm_head"], modules_to_save=["embed_tokens"])
+    model = lora(cast(llama(), torch.bfloat16), target_modules=["lm_head"], modules_to_save=["embed_tokens"])
     config = LongContextConfig(parameters="sharded")
     (problem,) = placement_problems(model, config, arguments(tmp_path), {})
     assert problem.startswith("embedding and head are trained in torch.bfloat16 and torch.float32, which shards of one unit")
