@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.chat import DataError
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.mixture import mix_datasets
+    from hf_longctx.hf.rope import extend_positions
     from hf_longctx.hf.stage_choice import load_pipeline_stage
     from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
@@ -26,6 +27,7 @@ _HOMES = {
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
+    "extend_positions": "hf_longctx.hf.rope",
     "load_pipeline_stage": "hf_longctx.hf.stage_choice",
     "mix_datasets": "hf_longctx.hf.mixture",
     "pack_sequences": "hf_longctx.plan.packing",
@@ -41,6 +43,7 @@ __all__ = [
     "LongContextMixin",
     "LongContextTrainer",
     "__version__",
+    "extend_positions",
     "load_pipeline_stage",
     "mix_datasets",
     "pack_sequences",

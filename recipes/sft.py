@@ -27,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_longctx import DataError, LongContextConfig, LongContextTrainer, load_pipeline_stage
+from hf_longctx import DataError, LongContextConfig, LongContextTrainer, extend_positions, load_pipeline_stage
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sources import Documents, Source, check_sources, load_tokens
 
@@ -56,6 +56,13 @@ class RecipeArguments:
     config_overrides: str | None = field(
         default=None,
         metadata={"help": "Changes to the checkpoint's config as JSON, for example {sliding_window: null} for Mistral."},
+    )
+    rope_scaling: Literal["yarn", "linear", "none"] | None = field(
+        default=None,
+        metadata={
+            "help": "How positions are scaled where max_length is above the checkpoint's: yarn, linear, or none (more positions "
+            "as they are, with a warning). Default: such a max_length is refused."
+        },
     )
     dtype: Literal["float32", "bfloat16"] = field(
         default="float32",
@@ -117,6 +124,10 @@ class RecipeArguments:
         if (self.model_name_or_path is None) == (self.model_config is None):
             raise ValueError("give either model_name_or_path (a checkpoint) or model_config (random weights), not both or none")
         self._check_adapters()
+        if self.rope_scaling is not None and self.model_config is not None:
+            raise ValueError(
+                "rope_scaling extends a checkpoint; give model_config the max_position_embeddings that it should have"
+            )
         for name in ("model_config", "config_overrides"):
             _from_json(getattr(self, name) or "{}", name)
         if (self.dataset is None) == (self.datasets is None):
@@ -237,17 +248,16 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
 
 def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> PreTrainedModel:
     """The checkpoint, or random weights of the given config, with sdpa attention; this rank's stage of a local checkpoint."""
-    path = recipe.model_name_or_path
-    if longctx_config.stages not in (1, "auto") and path is not None and Path(path).is_dir() and not recipe.config_overrides:
-        return load_pipeline_stage(path, longctx_config, dtype=recipe.dtype, attn_implementation="sdpa")
-    if recipe.model_name_or_path is not None:
-        config = AutoConfig.from_pretrained(recipe.model_name_or_path, **json.loads(recipe.config_overrides or "{}"))
-        return AutoModelForCausalLM.from_pretrained(
-            recipe.model_name_or_path, config=config, dtype=recipe.dtype, attn_implementation="sdpa"
-        )
-    assert recipe.model_config is not None
-    config = AutoConfig.for_model(**json.loads(recipe.model_config))
-    return AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation="sdpa")
+    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa"}
+    if path is None:
+        assert recipe.model_config is not None
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(recipe.model_config)), **settings)
+    config = AutoConfig.from_pretrained(path, **json.loads(recipe.config_overrides or "{}"))
+    if recipe.rope_scaling is not None and longctx_config.max_length is not None:
+        config = extend_positions(config, longctx_config.max_length, recipe.rope_scaling)
+    if longctx_config.stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
+        return load_pipeline_stage(path, longctx_config, config=config, **settings)
+    return AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
 
 
 def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrainedModel | PeftModel:

@@ -283,7 +283,7 @@ def setup_problems(
     if config.max_length is not None and config.max_length > positions:
         problems.append(
             f"max_length {config.max_length} is above the model's max_position_embeddings {positions}; lower max_length, or "
-            f"load the model with rope scaling for longer positions"
+            f"load the model with a config that extend_positions(config, {config.max_length}) made"
         )
     vocabulary = len(processing_class) if hasattr(processing_class, "__len__") else 0
     if vocabulary > model.config.vocab_size:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextConfig
+from hf_longctx.hf.rope import rope_problems
 from hf_longctx.recipes.settings import read_settings
-from hf_longctx.recipes.sft import RecipeArguments
+from hf_longctx.recipes.sft import RecipeArguments, load_model
 
 ALL = (RecipeArguments, LongContextConfig, TrainingArguments)
 FILE = """
@@ -89,6 +90,23 @@ def test_settings_of_adapters_that_cannot_be_are_refused(arguments: list[str], m
 def test_adapters_over_random_weights_are_refused(config_file: str) -> None:
     with pytest.raises(SystemExit, match="lora_rank saves adapters without the weights below, which model_config makes"):
         read_settings(ALL, [config_file, "--lora_rank", "4"])
+
+
+def test_positions_of_a_checkpoint_are_extended_before_it_is_loaded(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_attention_heads=1, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    words = ["--dataset", "x", "--model_name_or_path", str(tmp_path), "--max_length", "256"]
+    loaded = {}
+    for scaling in ("yarn", None):
+        recipe, settings, _ = read_settings(ALL, [*words, *(["--rope_scaling", scaling] if scaling else [])])
+        loaded[scaling] = load_model(recipe, settings)
+    assert loaded["yarn"].config.rope_parameters["factor"] == 4 and rope_problems(loaded["yarn"]) == []
+    assert loaded["yarn"].config.max_position_embeddings == 256 and loaded[None].config.max_position_embeddings == 64
+
+
+def test_positions_of_random_weights_are_not_extended(config_file: str) -> None:
+    with pytest.raises(SystemExit, match="rope_scaling extends a checkpoint; give model_config"):
+        read_settings(ALL, [config_file, "--rope_scaling", "yarn"])
 
 
 def test_file_stands_first(config_file: str) -> None:
