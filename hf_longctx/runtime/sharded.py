@@ -9,6 +9,7 @@ that still waits for it in a group of both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -32,20 +33,27 @@ def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages:
     """The mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, copies across blocks of a stage.
 
     Collective over all ranks: every rank creates every group in one order; call it before the sequence groups are made.
-    The groups are the mesh's own, so that a rank that waits longer than `timeout_s` fails. Raises ValueError unless
-    `shard_ranks` divides the number of ranks of a stage.
+    The groups are the mesh's own, so that a rank that waits longer than `timeout_s` fails. One mesh of a kind serves the whole
+    process, since torch takes equal meshes for the same. Raises ValueError unless `shard_ranks` divides the number of ranks of
+    a stage.
     """
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    num_ranks = dist.get_world_size()
     ranks_per_stage = num_ranks // num_stages
     if shard_ranks < 1 or ranks_per_stage % shard_ranks:
         raise ValueError(
             f"shard_ranks is {shard_ranks}, which does not divide the {ranks_per_stage} ranks of the run or of a stage; choose "
             f"a divisor"
         )
+    return _new_mesh(dist.group.WORLD, device_type, shard_ranks, timeout_s, num_stages)
+
+
+@functools.cache
+def _new_mesh(world: dist.ProcessGroup, device_type: str, shard_ranks: int, timeout_s: float, num_stages: int) -> DeviceMesh:
+    num_ranks, rank = world.size(), world.rank()
     # of all stages, since every rank creates every group
     stages = torch.arange(num_ranks).view(num_stages, -1, shard_ranks)
     shards = _own_group(stages.flatten(0, 1).tolist(), rank, timeout_s)
-    blocks = stages[rank // ranks_per_stage]
+    blocks = stages[rank // (num_ranks // num_stages)]
     if len(blocks) == 1:
         return DeviceMesh.from_group(shards, device_type, mesh_dim_names=("shard",))
     copies = _own_group(stages.transpose(1, 2).flatten(0, 1).tolist(), rank, timeout_s)

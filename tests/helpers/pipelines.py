@@ -31,9 +31,8 @@ from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.sharded import shard_mesh, shard_model
 
 CPU = torch.device("cpu")
-# pools and meshes of this process, made once per number of stages
+# pools of this process, made once per number of stages
 _POOLS: dict[int, GroupPool] = {}
-_MESHES: dict[tuple[int, int], DeviceMesh] = {}
 
 
 def pipeline_plan(
@@ -119,11 +118,8 @@ def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
 
 
 def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
-    """The mesh of a stage's shards, made once per process."""
-    key = (num_stages, shard_ranks)
-    if key not in _MESHES:
-        _MESHES[key] = lasting(lambda: shard_mesh("cpu", shard_ranks, 60.0, num_stages))
-    return _MESHES[key]
+    """The mesh of a stage's shards."""
+    return shard_mesh("cpu", shard_ranks, 60.0, num_stages)
 
 
 def stage_step_on_rank(

@@ -102,7 +102,7 @@ def _give_up_groups() -> None:
 
     from hf_longctx.runtime.sharded import MESH_GROUP
 
-    # torch remembers meshes, and takes one that is equal for the same
+    # the groups of meshes serve the whole process
     passing = {group for group in _groups() - _LASTING if group.group_desc != MESH_GROUP}
     for group in passing:
         dist.destroy_process_group(group)

@@ -36,7 +36,6 @@ from hf_longctx.runtime.sharded import shard_mesh, shard_model
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
 _POOLS: dict[tuple[int, float], GroupPool] = {}
-_MESHES: dict[int, DeviceMesh] = {}
 
 
 def tiny_costs(num_ranks: int, spec: ModelSpec = TINY) -> CostModel:
@@ -131,10 +130,8 @@ def run_step(
 
 
 def mesh(shard_ranks: int) -> DeviceMesh:
-    """The mesh of blocks of `shard_ranks` ranks, made once per process."""
-    if shard_ranks not in _MESHES:
-        _MESHES[shard_ranks] = lasting(lambda: shard_mesh("cpu", shard_ranks, 60.0))
-    return _MESHES[shard_ranks]
+    """The mesh of blocks of `shard_ranks` ranks."""
+    return shard_mesh("cpu", shard_ranks, 60.0)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
