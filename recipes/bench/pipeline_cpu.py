@@ -3,7 +3,7 @@
     python recipes/bench/pipeline_cpu.py [--rounds 6] [--require RATIO] [--json FILE]
 
 One document of 3072 tokens and 20 short ones (log-normal), a Llama of seven layers, fp32, random weights, two processes of one
-thread, forward and backward, the same executor for all. First whole sequences and slices run on an even cut; from what every
+thread, forward and backward, the same executor for all. First whole sequences and slices run on two cuts; from what every
 stage measured there the cost coefficients are fitted, the head's share among them. They give the cut (the last stage has fewer
 layers, because of the head), the number of slices, the packs of the batch-level baseline, and all predictions. Then every plan
 runs once in every round and the order turns from round to round. Other programs on the same cores show in the share of a core
@@ -58,6 +58,8 @@ LONG_TOKENS, NUM_SHORT = 3072, 20
 MOST_SLICES, MOST_PACKS = 12, 8
 BASELINE, JUDGED = "batch-level 1F1B", "slices, elastic"
 _FIT_ROUNDS = 3
+# as many as make the second cut of the fit another one than the first
+_HEAD_LAYERS = 2.0
 IDLE_TOLERANCE, LOSS_TOLERANCE = 0.05, 1e-5
 
 Parts = tuple[tuple[LayerRange, ...], ...]
@@ -122,8 +124,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="rounds of every plan, after one that is not counted (default: 6)")
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
     parser.add_argument("--require", type=float, default=None, metavar="RATIO",
-                        help=f"fail unless elastic slices are faster than the batch level by this ratio and every idle share "
-                        f"is within {IDLE_TOLERANCE} of its prediction")  # fmt: skip
+                        help=f"fail unless elastic slices are faster than the batch level by this ratio and every idle share of "
+                        f"both is within {IDLE_TOLERANCE} of its prediction")  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -164,13 +166,16 @@ def measured_costs(processes: StageProcesses, lengths: Sequence[int]) -> CostMod
     """The cost model that explains best what stages of an even cut measured; prints how well."""
     spec, cluster = ModelSpec.from_config(CONFIG), ClusterSpec(NUM_STAGES, NUM_STAGES, GENERIC_CPU)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
-    parts = layer_ranges(spec.num_layers, NUM_STAGES)
     chunkings = [whole(lengths, 3, True), sliced(lengths, 3, costs), sliced(lengths, 8, costs)]
-    plans = [plan_of(lengths, chunks, parts, "1f1b") for chunks in chunkings]
-    rounds = processes.run(parts, plans, _FIT_ROUNDS)
-    # of all rounds of a plan the fastest pass counts, as of the ranks of one stage
-    of_plans = [[step.record.samples(costs) for each in rounds for step in each[place]] for place in range(len(plans))]
-    samples = [one for found in of_plans for one in without_waiting(found)]
+    samples, rounds = [], []
+    # of two cuts, since one alone says little of what is the head's
+    for parts in (layer_ranges(spec.num_layers, NUM_STAGES), layer_ranges(spec.num_layers, NUM_STAGES, 1, _HEAD_LAYERS)):
+        plans = [plan_of(lengths, chunks, parts, "1f1b") for chunks in chunkings]
+        found = processes.run(parts, plans, _FIT_ROUNDS)
+        # of all rounds of a plan the fastest pass counts, as of the ranks of one stage
+        of_plans = [[step.record.samples(costs) for each in found for step in each[place]] for place in range(len(plans))]
+        samples += [one for each in of_plans for one in without_waiting(each)]
+        rounds += found
     # the stage that came last did not wait: its reduction is what a step adds
     once_s = median(min(step.record.reduce_s for step in stages) for each in rounds for stages in each)
     fit = fit_coefficients(samples, once_s, "measured", costs.coefficients)
@@ -286,7 +291,7 @@ def missed(rows: Sequence[Row], ratio: float | None) -> list[str]:
             failures.append(f"{row.plan}: {row.executed_in_flight} chunks in flight, predicted {row.planned_in_flight}")
         if row.executed_kv_book != row.planned_kv_book:
             failures.append(f"{row.plan}: {row.executed_kv_book} bytes of keys and values, predicted {row.planned_kv_book}")
-        if ratio is not None and row.idle_error > IDLE_TOLERANCE:
+        if ratio is not None and row.plan in (BASELINE, JUDGED) and row.idle_error > IDLE_TOLERANCE:
             failures.append(f"{row.plan}: an idle share {row.idle_error:.3f} off its prediction, allowed {IDLE_TOLERANCE}")
     if ratio is not None and baseline.measured_s < ratio * judged.measured_s:
         failures.append(f"{JUDGED}: faster than {BASELINE} by {baseline.measured_s / judged.measured_s:.3f}, required {ratio}")
