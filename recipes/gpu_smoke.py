@@ -184,7 +184,11 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
     for mine, own in enumerate(places):
         merged = torch.empty(NUM_HEADS, len(own), HEAD_DIM, device=device)
         lse = torch.full((NUM_HEADS, len(own)), float("-inf"), device=device)
-        tiles = [(s, *tile) for s in range(num_blocks) for tile in visible_tiles(blocks[mine], blocks[s])]
+        tiles = [
+            (s, query.tokens, key.tokens, query.start == key.start)
+            for s in range(num_blocks)
+            for query, key in visible_tiles(blocks[mine], blocks[s])
+        ]
         operands = [
             (readers.gather(k[:, places[s]][:, keys]).contiguous(), readers.gather(v[:, places[s]][:, keys]).contiguous())
             for s, _, keys, _ in tiles

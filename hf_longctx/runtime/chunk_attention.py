@@ -2,7 +2,7 @@
 
 A document that is a slice finds the keys and values of earlier slices, its front, in the K/V book. Its queries see the front
 wholly and the slice itself causally: two tiles, merged by their log-sum-exp (LSE); backward of both uses the merged output
-and LSE. No copy of the front is made. A whole document is one causal tile.
+and LSE. No copy of the front is made. A whole document is one causal tile. Other patterns are other tiles of the same keys.
 
 With an `AttentionRecord` attention runs forward once under checkpointing: the first run leaves output and LSE there, the
 replay takes them back. The replay recomputes queries, keys and values, which backward needs anyway, and rebuilds the node on
@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import tile_backward, tile_forward
+from hf_longctx.runtime.tiles import tile_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class ChunkAttention:
     record: AttentionRecord | None
     book: KVBook
     layer: Hashable
+    pattern: AttentionPattern = CAUSAL
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor) -> Tensor:
         """Causal attention inside each document, shape [S, h, D], differentiable."""
@@ -83,7 +85,8 @@ class _ChunkAttention(torch.autograd.Function):
             front_2gUD = None if document.part is None else _front(document.part, k, v, how)
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
-                out_hTD, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_2gUD, how.readers, how.scale)
+                start = 0 if document.part is None else document.part.start
+                out_hTD, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_2gUD, how.readers, how.scale, how.pattern, start)
                 outs.append(out_hTD.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -112,9 +115,8 @@ class _ChunkAttention(torch.autograd.Function):
                 found = _slice_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, document.part, how)
             else:
                 places = slice(num_whole, num_whole + document.stop - document.start)
-                k, v = (how.readers.gather(x[:, places]) for x in kv_gWD)
-                dq, dk, dv = tile_backward(gradient_hTD, q_hTD, k, v, out_hTD, lse_hT, how.scale, causal=True)
-                found = dq, how.readers.fold(dk), how.readers.fold(dv)
+                k, v = (x[:, places] for x in kv_gWD)
+                found = _document_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, k, v, how)
                 num_whole = places.stop
             if len(how.documents) == 1:
                 dq, dk, dv = (x.to(q_hSD.dtype) for x in found)
@@ -129,19 +131,20 @@ def _front(part: Slice, k_gTD: Tensor, v_gTD: Tensor, how: ChunkAttention) -> Te
     return how.book.write(how.layer, part, k_gTD, v_gTD)[:, :, : part.start]
 
 
-def rows_forward(
-    q_hTD: Tensor, k_gTD: Tensor, v_gTD: Tensor, front_2gUD: Tensor | None, readers: KVReaders, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [h, T, D] and LSE [h, T] of the first rows of a document, whose keys and values may be more."""
-    num_rows, gather = q_hTD.shape[1], readers.gather
-    k, v = gather(k_gTD[:, :num_rows]), gather(v_gTD[:, :num_rows])
-    out_hTD, lse_hT = tile_forward(q_hTD, k, v, scale, causal=True)
-    if front_2gUD is None or not front_2gUD.shape[2]:
-        return out_hTD, lse_hT
-    out_hTD = out_hTD.to(lse_hT.dtype)
-    k, v = map(gather, front_2gUD)
-    accumulate_attention_(out_hTD, lse_hT, *tile_forward(q_hTD, k, v, scale, causal=False))
-    return out_hTD.to(q_hTD.dtype), lse_hT
+def _document_backward(
+    gradient_hTD: Tensor, q_hTD: Tensor, out_hTD: Tensor, lse_hT: Tensor, k_gTD: Tensor, v_gTD: Tensor, how: ChunkAttention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a whole document's queries, keys and values."""
+    tiles = how.pattern.own_tiles(0, q_hTD.shape[1])
+    if len(tiles) == 1 and tiles[0].num_blocks == 1:
+        k, v = map(how.readers.gather, (k_gTD, v_gTD))
+        dq, dk, dv = tile_backward(gradient_hTD, q_hTD, k, v, out_hTD, lse_hT, how.scale, causal=True)
+        return dq, how.readers.fold(dk), how.readers.fold(dv)
+    own_sum_2gTD = torch.zeros((2, *k_gTD.shape), dtype=lse_hT.dtype, device=k_gTD.device)
+    own = KeyPiece((k_gTD, v_gTD), tiles, tuple(own_sum_2gTD))
+    dq_hTD = rows_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, (own,), how.readers, how.scale)
+    dk_gTD, dv_gTD = own_sum_2gTD
+    return dq_hTD, dk_gTD, dv_gTD
 
 
 def _slice_backward(
@@ -151,20 +154,18 @@ def _slice_backward(
 
     Adds to the gradients of its front.
     """
-    kv_2gND, readers = how.book.read(how.layer, part), how.readers
+    kv_2gND, num_tokens = how.book.read(how.layer, part), part.stop - part.start
     front_sum_2gUD, own_sum_2gTD = how.book.gradients(how.layer, part)
-    dq_hTD: Tensor | None = None
-    tiles = [(slice(part.start, part.stop), own_sum_2gTD, True)]
-    if part.start:
-        tiles.append((slice(0, part.start), front_sum_2gUD, False))
-    for keys, sum_2gND, causal in tiles:
-        k, v = (readers.gather(x[:, keys]) for x in kv_2gND)
-        dq, dk, dv = tile_backward(gradient_hTD, q_hTD, k, v, out_hTD, lse_hT, how.scale, causal)
-        dq_hTD = dq.to(lse_hT.dtype) if dq_hTD is None else dq_hTD.add_(dq)
-        readers.fold_into(sum_2gND[0], dk)
-        readers.fold_into(sum_2gND[1], dv)
+    pieces = (
+        KeyPiece(tuple(kv_2gND[:, :, part.start :]), how.pattern.own_tiles(part.start, num_tokens), tuple(own_sum_2gTD)),
+        KeyPiece(
+            tuple(kv_2gND[:, :, : part.start]),
+            how.pattern.front_tiles(part.start, num_tokens, 0, part.start),
+            tuple(front_sum_2gUD),
+        ),
+    )
+    dq_hTD = rows_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, pieces, how.readers, how.scale)
     how.book.backward_done(how.layer, part)
-    assert dq_hTD is not None
     dk_gTD, dv_gTD = own_sum_2gTD
     return dq_hTD, dk_gTD, dv_gTD
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hf_longctx.runtime.checkpointing import ChunkActivations
     from hf_longctx.runtime.shared_attention import SharedSlice
 
-# tokens of the query piece and of the key piece, as slices of their blocks, and whether it is causal (the same piece)
-Tile = tuple[slice, slice, bool]
+# a query piece and a key piece, each as it lies in its block
+Tile = tuple[Piece, Piece]
 
 
 @dataclass(slots=True)
@@ -87,12 +87,7 @@ def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[T
     of_document: dict[int, list[Piece]] = {}
     for key in keys:
         of_document.setdefault(key.document, []).append(key)
-    return [
-        (query.tokens, key.tokens, key.start == query.start)
-        for query in queries
-        for key in of_document.get(query.document, ())
-        if key.start <= query.start
-    ]
+    return [(query, key) for query in queries for key in of_document.get(query.document, ()) if key.start <= query.start]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.kernels.merge_attention import accumulate_attention_
+from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.context import Ring
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
-from hf_longctx.runtime.tiles import tile_backward, tile_forward
+from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.row_attention import KeyPiece, merge_tile, no_keys_yet, rows_backward
 
 
 def ring_attention(
@@ -34,8 +35,9 @@ def ring_attention(
     scale: float,
     ring: Ring,
     record: AttentionRecord | None = None,
+    pattern: AttentionPattern = CAUSAL,
 ) -> Tensor:
-    """Causal attention within documents for the tokens of this rank's block, shape [1, T, H, D].
+    """Attention within documents, causal and as `pattern` says, for the tokens of this rank's block, shape [1, T, H, D].
 
     Each KV head travels once a hop, however many query heads read it. Every rank of the ring must call it in the same
     order of layers; backward runs one more ring. A replay that finds output and LSE in `record` runs none. Raises ValueError
@@ -46,7 +48,7 @@ def ring_attention(
             f"attention_output is recomputed for a share of {record.share.recompute:g} of the tokens, which a ring of "
             f"{ring.num_blocks} blocks cannot do; plan a share of 0 or 1, or a Ulysses group"
         )
-    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTD[0], readers, scale, ring, record)
+    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTD[0], readers, scale, ring, record, pattern)
     return output.transpose(0, 1).unsqueeze(0)
 
 
@@ -61,23 +63,24 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
         ring: Ring,
         record: AttentionRecord | None,
+        pattern: AttentionPattern,
     ) -> Tensor:
         own_kv = torch.stack([k_GTD, v_GTD])
         kept = record.take() if record is not None else None
         if kept is None:
-            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scale, ring)
+            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scale, ring, pattern)
             if record is not None:
                 record.put(output.transpose(0, 1), lse_HT)
         else:
             output, lse_HT = kept.out_ShD.transpose(0, 1), kept.lse_hS
         ctx.save_for_backward(q_HTD, own_kv, output, lse_HT)
-        ctx.settings = readers, scale, ring
+        ctx.settings = readers, scale, ring, pattern
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_HTD, own_kv, out_HTD, lse_HT = ctx.saved_tensors
-        readers, scale, ring = ctx.settings
+        readers, scale, ring, pattern = ctx.settings
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
         own_sum = torch.zeros_like(own_kv, dtype=wide)
@@ -85,35 +88,39 @@ class _RingAttention(torch.autograd.Function):
         for hop, (source, kv) in enumerate(_around(own_kv, ring)):
             # the gradients of another block travel behind its keys and values, from the first rank that sees these
             total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if hop == 1 else travelling
-            for rows, columns, causal in ring.tiles(source):
-                k, v = map(readers.gather, kv[:, :, columns])
-                dq, dk, dv = tile_backward(
-                    gradient_HTD[:, rows], q_HTD[:, rows], k, v, out_HTD[:, rows], lse_HT[:, rows], scale, causal
-                )
-                dq_HTD[:, rows] += dq
-                readers.fold_into(total[0, :, columns], dk)
-                readers.fold_into(total[1, :, columns], dv)
+            for query, key in ring.tiles(source):
+                piece = _key_piece(query, key, kv, pattern, total)
+                if piece.tiles:
+                    rows = query.tokens
+                    of_rows = (gradient_HTD[:, rows], q_HTD[:, rows], out_HTD[:, rows], lse_HT[:, rows])
+                    dq_HTD[:, rows] += rows_backward(*of_rows, (piece,), readers, scale)
             if hop:
                 travelling = _pass_on(total, ring, source)
         # home again after the last hop
         for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
             own_sum[:, :, tokens] += travelling[:, :, arrived.tokens]
         dk_GTD, dv_GTD = own_sum.to(q_HTD.dtype)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None, None
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None, None, None
 
 
-def _around_the_ring(q_HTD: Tensor, own_kv: Tensor, readers: KVReaders, scale: float, ring: Ring) -> tuple[Tensor, Tensor]:
+def _around_the_ring(
+    q_HTD: Tensor, own_kv: Tensor, readers: KVReaders, scale: float, ring: Ring, pattern: AttentionPattern
+) -> tuple[Tensor, Tensor]:
     """Output [H, T, D] and LSE [H, T] of this rank's queries over all blocks' keys."""
-    wide = torch.promote_types(q_HTD.dtype, torch.float32)
-    # unfilled: where the LSE is -inf the merge does not look at it
-    out_HTD = torch.empty_like(q_HTD, dtype=wide)
-    lse_HT = torch.full(q_HTD.shape[:2], float("-inf"), dtype=wide, device=q_HTD.device)
+    out_HTD, lse_HT = no_keys_yet(q_HTD)
     for source, kv in _around(own_kv, ring):
-        for rows, columns, causal in ring.tiles(source):
-            k, v = map(readers.gather, kv[:, :, columns])
-            out, lse = tile_forward(q_HTD[:, rows], k, v, scale, causal)
-            accumulate_attention_(out_HTD[:, rows], lse_HT[:, rows], out, lse)
+        for query, key in ring.tiles(source):
+            piece, rows = _key_piece(query, key, kv, pattern), query.tokens
+            for tile in piece.tiles:
+                merge_tile(out_HTD[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, readers, scale)
     return out_HTD.to(q_HTD.dtype), lse_HT
+
+
+def _key_piece(query: Piece, key: Piece, kv: Tensor, pattern: AttentionPattern, sums: Tensor | None = None) -> KeyPiece:
+    """What the queries of a piece see of the keys of another one, which lie in `kv`, [2, G, U, D], as sums do."""
+    tiles = pattern.tiles(query.start, query.num_tokens, key.start, key.num_tokens)
+    where = (slice(None), slice(None), key.tokens)
+    return KeyPiece(tuple(kv[where]), tiles, () if sums is None else tuple(sums[where]))
 
 
 def _around(own_kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:

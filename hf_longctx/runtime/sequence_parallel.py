@@ -25,14 +25,21 @@ from hf_longctx.plan.sharding import HeadShare, head_shares
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.ring import ring_attention
 from hf_longctx.runtime.shared_attention import SharedAttention
 
 
 def sequence_parallel_attention(
-    q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, scale: float, context: GroupContext, layer: Hashable = None
+    q_1HTD: Tensor,
+    k_1GTD: Tensor,
+    v_1GTD: Tensor,
+    scale: float,
+    context: GroupContext,
+    layer: Hashable = None,
+    pattern: AttentionPattern = CAUSAL,
 ) -> Tensor:
-    """Causal attention within documents for this rank's tokens, shape [1, T, H, D].
+    """Attention within documents, causal and as `pattern` says, for this rank's tokens, shape [1, T, H, D].
 
     Every rank of the context's group must call it in the same order of layers; backward repeats the exchanges reversed.
     layer: which attention layer calls, so that slices find the keys and values of earlier ones.
@@ -44,30 +51,43 @@ def sequence_parallel_attention(
             f"attention got batch {q_1HTD.shape[0]} of {q_1HTD.shape[2]} tokens, the plan gives this rank one row of "
             f"{context.num_tokens}"
         )
+    if v_1GTD.shape[-1] != q_1HTD.shape[-1]:
+        raise ValueError(
+            f"{type(layer).__name__} has heads of {q_1HTD.shape[-1]} for queries and of {v_1GTD.shape[-1]} for values, which is "
+            f"not supported yet; use a model whose heads are of one size"
+        )
     # autocast leaves q and k in fp32 behind the rotary embedding; attention would round them anyway, so round before sending
     q_1HTD, k_1GTD = q_1HTD.to(v_1GTD.dtype), k_1GTD.to(v_1GTD.dtype)
     shares = head_shares(num_heads, num_kv_heads, context.block.num_ranks)
     readers = context.readers(shares[context.block.index], num_heads // num_kv_heads, q_1HTD.device)
     if context.block.num_ranks == 1:
-        return _attention(q_1HTD, k_1GTD, v_1GTD, readers, scale, context, layer)
+        return _attention(q_1HTD, k_1GTD, v_1GTD, readers, scale, context, layer, pattern)
     q_1hSD, k_1gSD, v_1gSD = _scatter_heads(q_1HTD, k_1GTD, v_1GTD, shares, context)
-    return _gather_heads(_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context, layer), shares, context)
+    out_1ShD = _attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context, layer, pattern)
+    return _gather_heads(out_1ShD, shares, context)
 
 
 def _attention(
-    q_1hSD: Tensor, k_1gSD: Tensor, v_1gSD: Tensor, readers: KVReaders, scale: float, context: GroupContext, layer: Hashable
+    q_1hSD: Tensor,
+    k_1gSD: Tensor,
+    v_1gSD: Tensor,
+    readers: KVReaders,
+    scale: float,
+    context: GroupContext,
+    layer: Hashable,
+    pattern: AttentionPattern,
 ) -> Tensor:
     """Attention of this rank's heads over its block's tokens, shape [1, S, h, D]: around the ring if there are other blocks."""
     if context.shared is not None:
-        attend_shared = SharedAttention(readers, scale, context.shared, context.book, layer)
+        attend_shared = SharedAttention(readers, scale, context.shared, context.book, layer, pattern)
         return attend_shared(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
     if context.ring.num_blocks > 1:
-        return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring, context.kept)
-    if not context.slices and context.kept is None:
+        return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring, context.kept, pattern)
+    if not context.slices and context.kept is None and pattern == CAUSAL:
         return packed_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens)
     documents = documents_of(context.cu_seqlens, context.slices)
-    if context.kept is not None:
-        attend = ChunkAttention(readers, scale, documents, context.kept, context.book, layer)
+    if context.kept is not None or pattern != CAUSAL:
+        attend = ChunkAttention(readers, scale, documents, context.kept, context.book, layer, pattern)
         return attend(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
     outputs = []
     for document in documents:

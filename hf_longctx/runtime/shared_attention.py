@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.sharding import Piece
-from hf_longctx.runtime.chunk_attention import rows_forward
 from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import tile_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class SharedAttention:
     shared: SharedSlice
     book: KVBook
     layer: Hashable
+    pattern: AttentionPattern = CAUSAL
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor) -> Tensor:
         """Causal attention of this rank's tokens, shape [S, h, D], differentiable.
@@ -97,7 +98,8 @@ class _SharedAttention(torch.autograd.Function):
             start, stop = part.start + piece.start, part.start + piece.stop
             k_gPD, v_gPD = kv_2gND[:, :, start:stop]
             front_2gFD = kv_2gND[:, :, :start]
-            out_hPD, lse_hP = rows_forward(q_hSD[:, piece.tokens], k_gPD, v_gPD, front_2gFD, how.readers, how.scale)
+            rows = (q_hSD[:, piece.tokens], k_gPD, v_gPD, front_2gFD)
+            out_hPD, lse_hP = rows_forward(*rows, how.readers, how.scale, how.pattern, start)
             out_ShD[piece.tokens] = out_hPD.transpose(0, 1)
             lses.append(lse_hP)
         ctx.save_for_backward(q_hSD, out_ShD, torch.cat(lses, dim=1))
@@ -108,31 +110,34 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q_hSD, out_ShD, lse_hS = ctx.saved_tensors
         how: SharedAttention = ctx.how
-        shared, part, readers = how.shared, how.shared.part, how.readers
+        shared, part = how.shared, how.shared.part
         kv_2gND = how.book.read(how.layer, part)
         front_sum_2gUD, own_sum_2gTD = how.book.gradients(how.layer, part)
-        dq_hSD = torch.zeros_like(q_hSD, dtype=lse_hS.dtype)
+        dq_hSD = torch.empty_like(q_hSD)
         for piece in shared.pieces:
             rows = piece.tokens
             gradient_hPD, out_hPD = gradient_ShD[rows].transpose(0, 1), out_ShD[rows].transpose(0, 1)
-            for start, stop, sums in (
-                (0, part.start, front_sum_2gUD),
-                (part.start, part.start + piece.start, own_sum_2gTD[:, :, : piece.start]),
-                (part.start + piece.start, part.start + piece.stop, own_sum_2gTD[:, :, piece.start : piece.stop]),
-            ):
-                if start == stop:
-                    continue
-                k, v = (readers.gather(x[:, start:stop]) for x in kv_2gND)
-                causal = start == part.start + piece.start
-                found = tile_backward(gradient_hPD, q_hSD[:, rows], k, v, out_hPD, lse_hS[:, rows], how.scale, causal)
-                dq_hSD[:, rows] += found[0]
-                readers.fold_into(sums[0], found[1])
-                readers.fold_into(sums[1], found[2])
+            start, num_rows = part.start + piece.start, piece.num_tokens
+            # its own tokens, those of the slice before them, the front
+            tiles = (
+                how.pattern.own_tiles(start, num_rows),
+                how.pattern.front_tiles(start, num_rows, part.start, piece.start),
+                how.pattern.front_tiles(start, num_rows, 0, part.start),
+            )
+            keys = (slice(start, start + num_rows), slice(part.start, start), slice(0, part.start))
+            sums = (own_sum_2gTD[:, :, piece.start : piece.stop], own_sum_2gTD[:, :, : piece.start], front_sum_2gUD)
+            key_pieces = [
+                KeyPiece(tuple(kv_2gND[:, :, where]), seen, tuple(total))
+                for where, seen, total in zip(keys, tiles, sums, strict=True)
+            ]
+            lse_hP = lse_hS[:, rows]
+            dq_hPD = rows_backward(gradient_hPD, q_hSD[:, rows], out_hPD, lse_hP, key_pieces, how.readers, how.scale)
+            dq_hSD[:, rows] = dq_hPD
         dk_gSD, dv_gSD = _own_tokens(own_sum_2gTD, shared)
         if shared.moves_front and part.start:
             _return_front(front_sum_2gUD, shared)
         how.book.backward_done(how.layer, part)
-        return dq_hSD.to(q_hSD.dtype), dk_gSD.to(q_hSD.dtype), dv_gSD.to(q_hSD.dtype), None
+        return dq_hSD, dk_gSD.to(q_hSD.dtype), dv_gSD.to(q_hSD.dtype), None
 
 
 def _whole_slice(own_2gSD: Tensor, shared: SharedSlice) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime import checkpointing, chunk_attention, kept_attention, token_tiles
+from hf_longctx.runtime import checkpointing, kept_attention, row_attention, token_tiles
 from hf_longctx.runtime.checkpointing import ActivationEngine, LayerModules
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
@@ -87,7 +87,7 @@ def counted(model: Any) -> Iterator[Work]:
     """Counts the work of everything that runs inside."""
     layers = layer_modules(model)
     work = Work(mlp_tokens=[0] * len(layers))
-    original = chunk_attention.tile_forward
+    original = row_attention.tile_forward
 
     def tile_forward(q: Tensor, *rest: Any, **settings: Any) -> Any:
         # once per head
@@ -102,7 +102,7 @@ def counted(model: Any) -> Iterator[Work]:
 
     gates = [next(m for name, m in modules.mlp.named_modules() if name.endswith("gate_proj")) for modules in layers]
     handles = [gate.register_forward_hook(count(index)) for index, gate in enumerate(gates)]
-    with patch.object(chunk_attention, "tile_forward", tile_forward):
+    with patch.object(row_attention, "tile_forward", tile_forward):
         yield work
     for handle in handles:
         handle.remove()

@@ -15,7 +15,7 @@ from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.sharding import block_pieces
 from hf_longctx.plan.types import Chunk, GroupShape, Span
-from hf_longctx.runtime import context, ring, tiles
+from hf_longctx.runtime import context, row_attention, tiles
 from hf_longctx.runtime.context import visible_tiles
 
 RINGS = {
@@ -69,16 +69,11 @@ def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, 
 
 
 PLANTED = {
-    "wrong merge": (ring, "accumulate_attention_", unweighted_merge),
+    "wrong merge": (row_attention, "accumulate_attention_", unweighted_merge),
     "wrong zigzag order": (
         context,
         "visible_tiles",
-        lambda queries, keys: [
-            (q.tokens, k.tokens, k.start == q.start)
-            for q in queries
-            for k in keys
-            if q.document == k.document and k.start >= q.start
-        ],
+        lambda queries, keys: [(q, k) for q in queries for k in keys if q.document == k.document and k.start >= q.start],
     ),
 }
 
@@ -113,14 +108,13 @@ def test_every_visible_pair_is_computed_once_and_no_masked_tile(lengths: list[in
     seen = set()
     for queries in pieces:
         for keys in pieces:
-            for rows, columns, causal in visible_tiles(queries, keys):
-                query = next(p for p in queries if p.tokens == rows)
-                key = next(p for p in keys if p.tokens == columns)
+            for query, key in visible_tiles(queries, keys):
+                assert query in queries and key in keys
                 tile = {
                     (query.document, i, j)
                     for i in range(query.start, query.stop)
                     for j in range(key.start, key.stop)
-                    if not causal or j <= i
+                    if query != key or j <= i
                 }
                 assert tile and not tile & seen
                 assert all(j <= i for _, i, j in tile)

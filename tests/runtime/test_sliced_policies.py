@@ -25,7 +25,7 @@ from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime import chunk_attention
+from hf_longctx.runtime import chunk_attention, row_attention
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, StepResult
 from hf_longctx.runtime.kept_attention import AttentionRecord
@@ -115,14 +115,14 @@ def expected_pairs(plan: StepPlan) -> int:
 def counted_pairs() -> Iterator[list[int]]:
     """Collects the query-key pairs of every attention tile that runs inside, one head's."""
     pairs: list[int] = []
-    original = chunk_attention.tile_forward
+    original = row_attention.tile_forward
 
     def tile_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Any:
         num_queries, num_keys = q.shape[1], k.shape[1]
         pairs.append(num_queries * (num_queries + 1) // 2 if causal else num_queries * num_keys)
         return original(q, k, v, scale, causal)
 
-    with patch.object(chunk_attention, "tile_forward", tile_forward):
+    with patch.object(row_attention, "tile_forward", tile_forward):
         yield pairs
 
 
@@ -315,14 +315,14 @@ def _output_of_the_slice_before() -> Any:
 
 
 def _lse_of_the_slice_alone() -> Any:
-    original = chunk_attention.tile_backward
+    original = row_attention.tile_backward
 
     def tile_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **how: Any) -> Any:
         (scale, causal) = (*rest, *how.values())
-        alone = chunk_attention.tile_forward(q, k, v, scale, causal)[1] if causal else lse
+        alone = row_attention.tile_forward(q, k, v, scale, causal)[1] if causal else lse
         return original(gradient, q, k, v, out, alone, scale, causal)
 
-    return patch.object(chunk_attention, "tile_backward", tile_backward)
+    return patch.object(row_attention, "tile_backward", tile_backward)
 
 
 def _front_left_out_of_recomputed_rows() -> Any:

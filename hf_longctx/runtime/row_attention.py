@@ -1,0 +1,164 @@
+"""Attention of some rows of one document, and its gradients: the tiles of a pattern, merged by their log-sum-exp (LSE).
+
+Backward of every tile uses the merged output and LSE. Keys and values come in pieces (a document's own, its front), of which
+copies are made only of what a tile of several blocks, or in reverse order, reads.
+
+Shapes: h query heads and g KV heads of this rank, T rows, U keys of a piece, D head size; a tile of n blocks has N rows in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_longctx.kernels.merge_attention import accumulate_attention_
+from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern, PatternTile
+from hf_longctx.runtime.tiles import tile_backward, tile_forward
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPiece:
+    """Keys and values, [g, U, D] each, and the tiles in which rows see them. sums: where their gradients are added."""
+
+    kv: Sequence[Tensor]
+    tiles: tuple[PatternTile, ...]
+    sums: Sequence[Tensor] = ()
+
+
+def rows_forward(
+    q_hTD: Tensor,
+    k_gTD: Tensor,
+    v_gTD: Tensor,
+    front_2gUD: Tensor | None,
+    readers: KVReaders,
+    scale: float,
+    pattern: AttentionPattern = CAUSAL,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Output [h, T, D] and LSE [h, T] of the first rows of a document, whose keys and values may be more.
+
+    start: where in its document the first row is, right behind the front.
+    """
+    num_rows = q_hTD.shape[1]
+    pieces = [KeyPiece((k_gTD, v_gTD), pattern.own_tiles(start, num_rows))]
+    if front_2gUD is not None:
+        num_front = front_2gUD.shape[2]
+        pieces.append(KeyPiece(tuple(front_2gUD), pattern.front_tiles(start, num_rows, start - num_front, num_front)))
+    (own, first), *rest = [(piece, tile) for piece in pieces for tile in piece.tiles]
+    if first.num_rows == num_rows:
+        out_hTD, lse_hT = _forward(q_hTD, own, first, readers, scale)
+        if not rest:
+            return out_hTD, lse_hT
+        out_hTD = out_hTD.to(lse_hT.dtype)
+    else:
+        out_hTD, lse_hT = no_keys_yet(q_hTD)
+        rest = [(own, first), *rest]
+    for piece, tile in rest:
+        merge_tile(out_hTD, lse_hT, q_hTD, piece, tile, readers, scale)
+    return out_hTD.to(q_hTD.dtype), lse_hT
+
+
+def no_keys_yet(q_hTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [h, T, D] and LSE [h, T] of rows that have seen no key, in at least fp32, to merge tiles into."""
+    wide = torch.promote_types(q_hTD.dtype, torch.float32)
+    # unfilled: where the LSE is -inf the merge does not look at it
+    return torch.empty_like(q_hTD, dtype=wide), q_hTD.new_full(q_hTD.shape[:2], float("-inf"), dtype=wide)
+
+
+def merge_tile(
+    out_hTD: Tensor, lse_hT: Tensor, q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, readers: KVReaders, scale: float
+) -> None:
+    """Merges what the rows see in a tile of a piece into their output and LSE, in place."""
+    found = _forward(q_hTD, piece, tile, readers, scale)
+    places = [_places(x, tile.rows, tile) for x in (out_hTD, lse_hT)]
+    # of one block the places themselves, else copies
+    merged = [_as_heads(x, tile) for x in places]
+    accumulate_attention_(*merged, *found)
+    if tile.num_blocks > 1:
+        for place, x in zip(places, merged, strict=True):
+            place.copy_(_as_blocks(x, tile))
+
+
+def rows_backward(
+    gradient_hTD: Tensor,
+    q_hTD: Tensor,
+    out_hTD: Tensor,
+    lse_hT: Tensor,
+    pieces: Sequence[KeyPiece],
+    readers: KVReaders,
+    scale: float,
+) -> Tensor:
+    """Gradient of the rows' queries, [h, T, D], in at least fp32; those of keys and values are added to the pieces' sums."""
+    dq_hTD: Tensor | None = None
+    for piece, tile in [(keys, tile) for keys in pieces for tile in keys.tiles]:
+        dq, dk, dv = _backward(gradient_hTD, q_hTD, out_hTD, lse_hT, piece, tile, readers, scale)
+        if dq_hTD is None and tile.num_rows == q_hTD.shape[1]:
+            dq_hTD = dq.to(lse_hT.dtype)
+        else:
+            dq_hTD = torch.zeros_like(q_hTD, dtype=lse_hT.dtype) if dq_hTD is None else dq_hTD
+            _places(dq_hTD, tile.rows, tile).add_(_as_blocks(dq, tile))
+        for total, part in zip(piece.sums, (dk, dv), strict=True):
+            readers.fold_into(_places(total, tile.keys, tile), _as_blocks(part, tile))
+    assert dq_hTD is not None
+    return dq_hTD
+
+
+def _forward(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, readers: KVReaders, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a tile."""
+    q, (k, v) = _read(q_hTD, tile.rows, tile), _read_keys(piece, tile, readers)
+    out, lse = tile_forward(q, k, v, scale, causal=tile.mask != "full")
+    return _turned(out, tile), _turned(lse, tile)
+
+
+def _backward(
+    gradient_hTD: Tensor,
+    q_hTD: Tensor,
+    out_hTD: Tensor,
+    lse_hT: Tensor,
+    piece: KeyPiece,
+    tile: PatternTile,
+    readers: KVReaders,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a tile's queries, keys and values."""
+    gradient, q, out, lse = (_read(x, tile.rows, tile) for x in (gradient_hTD, q_hTD, out_hTD, lse_hT))
+    k, v = _read_keys(piece, tile, readers)
+    dq, dk, dv = tile_backward(gradient, q, k, v, out, lse, scale, causal=tile.mask != "full")
+    return _turned(dq, tile), _turned(dk, tile), _turned(dv, tile)
+
+
+def _read(x_HTX: Tensor, part: slice, tile: PatternTile) -> Tensor:
+    return _turned(_as_heads(_places(x_HTX, part, tile), tile), tile)
+
+
+def _read_keys(piece: KeyPiece, tile: PatternTile, readers: KVReaders) -> tuple[Tensor, Tensor]:
+    k, v = (_turned(_as_heads(readers.gather(_places(x, tile.keys, tile)), tile), tile) for x in piece.kv)
+    return k, v
+
+
+def _places(x_HTX: Tensor, part: slice, tile: PatternTile) -> Tensor:
+    """The queries or keys of a tile, as views: [H, N, ...], of several blocks [H, n, N, ...]."""
+    if tile.num_blocks == 1:
+        return x_HTX[:, part]
+    # the last block may end before its stride does
+    blocks = x_HTX[:, part.start :].unfold(1, part.stop - part.start, tile.stride)[:, : tile.num_blocks]
+    return blocks if x_HTX.dim() == 2 else blocks.movedim(-1, 2)
+
+
+def _as_heads(x: Tensor, tile: PatternTile) -> Tensor:
+    """[H, n, N, ...] as [n * H, N, ...], so that neighbouring query heads still read one KV head; one block as it is."""
+    return x if tile.num_blocks == 1 else x.transpose(0, 1).flatten(0, 1)
+
+
+def _as_blocks(x: Tensor, tile: PatternTile) -> Tensor:
+    """The inverse of `_as_heads`."""
+    return x if tile.num_blocks == 1 else x.unflatten(0, (tile.num_blocks, -1)).transpose(0, 1)
+
+
+def _turned(x: Tensor, tile: PatternTile) -> Tensor:
+    """In the order in which a tile's mask is causal, or back."""
+    return x.flip(1) if tile.mask == "reversed" else x

@@ -1,0 +1,162 @@
+"""Patterns: tiles cover what is visible exactly once, and attention made of them is one masked softmax, gradients included."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.models import relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_longctx.plan.sharding import HeadShare
+from hf_longctx.plan.types import TensorShare
+from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
+from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.patterns import AttentionPattern, PatternTile
+from hf_longctx.runtime.slices import KVBook, Slice
+
+# fp64 on both sides, sums of at most some 50 terms
+TOLERANCE = 1e-12
+SCALE, HEAD_DIM = 0.4, 4
+
+
+def visible(pattern: AttentionPattern, queries: range, keys: range) -> Tensor:
+    """Which keys are seen, by the definition, [queries, keys]."""
+    i, j = torch.tensor(queries).unsqueeze(1), torch.tensor(keys).unsqueeze(0)
+    seen = j <= i
+    if pattern.window:
+        seen &= j > i - pattern.window
+    if pattern.chunk:
+        seen &= j // pattern.chunk == i // pattern.chunk
+    return seen
+
+
+def times_seen(tiles: tuple[PatternTile, ...], num_queries: int, num_keys: int) -> Tensor:
+    """How many tiles have each pair."""
+    counts = torch.zeros(num_queries, num_keys, dtype=torch.int64)
+    for tile in tiles:
+        for block in range(tile.num_blocks):
+            first_row, first_key = tile.rows.start + block * tile.stride, tile.keys.start + block * tile.stride
+            square = torch.ones(tile.num_rows, tile.keys.stop - tile.keys.start, dtype=torch.int64)
+            assert tile.mask == "full" or square.shape[0] == square.shape[1]
+            square = square.tril() if tile.mask == "causal" else square.triu() if tile.mask == "reversed" else square
+            counts[first_row : first_row + square.shape[0], first_key : first_key + square.shape[1]] += square
+    return counts
+
+
+patterns = st.one_of(
+    st.integers(0, 9).map(lambda size: AttentionPattern(window=size)),
+    st.integers(0, 9).map(lambda size: AttentionPattern(chunk=size)),
+)
+
+
+@settings(max_examples=300)
+@given(patterns, st.integers(0, 20), st.integers(1, 24))
+def test_tiles_of_tokens_among_themselves_have_each_visible_pair_once(
+    pattern: AttentionPattern, start: int, num_tokens: int
+) -> None:
+    tokens = range(start, start + num_tokens)
+    tiles = pattern.own_tiles(start, num_tokens)
+    assert torch.equal(times_seen(tiles, num_tokens, num_tokens), visible(pattern, tokens, tokens).long())
+    assert tiles[0].mask == "causal"
+
+
+@settings(max_examples=300)
+@given(patterns, st.integers(0, 20), st.integers(1, 24), st.integers(0, 20), st.integers(0, 20))
+def test_tiles_of_earlier_keys_have_each_visible_pair_once(
+    pattern: AttentionPattern, first_key: int, num_tokens: int, num_keys: int, gap: int
+) -> None:
+    start = first_key + num_keys + gap
+    tiles = pattern.front_tiles(start, num_tokens, first_key, num_keys)
+    expected = visible(pattern, range(start, start + num_tokens), range(first_key, first_key + num_keys)).long()
+    assert torch.equal(times_seen(tiles, num_tokens, num_keys), expected)
+
+
+@pytest.mark.parametrize("pattern", [AttentionPattern(window=16), AttentionPattern(chunk=16)])
+def test_a_longer_document_has_no_more_tiles_but_more_blocks(pattern: AttentionPattern) -> None:
+    short, long = pattern.own_tiles(0, 5 * 16 + 3), pattern.own_tiles(0, 500 * 16 + 3)
+    assert len(short) == len(long) <= 6
+    assert max(tile.num_blocks for tile in long) == 500
+
+
+def test_a_pattern_has_a_window_or_chunks() -> None:
+    with pytest.raises(ValueError, match="a window of 4 tokens and chunks of 8; it may have one of them"):
+        AttentionPattern(window=4, chunk=8)
+    with pytest.raises(ValueError, match=r"AttentionPattern\(window=-1.* has a negative setting"):
+        AttentionPattern(window=-1)
+
+
+def masked_softmax(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, pattern: AttentionPattern) -> Tensor:
+    """Attention of one document by the definition, [T, H, D]."""
+    k, v = (x.repeat_interleave(len(q_HTD) // len(x), 0) for x in (k_GTD, v_GTD))
+    tokens = range(q_HTD.shape[1])
+    scores = (q_HTD @ k.transpose(1, 2) * SCALE).masked_fill(~visible(pattern, tokens, tokens), float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def readers_of(num_heads: int, num_kv: int, dropped: int) -> KVReaders:
+    """The readers of a rank that has all query heads but the first few."""
+    per_kv = num_heads // num_kv
+    return KVReaders.of(HeadShare(dropped, num_heads, dropped // per_kv, num_kv), per_kv, torch.device("cpu"))
+
+
+def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max(relative_error(ours.detach(), theirs.detach()) for ours, theirs in zip(found, expected, strict=True))
+
+
+@settings(max_examples=150)
+@given(
+    patterns,
+    st.lists(st.integers(1, 17), min_size=1, max_size=4),
+    st.lists(st.integers(1, 20), max_size=2),
+    # query heads, KV heads, query heads in front of this rank's
+    st.sampled_from([(2, 2, 0), (4, 2, 0), (3, 1, 0), (4, 2, 1), (6, 2, 2)]),
+    st.sampled_from([None, 0.0, 0.4, 1.0]),
+)
+def test_slices_and_documents_are_one_masked_softmax(
+    pattern: AttentionPattern, sizes: list[int], lengths: list[int], heads: tuple[int, int, int], recompute: float | None
+) -> None:
+    num_heads, _, dropped = heads
+    readers = readers_of(*heads)
+    shapes = (num_heads - dropped, readers.num_kv, readers.num_kv)
+    generator = torch.Generator().manual_seed(sum(sizes))
+
+    def draw(num: int, num_tokens: int) -> Tensor:
+        return torch.randn(num, num_tokens, HEAD_DIM, dtype=torch.float64, generator=generator)
+
+    # a sequence in slices, the last one in front of whole documents
+    sequence = [draw(num, sum(sizes)).requires_grad_() for num in shapes]
+    documents = [[draw(num, length).requires_grad_() for num in shapes] for length in lengths]
+    leaves = [leaf for one in (sequence, *documents) for leaf in one]
+    gradient = draw(shapes[0], sum(sizes) + sum(lengths)).transpose(0, 1)
+    expanded = ([q, *(x.index_select(0, readers.index) for x in kv)] for q, *kv in (sequence, *documents))
+    expected = torch.cat([masked_softmax(*one, pattern) for one in expanded])
+    expected_gradients = torch.autograd.grad(expected, leaves, gradient)
+
+    book, outputs = KVBook(), []
+    cuts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    for start, stop in pairwise(cuts):
+        part = Slice(0, 0, start, stop, cuts[-1])
+        row = [x[:, start:stop] for x in sequence]
+        places = [Document(0, stop - start, part)]
+        if stop == cuts[-1]:
+            for document in documents:
+                row = [torch.cat(pair, dim=1) for pair in zip(row, document, strict=True)]
+                places.append(Document(places[-1].stop, row[0].shape[1]))
+        record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
+        attend = ChunkAttention(readers, SCALE, tuple(places), record, book, "layer", pattern)
+        if record is not None:
+            with torch.no_grad():
+                attend(*row)
+            record.is_replay = True
+        outputs.append(attend(*row))
+    found = [torch.zeros_like(leaf) for leaf in leaves]
+    for output, of_output in reversed(list(zip(outputs, gradient.split([len(x) for x in outputs]), strict=True))):
+        parts = torch.autograd.grad(output, leaves, of_output, allow_unused=True)
+        found = [total if part is None else total + part for total, part in zip(found, parts, strict=True)]
+    assert error_of([torch.cat(outputs), *found], [expected, *expected_gradients]) <= TOLERANCE
+    assert book.num_bytes == 0
