@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.patterns import AttentionPattern
 from hf_longctx.runtime.sequence_parallel import sequence_parallel_attention
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
@@ -24,6 +25,8 @@ NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 # keywords that say nothing about which tokens are attended to, or how: any value, or only the one given here
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False}
+# those that are a pattern
+_PATTERN = {"sliding_window": "window"}
 
 
 def patch_model(model: PreTrainedModel) -> None:
@@ -90,13 +93,14 @@ def longctx_attention(
         raise ValueError(f"{type(module).__name__}: attention dropout {dropout} is not supported yet; set it to 0.0")
     for name, setting in kwargs.items():
         harmless = setting is None or name in _INERT or (name in _HARMLESS and setting is _HARMLESS[name])
-        if not harmless:
+        if not harmless and name not in _PATTERN:
             raise ValueError(
                 f"{type(module).__name__} passes {name}={setting!r} to attention, which is not supported yet and would change "
                 f"the result; use a model without it"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sequence_parallel_attention(query, key, value, scale, longctx, layer=module), None
+    pattern = AttentionPattern(**{field: kwargs.get(name) or 0 for name, field in _PATTERN.items()})
+    return sequence_parallel_attention(query, key, value, scale, longctx, layer=module, pattern=pattern), None
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -9,8 +9,25 @@ from transformers import PretrainedConfig, PreTrainedModel, __version__
 from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
 from hf_longctx.hf.rope import rope_problems
 
-# a class gets in with its row in tests/runtime/test_equality.py, never without
-TESTED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# a class gets in with its row in tests/runtime/test_equality.py or test_families.py, never without
+TESTED_MODELS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "PhiForCausalLM",
+    "Phi3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+)
 TESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _MINIMUM = "5.17"
@@ -39,15 +56,13 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
             f"tested; use the class of transformers"
         ]
-    problems = adapter_problems(model)
-    if (window := _window(config)) is not None:
-        problems.append(
-            f"{name} has a sliding attention window of {window} tokens, which is not supported yet; load it with "
-            f"sliding_window=None (and use_sliding_window=False where it exists) if the checkpoint allows full attention"
-        )
-    if getattr(config, "attention_dropout", 0.0):
-        problems.append(f"attention_dropout is {config.attention_dropout}; set it to 0.0, dropout is not supported yet")
-    if (rope_type := (config.rope_parameters or {}).get("rope_type", "default")) not in TESTED_ROPE_TYPES:
+    problems = [*adapter_problems(model), *_pattern_problems(base)]
+    problems += [
+        f"{field} is {value}; set it to 0.0, dropout is not supported yet"
+        for field, value in sorted(config.to_dict().items())
+        if field.endswith(("dropout", "pdrop")) and isinstance(value, float) and value
+    ]
+    for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES)):
         problems.append(
             f"rope type {rope_type!r} depends on the longest position of each forward and is not supported yet; use one of "
             f"{', '.join(TESTED_ROPE_TYPES)}"
@@ -81,11 +96,30 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     return problems
 
 
-def _window(config: PretrainedConfig) -> int | None:
-    """The sliding window that some layer of the model applies, or None."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return getattr(config, "sliding_window", None) if any(t != "full_attention" for t in layer_types) else None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    return getattr(config, "sliding_window", None)
+def _pattern_problems(model: PreTrainedModel) -> list[str]:
+    """Patterns of attention that do not reach the attention function as keywords, so that they would be ignored there."""
+    config = model.config
+    if getattr(config, "use_bidirectional_attention", False):
+        return ["use_bidirectional_attention is set, but only causal attention is supported; unset it"]
+    layer_types = getattr(config, "layer_types", None) or ()
+    problems = [
+        f"layer_types has {layer_type!r}, which is not supported yet; use a model of full_attention and sliding_attention"
+        for layer_type in sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    ]
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if not hasattr(module, "sliding_window") or layer is None or layer >= len(layer_types):
+            continue
+        if (layer_types[layer] == "sliding_attention") != bool(module.sliding_window):
+            problems.append(
+                f"layer {layer} is {layer_types[layer]!r} in layer_types, but its window is {module.sliding_window}; "
+                f"let sliding_window, use_sliding_window and layer_types say the same"
+            )
+    return problems
+
+
+def _rope_types(config: PretrainedConfig) -> set[str]:
+    """The rope types of all layers; some models have one for each type of layer."""
+    parameters = config.rope_parameters or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return {each.get("rope_type", "default") for each in per_layer_type or [parameters]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,52 @@ FAMILIES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 8}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None, "head_dim": 8}),
+}
+# layers with a window of six tokens, all or one of two
+_WINDOW = {"sliding_window": 6}
+_ONE_OF_TWO = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_FROM_LAYER_1 = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1}
+# norms elsewhere, parallel blocks, scaled logits, layers without RoPE, with windows or a RoPE of their own
+OTHER_FAMILIES: dict[str, Any] = {
+    "mistral_window": (transformers.MistralConfig, transformers.MistralForCausalLM, {**_WINDOW, "head_dim": 8}),
+    "qwen2_window": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _FROM_LAYER_1),
+    "qwen3_window": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**_FROM_LAYER_1, "head_dim": 8}),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM, _ONE_OF_TWO),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM, {}),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {**_WINDOW, "pad_token_id": 0}),
+    "granite": (
+        transformers.GraniteConfig,
+        transformers.GraniteForCausalLM,
+        {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
+    ),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 8, "pad_token_id": 0}),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        transformers.SmolLM3ForCausalLM,
+        {**_ONE_OF_TWO, "use_sliding_window": True, "no_rope_layers": [1, 0], "pad_token_id": 0},
+    ),
+    "starcoder2": (
+        transformers.Starcoder2Config,
+        transformers.Starcoder2ForCausalLM,
+        {**_WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, {"head_dim": 8}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {
+            **_ONE_OF_TWO,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 11,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+            },
+        },
+    ),
+    "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM, {"logit_scale": 0.5}),
+    "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, {**_ONE_OF_TWO, "logit_scale": 0.5}),
 }
 VOCAB_SIZE = 64
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -59,7 +106,7 @@ def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformer
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
-    config_class, model_class, extra = FAMILIES[case.family]
+    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES)[case.family]
     config = config_class(
         vocab_size=VOCAB_SIZE,
         hidden_size=8 * case.num_heads,
@@ -70,8 +117,8 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         max_position_embeddings=512,
         tie_word_embeddings=case.tied,
         attn_implementation=case.attention,
-        rope_parameters=ROPE[case.rope_type],
-        **extra,
+        # configs write into what they are given
+        **copy.deepcopy({"rope_parameters": ROPE[case.rope_type]} | extra),
     )
     torch.manual_seed(case.seed)
     model = model_class(config).double()
@@ -105,12 +152,21 @@ def adapted(model: Any, seed: int = 3, autocast: bool = False, **settings: Any) 
 def promote_norms(model: torch.nn.Module) -> None:
     """Norms without the cast to fp32 that transformers does inside, bound on these instances only."""
 
-    def forward(norm: Any, x: Tensor) -> Tensor:
+    def root_mean_square(norm: Any, x: Tensor) -> Tensor:
         return norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
 
+    def of_gemma(norm: Any, x: Tensor) -> Tensor:
+        return (1 + norm.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps))
+
+    def of_cohere(norm: Any, x: Tensor) -> Tensor:
+        return norm.weight * F.layer_norm(x, x.shape[-1:], eps=norm.variance_epsilon)
+
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = forward.__get__(module)
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            module.forward = (of_gemma if name.startswith("Gemma") else root_mean_square).__get__(module)
+        elif name.startswith("Cohere") and name.endswith("LayerNorm"):
+            module.forward = of_cohere.__get__(module)
 
 
 def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ()) -> list[dict[str, list[int]]]:

@@ -25,7 +25,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral_window", "gemma3"])
 def test_generate_and_padded_evaluation_are_bit_equal_without_a_plan(family: str, attention: str) -> None:
     case = ModelCase(family, dtype=torch.float32, attention=attention)
     plain, patched = build_model(case).eval(), build_model(case).eval()
@@ -73,11 +73,24 @@ def test_other_implementations_are_refused_by_name() -> None:
         patch_model(model)
 
 
-@pytest.mark.parametrize("keyword", ["sliding_window", "softcap", "s_aux", "position_bias", "indices"])
+@pytest.mark.parametrize("keyword", ["softcap", "s_aux", "position_bias", "indices"])
 def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
     heads = torch.zeros(1, 2, 5, 4)
     with pytest.raises(ValueError, match=f"{keyword}=4"):
         longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, **{keyword: 4})
+
+
+def test_a_window_reaches_the_attention() -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
+    output, _ = longctx_attention(torch.nn.Linear(1, 1), query, key, value, None, longctx=LONE_CONTEXT, sliding_window=1)
+    # a token that sees itself only has its own value
+    assert torch.equal(output, value.transpose(1, 2))
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    heads = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="is_causal=False"):
+        longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, is_causal=False)
 
 
 def test_dropout_is_refused() -> None:

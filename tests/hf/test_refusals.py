@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.models import ModelCase, build_model, cast
+from helpers.models import FAMILIES, OTHER_FAMILIES, ModelCase, build_model, cast
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -132,9 +132,10 @@ def test_an_old_transformers_is_refused_with_both_versions(tmp_path, monkeypatch
     assert "transformers 5.16.2 is installed, 5.17 or newer is needed; pip install -U transformers" in problem
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_tested_classes_have_no_problem(family: str) -> None:
-    assert problems_of(build_model(ModelCase(family, dtype=torch.float32))) == []
+    model = build_model(ModelCase(family, dtype=torch.float32))
+    assert type(model).__name__ in compat.TESTED_MODELS and problems_of(model) == []
 
 
 def untested_model(name: str) -> PreTrainedModel:
@@ -166,31 +167,34 @@ def test_a_class_of_ones_own_with_a_tested_name_is_refused() -> None:
     assert problem.startswith(f"model class LlamaForCausalLM comes from {__name__}, not from transformers")
 
 
-# name -> (config class, model class, further config, the window in the message)
-WINDOWS: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 16}, 16),
-    "mistral by default": (transformers.MistralConfig, transformers.MistralForCausalLM, {}, 4096),
-    "qwen2": (
-        transformers.Qwen2Config,
-        transformers.Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
-        16,
-    ),
-    "qwen3 in one layer": (
-        transformers.Qwen3Config,
-        transformers.Qwen3ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        16,
-    ),
-}
+def test_layers_whose_mask_has_a_window_that_attention_is_not_told_are_refused() -> None:
+    settings = {"use_sliding_window": False, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}
+    (problem,) = problems_of(transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**SHAPE, pad_token_id=0, **settings)))
+    assert problem.startswith("layer 1 is 'sliding_attention' in layer_types, but its window is None")
 
 
-@pytest.mark.parametrize("name", WINDOWS)
-def test_a_sliding_window_is_refused_with_its_size(name: str) -> None:
-    config_class, model_class, settings, window = WINDOWS[name]
-    (problem,) = problems_of(model_class(config_class(**SHAPE, **settings)))
-    assert problem.startswith(f"{model_class.__name__} has a sliding attention window of {window} tokens")
-    assert "load it with sliding_window=None" in problem
+def test_other_kinds_of_attention_are_refused_by_name() -> None:
+    (problem,) = problems_of(llama(layer_types=["full_attention", "chunked_attention"]))
+    assert problem.startswith("layer_types has 'chunked_attention', which is not supported yet")
+    settings = {"use_bidirectional_attention": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    (problem,) = problems_of(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SHAPE, **settings)))
+    assert problem.startswith("use_bidirectional_attention is set")
+
+
+def test_dropout_behind_blocks_is_refused_by_its_name() -> None:
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(**SHAPE, resid_pdrop=0.1, pad_token_id=0))
+    assert problems_of(model) == ["resid_pdrop is 0.1; set it to 0.0, dropout is not supported yet"]
+
+
+def test_each_kind_of_layer_has_a_tested_rope() -> None:
+    ropes: dict[str, dict[str, Any]] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "dynamic"},
+    }
+    ropes["full_attention"] |= {"rope_theta": 1e4, "factor": 8.0}
+    model = build_model(ModelCase("gemma3", dtype=torch.float32))
+    model.config.rope_parameters = ropes
+    assert problems_of(model)[0].startswith("rope type 'dynamic' depends on the longest position")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""Model classes with patterns, norms and blocks of their own: packed, in slices and recomputed they are plain Hugging Face's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import OTHER_FAMILIES, ModelCase, build_model, random_rows, reference_step
+from helpers.sliced import sliced_plan
+from helpers.steps import rank_inputs
+from test_checkpointing import recomputing, with_policies
+from test_equality import LAYOUTS
+from test_equality import check as check_ranks
+from test_slices import TOLERANCE, check, worst
+
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.layers import layer_modules
+from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.mesh import GroupPool
+
+LENGTHS = [30, 7, 17, 1]
+WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
+SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
+
+
+# promoted norms: those of Gemma and Cohere add up their gradients in fp32
+@pytest.mark.parametrize("chunks", [WHOLE, SLICES], ids=["packed", "slices"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_every_class_matches_on_one_rank(family: str, chunks: list) -> None:
+    check(ModelCase(family, promoted=True), sliced_plan(LENGTHS, chunks), random_rows(LENGTHS))
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
+    case, rows = ModelCase(family, promoted=True), random_rows(LENGTHS)
+    model = build_model(case)
+    patch_model(model)
+    engine = ActivationEngine(layer_modules(model))
+    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), torch.device("cpu"), engine=engine)
+    plan = with_policies(sliced_plan(LENGTHS, SLICES), (recomputing(0.5, 0.5), recomputing()), 16)
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("ulysses", [0, 1])
+@pytest.mark.parametrize("family", ["mistral_window", "gemma3", "cohere2", "olmo3"])
+def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<2>"]
+    check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
+
+
+def test_windows_match_on_a_hybrid(ranks) -> None:
+    num_ranks, layout, lengths = LAYOUTS["<4>"]
+    check_ranks(ranks(num_ranks), ModelCase("mistral_window", promoted=True), layout, lengths, ulysses=2)
