@@ -24,9 +24,10 @@ NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 
 # keywords that say nothing about which tokens are attended to, or how: any value, or only the one given here
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
-_HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False}
+_HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
 # those that are a pattern
 _PATTERN = {"sliding_window": "window"}
+_SINKS = "s_aux"
 
 
 def patch_model(model: PreTrainedModel) -> None:
@@ -93,14 +94,15 @@ def longctx_attention(
         raise ValueError(f"{type(module).__name__}: attention dropout {dropout} is not supported yet; set it to 0.0")
     for name, setting in kwargs.items():
         harmless = setting is None or name in _INERT or (name in _HARMLESS and setting is _HARMLESS[name])
-        if not harmless and name not in _PATTERN:
+        if not harmless and name not in _PATTERN and name != _SINKS:
             raise ValueError(
                 f"{type(module).__name__} passes {name}={setting!r} to attention, which is not supported yet and would change "
                 f"the result; use a model without it"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     pattern = AttentionPattern(**{field: kwargs.get(name) or 0 for name, field in _PATTERN.items()})
-    return sequence_parallel_attention(query, key, value, scale, longctx, layer=module, pattern=pattern), None
+    sinks = kwargs.get(_SINKS)
+    return sequence_parallel_attention(query, key, value, scale, longctx, module, pattern, sinks), None
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

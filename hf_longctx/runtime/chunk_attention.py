@@ -30,7 +30,7 @@ from torch import Tensor
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
-from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward
+from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.slices import KVBook, Slice
 from hf_longctx.runtime.tiles import tile_backward
 
@@ -67,15 +67,15 @@ class ChunkAttention:
     layer: Hashable
     pattern: AttentionPattern = CAUSAL
 
-    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor) -> Tensor:
-        """Causal attention inside each document, shape [S, h, D], differentiable."""
-        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSD, self)
+    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None = None) -> Tensor:
+        """Attention inside each document, shape [S, h, D], differentiable. sinks: of one more key's scores, in fp32 or fp64."""
+        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSD, sinks_h, self)
         return output
 
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, how: ChunkAttention) -> Tensor:
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None, how: ChunkAttention) -> Tensor:
         kept = None if how.record is None else how.record.take()
         num_rows = q_hSD.shape[1] if kept is None else kept.start
         outs, lses = [], []
@@ -86,7 +86,8 @@ class _ChunkAttention(torch.autograd.Function):
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
                 start = 0 if document.part is None else document.part.start
-                out_hTD, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_2gUD, how.readers, how.scale, how.pattern, start)
+                settings = (how.readers, how.scale, how.pattern, start, sinks_h)
+                out_hTD, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_2gUD, *settings)
                 outs.append(out_hTD.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -94,14 +95,17 @@ class _ChunkAttention(torch.autograd.Function):
         out_ShD, lse_hS = _joined(outs, 0), _joined(lses, 1)
         if kept is None and how.record is not None:
             how.record.put(out_ShD, lse_hS)
-        ctx.save_for_backward(q_hSD, out_ShD, lse_hS, *_whole_documents(k_gSD, v_gSD, how.documents))
+        ctx.save_for_backward(q_hSD, out_ShD, lse_hS, sinks_h, *_whole_documents(k_gSD, v_gSD, how.documents))
         ctx.how = how
         return out_ShD
 
     @staticmethod
-    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        q_hSD, out_ShD, lse_hS, *kv_gWD = ctx.saved_tensors
+    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_hSD, out_ShD, lse_hS, sinks_h, *kv_gWD = ctx.saved_tensors
         how: ChunkAttention = ctx.how
+        of_sinks = None
+        if sinks_h is not None:
+            of_sinks = sinks_backward(gradient_ShD.transpose(0, 1), out_ShD.transpose(0, 1), lse_hS, sinks_h)
         # unfilled, and not made for a lone document, whose gradients are all there is
         num_made = q_hSD.shape[1] if len(how.documents) > 1 else 0
         num_kv, head_dim = how.readers.num_kv, q_hSD.shape[2]
@@ -120,10 +124,10 @@ class _ChunkAttention(torch.autograd.Function):
                 num_whole = places.stop
             if len(how.documents) == 1:
                 dq, dk, dv = (x.to(q_hSD.dtype) for x in found)
-                return dq, dk, dv, None
+                return dq, dk, dv, of_sinks, None
             for gradients, part in zip((dq_hSD, dk_gSD, dv_gSD), found, strict=True):
                 gradients[:, tokens] = part
-        return dq_hSD, dk_gSD, dv_gSD, None
+        return dq_hSD, dk_gSD, dv_gSD, of_sinks, None
 
 
 def _front(part: Slice, k_gTD: Tensor, v_gTD: Tensor, how: ChunkAttention) -> Tensor:

@@ -24,7 +24,7 @@ from hf_longctx.runtime.context import Ring
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
-from hf_longctx.runtime.row_attention import KeyPiece, merge_tile, no_keys_yet, rows_backward
+from hf_longctx.runtime.row_attention import KeyPiece, merge_tile, no_keys_yet, rows_backward, sinks_backward, with_sinks
 
 
 def ring_attention(
@@ -36,6 +36,7 @@ def ring_attention(
     ring: Ring,
     record: AttentionRecord | None = None,
     pattern: AttentionPattern = CAUSAL,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention within documents, causal and as `pattern` says, for the tokens of this rank's block, shape [1, T, H, D].
 
@@ -48,7 +49,7 @@ def ring_attention(
             f"attention_output is recomputed for a share of {record.share.recompute:g} of the tokens, which a ring of "
             f"{ring.num_blocks} blocks cannot do; plan a share of 0 or 1, or a Ulysses group"
         )
-    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTD[0], readers, scale, ring, record, pattern)
+    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTD[0], sinks_H, readers, scale, ring, record, pattern)
     return output.transpose(0, 1).unsqueeze(0)
 
 
@@ -59,6 +60,7 @@ class _RingAttention(torch.autograd.Function):
         q_HTD: Tensor,
         k_GTD: Tensor,
         v_GTD: Tensor,
+        sinks_H: Tensor | None,
         readers: KVReaders,
         scale: float,
         ring: Ring,
@@ -68,18 +70,18 @@ class _RingAttention(torch.autograd.Function):
         own_kv = torch.stack([k_GTD, v_GTD])
         kept = record.take() if record is not None else None
         if kept is None:
-            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scale, ring, pattern)
+            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scale, ring, pattern, sinks_H)
             if record is not None:
                 record.put(output.transpose(0, 1), lse_HT)
         else:
             output, lse_HT = kept.out_ShD.transpose(0, 1), kept.lse_hS
-        ctx.save_for_backward(q_HTD, own_kv, output, lse_HT)
+        ctx.save_for_backward(q_HTD, own_kv, output, lse_HT, sinks_H)
         ctx.settings = readers, scale, ring, pattern
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_HTD, own_kv, out_HTD, lse_HT = ctx.saved_tensors
+        q_HTD, own_kv, out_HTD, lse_HT, sinks_H = ctx.saved_tensors
         readers, scale, ring, pattern = ctx.settings
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
@@ -100,11 +102,18 @@ class _RingAttention(torch.autograd.Function):
         for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
             own_sum[:, :, tokens] += travelling[:, :, arrived.tokens]
         dk_GTD, dv_GTD = own_sum.to(q_HTD.dtype)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, None, None, None, None, None
+        of_sinks = None if sinks_H is None else sinks_backward(gradient_HTD, out_HTD, lse_HT, sinks_H)
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, of_sinks, None, None, None, None, None
 
 
 def _around_the_ring(
-    q_HTD: Tensor, own_kv: Tensor, readers: KVReaders, scale: float, ring: Ring, pattern: AttentionPattern
+    q_HTD: Tensor,
+    own_kv: Tensor,
+    readers: KVReaders,
+    scale: float,
+    ring: Ring,
+    pattern: AttentionPattern,
+    sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [H, T, D] and LSE [H, T] of this rank's queries over all blocks' keys."""
     out_HTD, lse_HT = no_keys_yet(q_HTD)
@@ -113,6 +122,8 @@ def _around_the_ring(
             piece, rows = _key_piece(query, key, kv, pattern), query.tokens
             for tile in piece.tiles:
                 merge_tile(out_HTD[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, readers, scale)
+    if sinks_H is not None:
+        out_HTD, lse_HT = with_sinks(out_HTD, lse_HT, sinks_H)
     return out_HTD.to(q_HTD.dtype), lse_HT
 
 

@@ -38,10 +38,11 @@ def rows_forward(
     scale: float,
     pattern: AttentionPattern = CAUSAL,
     start: int = 0,
+    sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [h, T, D] and LSE [h, T] of the first rows of a document, whose keys and values may be more.
 
-    start: where in its document the first row is, right behind the front.
+    start: where in its document the first row is, right behind the front. sinks: see `with_sinks`.
     """
     num_rows = q_hTD.shape[1]
     pieces = [KeyPiece((k_gTD, v_gTD), pattern.own_tiles(start, num_rows))]
@@ -51,7 +52,7 @@ def rows_forward(
     (own, first), *rest = [(piece, tile) for piece in pieces for tile in piece.tiles]
     if first.num_rows == num_rows:
         out_hTD, lse_hT = _forward(q_hTD, own, first, readers, scale)
-        if not rest:
+        if not rest and sinks_h is None:
             return out_hTD, lse_hT
         out_hTD = out_hTD.to(lse_hT.dtype)
     else:
@@ -59,7 +60,24 @@ def rows_forward(
         rest = [(own, first), *rest]
     for piece, tile in rest:
         merge_tile(out_hTD, lse_hT, q_hTD, piece, tile, readers, scale)
+    if sinks_h is not None:
+        out_hTD, lse_hT = with_sinks(out_hTD, lse_hT, sinks_h)
     return out_hTD.to(q_hTD.dtype), lse_hT
+
+
+def with_sinks(out_hTD: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE as if every row of a head saw one more key, of this score and of no value.
+
+    The gradients of tiles that use this output and LSE are right as they are.
+    """
+    total_hT = torch.logaddexp(lse_hT, sinks_h.unsqueeze(1))
+    return out_hTD * (lse_hT - total_hT).exp().unsqueeze(2), total_hT
+
+
+def sinks_backward(gradient_hTD: Tensor, out_hTD: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
+    """Gradient of the sinks, [h], from the output and LSE that `with_sinks` made."""
+    weights_hT = (sinks_h.unsqueeze(1) - lse_hT).exp()
+    return -(weights_hT * (gradient_hTD.to(lse_hT.dtype) * out_hTD).sum(2)).sum(1)
 
 
 def no_keys_yet(q_hTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,11 +93,11 @@ def merge_tile(
     """Merges what the rows see in a tile of a piece into their output and LSE, in place."""
     found = _forward(q_hTD, piece, tile, readers, scale)
     places = [_places(x, tile.rows, tile) for x in (out_hTD, lse_hT)]
-    # of one block the places themselves, else copies
+    # the places themselves of one block or of a lone head, else copies
     merged = [_as_heads(x, tile) for x in places]
     accumulate_attention_(*merged, *found)
-    if tile.num_blocks > 1:
-        for place, x in zip(places, merged, strict=True):
+    for place, x in zip(places, merged, strict=True):
+        if x.data_ptr() != place.data_ptr():
             place.copy_(_as_blocks(x, tile))
 
 

@@ -38,11 +38,13 @@ def sequence_parallel_attention(
     context: GroupContext,
     layer: Hashable = None,
     pattern: AttentionPattern = CAUSAL,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention within documents, causal and as `pattern` says, for this rank's tokens, shape [1, T, H, D].
 
     Every rank of the context's group must call it in the same order of layers; backward repeats the exchanges reversed.
-    layer: which attention layer calls, so that slices find the keys and values of earlier ones.
+    layer: which attention layer calls, so that slices find the keys and values of earlier ones. sinks: of each head the score
+    of one more key, of no value, that every token sees.
     """
     context.calls.count += 1
     num_heads, num_kv_heads = q_1HTD.shape[1], k_1GTD.shape[1]
@@ -60,10 +62,14 @@ def sequence_parallel_attention(
     q_1HTD, k_1GTD = q_1HTD.to(v_1GTD.dtype), k_1GTD.to(v_1GTD.dtype)
     shares = head_shares(num_heads, num_kv_heads, context.block.num_ranks)
     readers = context.readers(shares[context.block.index], num_heads // num_kv_heads, q_1HTD.device)
+    sinks_h = None
+    if sinks_H is not None:
+        mine = shares[context.block.index]
+        sinks_h = sinks_H[mine.q_start : mine.q_stop].to(torch.promote_types(v_1GTD.dtype, torch.float32))
     if context.block.num_ranks == 1:
-        return _attention(q_1HTD, k_1GTD, v_1GTD, readers, scale, context, layer, pattern)
+        return _attention(q_1HTD, k_1GTD, v_1GTD, sinks_h, readers, scale, context, layer, pattern)
     q_1hSD, k_1gSD, v_1gSD = _scatter_heads(q_1HTD, k_1GTD, v_1GTD, shares, context)
-    out_1ShD = _attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context, layer, pattern)
+    out_1ShD = _attention(q_1hSD, k_1gSD, v_1gSD, sinks_h, readers, scale, context, layer, pattern)
     return _gather_heads(out_1ShD, shares, context)
 
 
@@ -71,6 +77,7 @@ def _attention(
     q_1hSD: Tensor,
     k_1gSD: Tensor,
     v_1gSD: Tensor,
+    sinks_h: Tensor | None,
     readers: KVReaders,
     scale: float,
     context: GroupContext,
@@ -80,15 +87,16 @@ def _attention(
     """Attention of this rank's heads over its block's tokens, shape [1, S, h, D]: around the ring if there are other blocks."""
     if context.shared is not None:
         attend_shared = SharedAttention(readers, scale, context.shared, context.book, layer, pattern)
-        return attend_shared(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
+        return attend_shared(q_1hSD[0], k_1gSD[0], v_1gSD[0], sinks_h).unsqueeze(0)
     if context.ring.num_blocks > 1:
-        return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring, context.kept, pattern)
-    if not context.slices and context.kept is None and pattern == CAUSAL:
+        return ring_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.ring, context.kept, pattern, sinks_h)
+    is_plain = pattern == CAUSAL and sinks_h is None
+    if not context.slices and context.kept is None and is_plain:
         return packed_attention(q_1hSD, k_1gSD, v_1gSD, readers, scale, context.cu_seqlens)
     documents = documents_of(context.cu_seqlens, context.slices)
-    if context.kept is not None or pattern != CAUSAL:
+    if context.kept is not None or not is_plain:
         attend = ChunkAttention(readers, scale, documents, context.kept, context.book, layer, pattern)
-        return attend(q_1hSD[0], k_1gSD[0], v_1gSD[0]).unsqueeze(0)
+        return attend(q_1hSD[0], k_1gSD[0], v_1gSD[0], sinks_h).unsqueeze(0)
     outputs = []
     for document in documents:
         q, k, v = (x[:, :, document.tokens] for x in (q_1hSD, k_1gSD, v_1gSD))

@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
-from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward
+from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.slices import KVBook, Slice
 
 
@@ -73,18 +73,18 @@ class SharedAttention:
     layer: Hashable
     pattern: AttentionPattern = CAUSAL
 
-    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor) -> Tensor:
-        """Causal attention of this rank's tokens, shape [S, h, D], differentiable.
+    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None = None) -> Tensor:
+        """Attention of this rank's tokens, shape [S, h, D], differentiable.
 
         Every sharing rank must call it in the same order of layers, and run backward in the reverse one.
         """
-        output: Tensor = _SharedAttention.apply(q_hSD, k_gSD, v_gSD, self)
+        output: Tensor = _SharedAttention.apply(q_hSD, k_gSD, v_gSD, sinks_h, self)
         return output
 
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, how: SharedAttention) -> Tensor:
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None, how: SharedAttention) -> Tensor:
         part = how.shared.part
         kv_2gTD = _whole_slice(torch.stack((k_gSD, v_gSD)), how.shared)
         if how.shared.moves_front and part.start and not how.shared.is_owner:
@@ -99,16 +99,16 @@ class _SharedAttention(torch.autograd.Function):
             k_gPD, v_gPD = kv_2gND[:, :, start:stop]
             front_2gFD = kv_2gND[:, :, :start]
             rows = (q_hSD[:, piece.tokens], k_gPD, v_gPD, front_2gFD)
-            out_hPD, lse_hP = rows_forward(*rows, how.readers, how.scale, how.pattern, start)
+            out_hPD, lse_hP = rows_forward(*rows, how.readers, how.scale, how.pattern, start, sinks_h)
             out_ShD[piece.tokens] = out_hPD.transpose(0, 1)
             lses.append(lse_hP)
-        ctx.save_for_backward(q_hSD, out_ShD, torch.cat(lses, dim=1))
+        ctx.save_for_backward(q_hSD, out_ShD, torch.cat(lses, dim=1), sinks_h)
         ctx.how = how
         return out_ShD
 
     @staticmethod
-    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        q_hSD, out_ShD, lse_hS = ctx.saved_tensors
+    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_hSD, out_ShD, lse_hS, sinks_h = ctx.saved_tensors
         how: SharedAttention = ctx.how
         shared, part = how.shared, how.shared.part
         kv_2gND = how.book.read(how.layer, part)
@@ -133,11 +133,14 @@ class _SharedAttention(torch.autograd.Function):
             lse_hP = lse_hS[:, rows]
             dq_hPD = rows_backward(gradient_hPD, q_hSD[:, rows], out_hPD, lse_hP, key_pieces, how.readers, how.scale)
             dq_hSD[:, rows] = dq_hPD
+        of_sinks = None
+        if sinks_h is not None:
+            of_sinks = sinks_backward(gradient_ShD.transpose(0, 1), out_ShD.transpose(0, 1), lse_hS, sinks_h)
         dk_gSD, dv_gSD = _own_tokens(own_sum_2gTD, shared)
         if shared.moves_front and part.start:
             _return_front(front_sum_2gUD, shared)
         how.book.backward_done(how.layer, part)
-        return dq_hSD, dk_gSD.to(q_hSD.dtype), dv_gSD.to(q_hSD.dtype), None
+        return dq_hSD, dk_gSD.to(q_hSD.dtype), dv_gSD.to(q_hSD.dtype), of_sinks, None
 
 
 def _whole_slice(own_2gSD: Tensor, shared: SharedSlice) -> Tensor:

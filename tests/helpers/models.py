@@ -65,6 +65,14 @@ OTHER_FAMILIES: dict[str, Any] = {
     "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM, {"logit_scale": 0.5}),
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, {**_ONE_OF_TWO, "logit_scale": 0.5}),
 }
+# not admitted, for their patterns only; eager attention
+UNADMITTED_FAMILIES: dict[str, Any] = {
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {**_ONE_OF_TWO, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    ),
+}
 VOCAB_SIZE = 64
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 ROPE: dict[str, dict[str, Any]] = {
@@ -106,7 +114,7 @@ def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformer
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
-    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES)[case.family]
+    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | UNADMITTED_FAMILIES)[case.family]
     config = config_class(
         vocab_size=VOCAB_SIZE,
         hidden_size=8 * case.num_heads,

@@ -73,7 +73,7 @@ def test_other_implementations_are_refused_by_name() -> None:
         patch_model(model)
 
 
-@pytest.mark.parametrize("keyword", ["softcap", "s_aux", "position_bias", "indices"])
+@pytest.mark.parametrize("keyword", ["softcap", "position_bias", "indices"])
 def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
     heads = torch.zeros(1, 2, 5, 4)
     with pytest.raises(ValueError, match=f"{keyword}=4"):

@@ -90,12 +90,14 @@ def test_a_pattern_has_a_window_or_chunks() -> None:
         AttentionPattern(window=-1)
 
 
-def masked_softmax(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, pattern: AttentionPattern) -> Tensor:
-    """Attention of one document by the definition, [T, H, D]."""
+def masked_softmax(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, pattern: AttentionPattern, sinks_H: Tensor | None) -> Tensor:
+    """Attention of one document by the definition, [T, H, D]. A sink is a column of scores whose weights are dropped."""
     k, v = (x.repeat_interleave(len(q_HTD) // len(x), 0) for x in (k_GTD, v_GTD))
     tokens = range(q_HTD.shape[1])
     scores = (q_HTD @ k.transpose(1, 2) * SCALE).masked_fill(~visible(pattern, tokens, tokens), float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.view(-1, 1, 1).expand(-1, len(tokens), 1)], dim=2)
+    return (scores.softmax(-1)[:, :, : len(tokens)] @ v).transpose(0, 1)
 
 
 def readers_of(num_heads: int, num_kv: int, dropped: int) -> KVReaders:
@@ -114,11 +116,17 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
     st.lists(st.integers(1, 17), min_size=1, max_size=4),
     st.lists(st.integers(1, 20), max_size=2),
     # query heads, KV heads, query heads in front of this rank's
-    st.sampled_from([(2, 2, 0), (4, 2, 0), (3, 1, 0), (4, 2, 1), (6, 2, 2)]),
+    st.sampled_from([(1, 1, 0), (2, 2, 0), (4, 2, 0), (3, 1, 0), (4, 2, 1), (6, 2, 2), (4, 2, 3)]),
     st.sampled_from([None, 0.0, 0.4, 1.0]),
+    st.booleans(),
 )
 def test_slices_and_documents_are_one_masked_softmax(
-    pattern: AttentionPattern, sizes: list[int], lengths: list[int], heads: tuple[int, int, int], recompute: float | None
+    pattern: AttentionPattern,
+    sizes: list[int],
+    lengths: list[int],
+    heads: tuple[int, int, int],
+    recompute: float | None,
+    has_sinks: bool,
 ) -> None:
     num_heads, _, dropped = heads
     readers = readers_of(*heads)
@@ -131,10 +139,11 @@ def test_slices_and_documents_are_one_masked_softmax(
     # a sequence in slices, the last one in front of whole documents
     sequence = [draw(num, sum(sizes)).requires_grad_() for num in shapes]
     documents = [[draw(num, length).requires_grad_() for num in shapes] for length in lengths]
-    leaves = [leaf for one in (sequence, *documents) for leaf in one]
+    sinks = torch.randn(shapes[0], dtype=torch.float64, generator=generator).requires_grad_() if has_sinks else None
+    leaves = [leaf for one in (sequence, *documents) for leaf in one] + ([] if sinks is None else [sinks])
     gradient = draw(shapes[0], sum(sizes) + sum(lengths)).transpose(0, 1)
     expanded = ([q, *(x.index_select(0, readers.index) for x in kv)] for q, *kv in (sequence, *documents))
-    expected = torch.cat([masked_softmax(*one, pattern) for one in expanded])
+    expected = torch.cat([masked_softmax(*one, pattern, sinks) for one in expanded])
     expected_gradients = torch.autograd.grad(expected, leaves, gradient)
 
     book, outputs = KVBook(), []
@@ -151,9 +160,9 @@ def test_slices_and_documents_are_one_masked_softmax(
         attend = ChunkAttention(readers, SCALE, tuple(places), record, book, "layer", pattern)
         if record is not None:
             with torch.no_grad():
-                attend(*row)
+                attend(*row, sinks)
             record.is_replay = True
-        outputs.append(attend(*row))
+        outputs.append(attend(*row, sinks))
     found = [torch.zeros_like(leaf) for leaf in leaves]
     for output, of_output in reversed(list(zip(outputs, gradient.split([len(x) for x in outputs]), strict=True))):
         parts = torch.autograd.grad(output, leaves, of_output, allow_unused=True)
