@@ -62,13 +62,12 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         for field, value in sorted(config.to_dict().items())
         if field.endswith(("dropout", "pdrop")) and isinstance(value, float) and value
     ]
-    for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES)):
-        problems.append(
-            f"rope type {rope_type!r} depends on the longest position of each forward and is not supported yet; use one of "
-            f"{', '.join(TESTED_ROPE_TYPES)}"
-        )
-    else:
-        problems += rope_problems(base)
+    problems += [
+        f"rope type {rope_type!r} depends on the longest position of each forward and is not supported yet; use one of "
+        f"{', '.join(TESTED_ROPE_TYPES)}"
+        for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
+    ]
+    problems += rope_problems(base)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(
             "activation (gradient) checkpointing is enabled on the model, where plans decide themselves what is recomputed; call "

@@ -60,9 +60,13 @@ def test_every_schedule_matches_one_plain_process(ranks, schedule, chunks) -> No
     check(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, chunks)]], 2, schedule))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window"])
 def test_four_stages_match(ranks, family) -> None:
     check(ranks(4), ModelCase(family, num_layers=5), pipeline_plan(LENGTHS, [[(1, SLICED)]], 4, num_layers=5))
+
+
+def test_stages_of_other_windows_and_rotary_embeddings_match(ranks) -> None:
+    check(ranks(2), ModelCase("olmo3"), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=2))
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
