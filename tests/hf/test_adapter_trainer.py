@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers.models import ModelCase, adapted, build_model, random_rows, reference_step, relative_error
-from helpers.training import LossRecorder, plain_training, training_arguments
-from packaging.version import Version
+from helpers.training import LossRecorder, plain_training, resuming, training_arguments
 from safetensors.torch import load_file
 from test_sharded_trainer import train
 from test_trainer import SKEWED
@@ -28,9 +27,6 @@ ROWS = random_rows(SKEWED)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]), ("lora_bias", True))
 DORA = (("r", 2), ("use_rslora", True), ("use_dora", True), ("target_modules", PROJECTIONS), ("modules_to_save", ["lm_head"]))
-
-# the older ones restore an optimizer to "cpu:0", which torch does not know
-resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
 
 
 def tight(lora: Any) -> dict[str, Any]:

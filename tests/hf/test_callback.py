@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from helpers.models import ModelCase, build_model, random_rows, relative_error
 from helpers.stock import EventRecorder, PaddingCollator, fp64_loss, make_stock_trainer, quiet_config
-from helpers.training import LossRecorder, plain_training
-from packaging.version import Version
+from helpers.training import LossRecorder, plain_training, resuming
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainerCallback
@@ -213,7 +211,7 @@ def train_part(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], weights_of(trainer), message
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="transformers cannot resume on CPU ranks")
+@resuming
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_resuming_inside_an_epoch_goes_on_with_the_same_samples_at_any_world_size(ranks, rows, tmp_path: Path, mode: str) -> None:
     ((losses, expected, _), _) = ranks(2).run(train_part, rows, str(tmp_path), mode, {}, False)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers.models import ModelCase, random_rows
 from helpers.steps import whole
 from helpers.stock import make_stock_trainer, quiet_config
-from helpers.training import LossRecorder, make_trainer
-from packaging.version import Version
+from helpers.training import LossRecorder, make_trainer, resuming
 
 from hf_longctx import LongContextCallback
 
@@ -24,8 +22,6 @@ NUM_STEPS = 8
 CONFIG = {"tokens_per_rank": 24, "calibration_steps": 0}
 ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
 
-# the older ones restore an optimizer to "cpu:0", which torch does not know
-resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
 
 Run = tuple[list[float], list[str], dict[str, torch.Tensor]]
 

@@ -10,20 +10,15 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import transformers
 from helpers.models import ModelCase, build_model, random_rows, reference_step
 from helpers.steps import whole
-from helpers.training import LossRecorder, make_trainer, plain_training, train_on_rank
-from packaging.version import Version
+from helpers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank
 from safetensors import safe_open
 from test_trainer import SKEWED, start, start_under
 from transformers import AutoModelForCausalLM
 
 NUM_STEPS = 12
 ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
-
-# the older ones restore an optimizer to "cpu:0", which torch does not know
-resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
 
 
 @pytest.fixture(scope="module")

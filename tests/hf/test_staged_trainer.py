@@ -14,8 +14,7 @@ from helpers.models import ModelCase, build_model, random_rows, relative_error
 from helpers.staged import family_model
 from helpers.staged_ranks import random_gradient, sharded_like, whole_training
 from helpers.steps import whole
-from helpers.training import LossRecorder, plain_training, training_arguments
-from packaging.version import Version
+from helpers.training import LossRecorder, plain_training, resuming, training_arguments
 from test_sharded_trainer import train
 from test_trainer import SKEWED
 from torch import Tensor
@@ -26,9 +25,6 @@ from hf_longctx.runtime.reduction import GradientSum, TiedWeight
 MAX_NORM, NUM_STEPS, ROW_TOKENS = 50.0, 4, 12
 # (stages, how parameters live inside a stage), on four ranks
 LAYOUTS: list[tuple[int, Any]] = [(2, "gathered_per_round"), (4, "replicated"), (2, "replicated")]
-
-# the older ones restore an optimizer to "cpu:0", which torch does not know
-resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
 
 
 class RandomGradients(LongContextTrainer):

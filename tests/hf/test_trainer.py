@@ -10,10 +10,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import transformers
 from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.training import LossRecorder, make_trainer, plain_training, train_on_rank, training_arguments
-from packaging.version import Version
+from helpers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank, training_arguments
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
@@ -133,8 +131,7 @@ def train_and_resume(rows: list[dict[str, list[int]]], folder: str, workers: int
     return straight.losses, resumed.losses
 
 
-# the older ones restore an optimizer to "cpu:0", which torch does not know
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="transformers cannot resume on CPU ranks")
+@resuming
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_inside_an_epoch_continues_with_the_same_samples(ranks, rows, tmp_path: Path, workers: int) -> None:
     for straight, resumed in ranks(2).run(train_and_resume, rows, str(tmp_path), workers):
