@@ -24,6 +24,7 @@ from hf_longctx.plan.types import Chunk, GroupShape, Parameters
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 # how much dearer exchanges are made in groups that exploration wants to avoid
 _AVOIDED = 1e3

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import numpy as np
 
-from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.cost import BoolArray, FloatArray, IntArray
 from hf_longctx.plan.solver import LinearProgram, SolverError, solve_integer_program, solve_linear_program
 
 # how far above the linear program's bound a solution may be, and how many nodes the search for a better one visits
@@ -58,13 +59,22 @@ class Cell:
     most_offload: float
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One moment of a stage: bytes over its room if everything is kept, cells in flight, those there whatever is copied."""
+_CELL_NUMBERS = attrgetter(*(field.name for field in fields(Cell)))
 
-    excess_bytes: float
-    cells: tuple[int, ...]
-    resident: frozenset[int]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """All moments of one stage after the other. excess_bytes: over the room of the stage if everything is kept.
+
+    Cell i is in flight in the moments [first[i], stop[i]), and what it has sent to the host is off the device in [away[i],
+    back[i]), which is inside of these or empty.
+    """
+
+    excess_bytes: FloatArray
+    first: IntArray
+    stop: IntArray
+    away: IntArray
+    back: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,7 @@ class JointChoice:
 
 def choose_jointly(
     cells: Sequence[Cell],
-    moments: Sequence[Moment],
+    moments: Moments,
     host_bytes: float,
     tolerance_s: float = 0.0,
     time_limit_s: float = 5.0,
@@ -103,26 +113,41 @@ def choose_jointly(
 class _JointProgram:
     """The program. Columns: layers of every diagonal, in those of its largest cell; then shares of the cells that may move.
 
-    Only cells matter that a moment over its room could be helped by; all others keep everything.
+    Moments alike but for what is missing are one, the worst of them. Only cells matter that a moment over its room could be
+    helped by; all others keep everything.
     """
 
-    def __init__(self, cells: Sequence[Cell], moments: Sequence[Moment], host_bytes: float) -> None:
-        self.cells, self.moments, self.host_bytes = cells, moments, host_bytes
-        self.num_diagonals = max((cell.diagonal for cell in cells), default=-1) + 1
-        self.over = [moment for moment in moments if moment.excess_bytes > 0]
+    def __init__(self, cells: Sequence[Cell], moments: Moments, host_bytes: float) -> None:
+        self.host_bytes = host_bytes
+        numbers = np.array(list(map(_CELL_NUMBERS, cells)), dtype=np.float64).T
+        self.diagonal: IntArray = numbers[0].astype(np.int64)
+        layer_s, self.layer_bytes, self.offload_bytes, self.cell_host_bytes, self.offload_s, self.most_offload = numbers[2:]
+        self.num_diagonals = int(self.diagonal.max(initial=-1)) + 1
         self.most_layers, self.layer_s = np.zeros(self.num_diagonals), np.zeros(self.num_diagonals)
-        for cell in cells:
-            self.most_layers[cell.diagonal] = max(self.most_layers[cell.diagonal], cell.num_layers)
-            self.layer_s[cell.diagonal] = max(self.layer_s[cell.diagonal], cell.layer_s)
-        movable = {place for moment in self.over for place in moment.cells if place not in moment.resident}
-        useful = sorted(place for place in movable if cells[place].most_offload > 0 and cells[place].offload_bytes > 0)
-        self.share_column = {place: self.num_diagonals + index for index, place in enumerate(useful)} if host_bytes > 0 else {}
-        self.byte_unit = max((moment.excess_bytes for moment in self.over), default=1.0)
+        np.maximum.at(self.most_layers, self.diagonal, numbers[1])
+        np.maximum.at(self.layer_s, self.diagonal, layer_s)
+        # a diagonal's largest cell recomputes so many layers, smaller ones in proportion
+        self.part = numbers[1] / self.most_layers[self.diagonal]
+        places = _alike(len(moments.excess_bytes), moments.first, moments.stop, moments.away, moments.back)
+        self.excess_bytes = np.full(int(places[-1]), -np.inf)
+        np.maximum.at(self.excess_bytes, places[:-1], moments.excess_bytes)
+        self.first, self.stop, away, back = (places[each] for each in (moments.first, moments.stop, moments.away, moments.back))
+        self.is_over: BoolArray = self.excess_bytes > 0
+        self.in_flight, self.moved = self._over(self.first, self.stop), self._over(away, back)
+        # cells whose shares have a column
+        useful = np.unique(self.moved[0]) if host_bytes > 0 else np.empty(0, dtype=np.int64)
+        self.shared: IntArray = useful[(self.most_offload[useful] > 0) & (self.offload_bytes[useful] > 0)]
+        self.byte_unit = float(self.excess_bytes.max(initial=0.0)) or 1.0
         self.second_unit = float(self.layer_s.max(initial=0.0)) or 1.0
+
+    def _over(self, first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
+        """Each cell with each moment of [first, stop) that is over its room."""
+        owners, moments = _pairs(first, stop)
+        return owners[self.is_over[moments]], moments[self.is_over[moments]]
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.over)
+        return bool(self.is_over.any())
 
     def solve(self, tolerance_s: float, time_limit_s: float) -> JointChoice | None:
         program = self._program()
@@ -144,43 +169,32 @@ class _JointProgram:
         return self._choice(found.values, max(found.bound, relaxed.bound), found.backend)
 
     def _choice(self, values: FloatArray, bound: float, solver: str) -> JointChoice:
-        diagonals = tuple(int(value) for value in np.rint(values[: self.num_diagonals]))
-        offload = [0.0] * len(self.cells)
-        for place, column in self.share_column.items():
-            share = float(values[column])
-            offload[place] = share if share > 1e-6 else 0.0
-        cost_s = float(self.layer_s @ np.array(diagonals, dtype=np.float64))
-        layers = self._needed(diagonals, offload)
-        return JointChoice(diagonals, layers, tuple(offload), cost_s, max(0.0, bound * self.second_unit), solver)
+        diagonals = np.rint(values[: self.num_diagonals]).astype(np.int64)
+        offload = np.zeros(len(self.diagonal))
+        shares = values[self.num_diagonals :]
+        offload[self.shared] = np.where(shares > 1e-6, shares, 0.0)
+        cost_s = float(self.layer_s @ diagonals)
+        layers = tuple(self._needed(diagonals, offload))
+        bound_s = max(0.0, bound * self.second_unit)
+        return JointChoice(tuple(diagonals.tolist()), layers, tuple(offload.tolist()), cost_s, bound_s, solver)
 
-    def _needed(self, diagonals: Sequence[int], offload: Sequence[float]) -> tuple[int, ...]:
+    def _needed(self, diagonals: IntArray, offload: FloatArray) -> list[int]:
         """Layers of every cell without those that its own stage can do without: free by a diagonal is not for nothing."""
-        # a diagonal counts in layers of its largest cell
-        layers = [
-            math.ceil(diagonals[cell.diagonal] * cell.num_layers / self.most_layers[cell.diagonal] - 1e-9) for cell in self.cells
-        ]
-        slack: dict[int, list[int]] = {}
-        left = []
-        for index, moment in enumerate(self.over):
-            freed = sum(layers[place] * self.cells[place].layer_bytes for place in moment.cells)
-            freed += sum(offload[p] * self.cells[p].offload_bytes for p in moment.cells if p not in moment.resident)
-            left.append(freed - moment.excess_bytes)
-            for place in moment.cells:
-                slack.setdefault(place, []).append(index)
+        layers: IntArray = np.ceil(diagonals[self.diagonal] * self.part - 1e-9).astype(np.int64)
+        left = np.where(self.is_over, -self.excess_bytes, np.inf)
+        for (owners, moments), freed in ((self.in_flight, layers * self.layer_bytes), (self.moved, offload * self.offload_bytes)):
+            left += np.bincount(moments, weights=freed[owners], minlength=len(left))
         # one order for all stages, so that what is left of them stands side by side
-        for place in sorted(range(len(layers)), key=lambda place: self._urgency(self.cells[place])):
-            if not layers[place]:
+        for cell in np.lexsort((self.diagonal, -self.layer_s[self.diagonal])).tolist():
+            if not layers[cell]:
                 continue
-            size = self.cells[place].layer_bytes
-            spare = min((left[index] for index in slack.get(place, ())), default=math.inf)
-            back = layers[place] if spare >= layers[place] * size else max(0, math.floor(spare / size)) if size > 0 else 0
-            layers[place] -= back
-            for index in slack.get(place, ()):
-                left[index] -= back * size
-        return tuple(layers)
-
-    def _urgency(self, cell: Cell) -> tuple[float, int]:
-        return -float(self.layer_s[cell.diagonal]), cell.diagonal
+            size, count = float(self.layer_bytes[cell]), int(layers[cell])
+            inside = slice(self.first[cell], self.stop[cell])
+            spare = float(left[inside].min(initial=np.inf))
+            back = count if spare >= count * size else max(0, math.floor(spare / size)) if size > 0 else 0
+            layers[cell] -= back
+            left[inside] -= back * size
+        return layers.tolist()  # type: ignore[no-any-return]
 
     def _dive(self, program: LinearProgram, values: FloatArray, time_limit_s: float) -> FloatArray | None:
         """A whole solution near an optimum of the linear program; None where a few roundings find none.
@@ -214,81 +228,116 @@ class _JointProgram:
         count = self.num_diagonals
         values = values.copy()
         values[:count] = np.minimum(np.ceil(values[:count] - 1e-6), self.most_layers)
-        for place, column in self.share_column.items():
-            diagonal = self.cells[place].diagonal
-            values[column] = max(0.0, min(values[column], 1 - values[diagonal] / self.most_layers[diagonal]))
+        diagonal = self.diagonal[self.shared]
+        values[count:] = np.clip(values[count:], 0.0, np.maximum(0.0, 1 - values[diagonal] / self.most_layers[diagonal]))
         if program.violation(values) > 1e-7:
             return None
-        freed = np.zeros((len(program.row_lower), count))
-        chosen = program.columns < count
-        freed[program.rows[chosen], program.columns[chosen]] = program.values[chosen]
         slack = program.activity(values) - program.row_lower
-        for diagonal in np.argsort(-self.layer_s, kind="stable"):
-            used = freed[:, diagonal] > 0
-            spare = float((slack[used] / freed[used, diagonal]).min(initial=np.inf))
-            back = min(values[diagonal], np.floor(spare + 1e-9))
+        chosen = np.flatnonzero(program.columns < count)
+        chosen = chosen[np.argsort(program.columns[chosen], kind="stable")]
+        ends = np.searchsorted(program.columns[chosen], np.arange(count + 1))
+        for column in np.argsort(-self.layer_s, kind="stable").tolist():
+            own = chosen[ends[column] : ends[column + 1]]
+            rows, freed = program.rows[own], program.values[own]
+            spare = float((slack[rows[freed > 0]] / freed[freed > 0]).min(initial=np.inf))
+            back = min(values[column], np.floor(spare + 1e-9))
             if np.isfinite(back) and back > 0:
-                values[diagonal] -= back
-                slack -= back * freed[:, diagonal]
+                values[column] -= back
+                slack[rows] -= back * freed
         return values
 
     def _program(self) -> LinearProgram:
-        rows = self._memory_rows() + self._host_rows() + self._share_rows()
-        num_columns = self.num_diagonals + len(self.share_column)
-        upper, costs = np.zeros(num_columns), np.zeros(num_columns)
-        upper[: self.num_diagonals] = self.most_layers
-        costs[: self.num_diagonals] = self.layer_s / self.second_unit
-        for place, column in self.share_column.items():
-            cell = self.cells[place]
-            upper[column] = cell.most_offload
-            costs[column] = cell.offload_s / self.second_unit
-        entries = [(row, column, value) for row, (terms, _, _) in enumerate(rows) for column, value in sorted(terms.items())]
+        count, num_columns = self.num_diagonals, self.num_diagonals + len(self.shared)
+        upper = np.concatenate([self.most_layers, self.most_offload[self.shared]])
+        costs = np.concatenate([self.layer_s, self.offload_s[self.shared]]) / self.second_unit
+        column = np.full(len(self.diagonal), -1)
+        column[self.shared] = np.arange(count, num_columns)
+        blocks = self._memory_rows(column), self._host_rows(), self._share_rows(column)
+        starts = np.cumsum([0, *(len(block.lower) for block in blocks)])
+        rows = np.concatenate([block.rows + start for block, start in zip(blocks, starts, strict=False)])
+        columns, values = (np.concatenate([getattr(block, name) for block in blocks]) for name in ("columns", "values"))
+        # two parts of a stage may be on one diagonal
+        places, owner = np.unique(rows * num_columns + columns, return_inverse=True)
         return LinearProgram(
             costs,
             np.zeros(num_columns),
             upper,
-            np.array([row for row, _, _ in entries], dtype=np.int64),
-            np.array([column for _, column, _ in entries], dtype=np.int64),
-            np.array([value for _, _, value in entries]),
-            np.array([lower for _, lower, _ in rows]),
-            np.array([upper for _, _, upper in rows]),
+            places // num_columns,
+            places % num_columns,
+            np.bincount(owner, weights=values, minlength=len(places)).astype(np.float64),
+            np.concatenate([block.lower for block in blocks]),
+            np.concatenate([block.upper for block in blocks]),
         )
 
-    def _memory_rows(self) -> list[_Row]:
+    def _memory_rows(self, column: IntArray) -> _Rows:
         """What is freed in every moment that is over its room."""
-        rows: dict[tuple[object, ...], _Row] = {}
-        for moment in self.over:
-            terms: dict[int, float] = {}
-            for place in moment.cells:
-                cell = self.cells[place]
-                # a diagonal's largest cell recomputes so many layers, smaller ones in proportion
-                part = cell.num_layers / self.most_layers[cell.diagonal]
-                terms[cell.diagonal] = terms.get(cell.diagonal, 0.0) + part * cell.layer_bytes / self.byte_unit
-                if place not in moment.resident and place in self.share_column:
-                    terms[self.share_column[place]] = cell.offload_bytes / self.byte_unit
-            needed = moment.excess_bytes / self.byte_unit * (1 + _MARGIN)
-            # moments alike but for what is missing: the worst of them
-            key = moment.cells, moment.resident
-            before = rows[key][1] if key in rows else 0.0
-            rows[key] = terms, max(needed, before), np.inf
-        return list(rows.values())
+        row = np.cumsum(self.is_over) - 1
+        (owners, moments), (movers, when) = self.in_flight, self.moved
+        movers, when = movers[column[movers] >= 0], when[column[movers] >= 0]
+        needed = self.excess_bytes[self.is_over] / self.byte_unit * (1 + _MARGIN)
+        return _Rows(
+            np.concatenate([row[moments], row[when]]),
+            np.concatenate([self.diagonal[owners], column[movers]]),
+            np.concatenate([(self.part * self.layer_bytes)[owners], self.offload_bytes[movers]]) / self.byte_unit,
+            needed,
+            np.full(len(needed), np.inf),
+        )
 
-    def _host_rows(self) -> list[_Row]:
-        rows: dict[frozenset[int], _Row] = {}
-        for moment in self.moments:
-            moved = [place for place in moment.cells if place in self.share_column]
-            terms = {self.share_column[place]: self.cells[place].host_bytes / self.byte_unit for place in moved}
-            if sum(value * self.cells[place].most_offload for place, value in zip(moved, terms.values(), strict=True)) > 0:
-                rows[frozenset(moved)] = terms, -np.inf, self.host_bytes / self.byte_unit * (1 - _MARGIN)
-        return list(rows.values())
+    def _host_rows(self) -> _Rows:
+        """What is on the host, in moments in which more is there than before and behind them."""
+        first, stop = self.first[self.shared], self.stop[self.shared]
+        places = _alike(len(self.excess_bytes), first, stop)
+        grows, shrinks = np.zeros((2, int(places[-1]) + 1), dtype=bool)
+        grows[places[first]] = True
+        shrinks[places[stop]] = True
+        is_peak = grows[:-1] & shrinks[1:]
+        owners, rows = _pairs(places[first], places[stop])
+        owners, rows = owners[is_peak[rows]], rows[is_peak[rows]]
+        most = np.full(int(is_peak.sum()), self.host_bytes / self.byte_unit * (1 - _MARGIN))
+        return _Rows(
+            (np.cumsum(is_peak) - 1)[rows],
+            self.num_diagonals + owners,
+            self.cell_host_bytes[self.shared][owners] / self.byte_unit,
+            np.full(len(most), -np.inf),
+            most,
+        )
 
-    def _share_rows(self) -> list[_Row]:
+    def _share_rows(self, column: IntArray) -> _Rows:
         """Tokens of a layer that is recomputed need not be offloaded."""
-        return [
-            ({column: 1.0, self.cells[place].diagonal: 1 / self.most_layers[self.cells[place].diagonal]}, -np.inf, 1.0)
-            for place, column in self.share_column.items()
-        ]
+        rows, diagonal = np.arange(len(self.shared)), self.diagonal[self.shared]
+        return _Rows(
+            np.concatenate([rows, rows]),
+            np.concatenate([column[self.shared], diagonal]),
+            np.concatenate([np.ones(len(rows)), 1 / self.most_layers[diagonal]]),
+            np.full(len(rows), -np.inf),
+            np.ones(len(rows)),
+        )
 
 
-# terms by column, lower and upper side
-_Row = tuple[dict[int, float], float, float]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Rows of the program: values at (rows, columns), lower and upper sides."""
+
+    rows: IntArray
+    columns: IntArray
+    values: FloatArray
+    lower: FloatArray
+    upper: FloatArray
+
+
+def _alike(num_moments: int, *ends: IntArray) -> IntArray:
+    """The number of each moment, and of the one behind the last, where those with no end of a cell between them count as one."""
+    begins = np.zeros(num_moments + 1, dtype=np.int64)
+    for each in ends:
+        begins[each] = 1
+    begins[0] = 0
+    begins[num_moments] = 1
+    return np.cumsum(begins)
+
+
+def _pairs(first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
+    """(i, m) for every m of [first[i], stop[i])."""
+    counts = np.maximum(0, stop - first)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return owners, first[owners] + within

@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from operator import attrgetter
+
+import numpy as np
 
 from hf_longctx.plan.activation_memory import class_bytes
+from hf_longctx.plan.cost import BoolArray, IntArray
 from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
 from hf_longctx.plan.sharding import head_shares, shard_tokens
 from hf_longctx.plan.specs import ModelSpec
@@ -22,10 +26,11 @@ from hf_longctx.plan.types import (
     GroupShape,
     LayerPolicy,
     SequenceGroup,
-    Span,
     StagePlan,
     TensorShare,
 )
+
+_KEEPS_EVERYTHING = LayerPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +61,19 @@ class _OnPart:
     receives: bool
 
 
+_CHUNK_NUMBERS = attrgetter(*(field.name for field in fields(ChunkBytes)))
+
+
 class KnownBytes:
-    """Bytes of chunks that were counted before for one model, so that runs of the same chunks do not count them again."""
+    """Bytes of chunks that were counted before for one model, so that runs of the same chunks do not count them again.
+
+    Everything is known by identity and kept alive: to compare documents and shares would take longer than to count.
+    """
 
     def __init__(self) -> None:
-        self._bytes: dict[tuple[Load, _OnPart, tuple[LayerPolicy, ...], int], ChunkBytes] = {}
-        self._layers: dict[tuple[Load, LayerPolicy, int], LayerBytes] = {}
-        # by identity, with the chunks kept alive: a group under other policies has the same
+        self._bytes: dict[tuple[int, _OnPart, int, int], tuple[tuple[LayerPolicy, ...], ChunkBytes]] = {}
+        self._layers: dict[tuple[int, int, int], LayerBytes] = {}
+        # a group under other policies has the same
         self._loads: dict[tuple[int, GroupShape, int, bool, bool], tuple[tuple[Chunk, ...], list[Load]]] = {}
 
     def loads(self, group: SequenceGroup, position: int, trains_weights: bool = True, tiles_loss: bool = True) -> list[Load]:
@@ -76,7 +87,7 @@ class KnownBytes:
 
     def of(self, model: ModelSpec, load: Load, on_part: _OnPart, policy: ActivationPolicy) -> ChunkBytes:
         """As `chunk_bytes`, for a load of `loads`."""
-        key = load, on_part, policy.layers, policy.tile_tokens
+        key = id(load), on_part, id(policy.layers), policy.tile_tokens
         if key not in self._bytes:
             own = replace(
                 load,
@@ -86,17 +97,30 @@ class KnownBytes:
                 receives=on_part.receives,
             )
             # layers are alike wherever they are
-            self._bytes[key] = chunk_bytes(
+            found = chunk_bytes(
                 model, own, policy, layer_bytes=lambda model, _, layer, tile_tokens: self.layer(model, load, layer, tile_tokens)
             )
-        return self._bytes[key]
+            self._bytes[key] = policy.layers, found
+        return self._bytes[key][1]
 
     def layer(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
         """One layer of a load of `loads`."""
-        key = load, policy, tile_tokens
+        policy = policy if policy.shares else _KEEPS_EVERYTHING
+        key = id(load), id(policy), tile_tokens
         if key not in self._layers:
             self._layers[key] = LayerBytes(model, load, policy, tile_tokens)
         return self._layers[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundMoments:
+    """What `RoundBytes` says, of each pass of a round."""
+
+    saved: IntArray
+    host: IntArray
+    book: IntArray
+    workspace: IntArray
+    peak: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +148,11 @@ def chunk_bytes(
     loss_tile_tokens: a tile of the loss alone, where the policy has none. layer_bytes: what counts one layer.
     """
     tile_tokens = policy.tile_tokens if policy else 0
-    policies = [*(policy.layers if policy else ()), *[LayerPolicy()] * load.num_layers][: load.num_layers]
+    policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
     # layers alike are counted once
-    distinct = {layer: layer_bytes(model, load, layer, tile_tokens) for layer in set(policies)}
-    layers = [distinct[layer] for layer in policies]
+    distinct = {id(layer): layer for layer in policies}
+    counted = {key: layer_bytes(model, load, layer, tile_tokens) for key, layer in distinct.items()}
+    layers = [counted[id(layer)] for layer in policies]
     outside = OutsideBytes(model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
     host = sum(layer.held_host for layer in layers)
     # the model's forward holds the embeddings to its end, wherever the first layer's input lies
@@ -166,8 +191,7 @@ def round_bytes(
     the same model share, so that chunks alike are counted once.
     """
     moments = round_moments(model, group, stage, position, trains_weights, tiles_loss, copying, known)
-    most = (max(getattr(moment, field.name) for moment in moments) if moments else 0 for field in fields(RoundBytes))
-    return RoundBytes(*most)
+    return RoundBytes(*(int(getattr(moments, field.name).max(initial=0)) for field in fields(RoundMoments)))
 
 
 def round_moments(
@@ -179,28 +203,26 @@ def round_moments(
     tiles_loss: bool = True,
     copying: Sequence[int] = (),
     known: KnownBytes | None = None,
-) -> list[RoundBytes]:
-    """As `round_bytes`, for each F and B of the stage in order."""
+) -> RoundMoments:
+    """As `round_bytes`, for each F and B of the stage in order. Slices run forward in their order, backward in reverse."""
     passes = [action for action in stage.actions if action.kind in ("F", "B")]
     known = KnownBytes() if known is None else known
     chunks = _part_chunks(model, group, stage, passes, position, trains_weights, tiles_loss, known)
-    books = [_Book(model, group, part.num_layers, position) for part in stage.parts]
-    saved = host = 0
-    moments: list[RoundBytes] = []
-    for action, moving in zip(passes, copying or [0] * len(passes), strict=True):
-        one, chunk, book = chunks[action.chunk, action.part], group.chunks[action.chunk], books[action.part]
-        others = sum(other.num_bytes for other in books if other is not book)
-        if action.kind == "F":
-            saved, host = saved + one.device, host + one.host
-            book.forward(chunk)
-            work, kept = one.forward_workspace, (book.num_bytes, 0)
-        else:
-            work, kept = one.backward_workspace, book.backward(chunk)
-        peak = max(saved + work + kept[0], saved - one.device + one.ending + kept[1]) + others + moving
-        moments.append(RoundBytes(saved, host, max(kept) + others, work, peak))
-        if action.kind == "B":
-            saved, host = saved - one.device, host - one.host
-    return moments
+    num_parts = len(stage.parts)
+    place = np.array([action.chunk * num_parts + action.part for action in passes], dtype=np.int64)
+    is_forward = np.array([action.kind == "F" for action in passes], dtype=bool)
+    device, host, forward_workspace, backward_workspace, ending = np.array(list(map(_CHUNK_NUMBERS, chunks)), dtype=np.int64)[
+        place
+    ].T
+    work = np.where(is_forward, forward_workspace, backward_workspace)
+    # a chunk is held from its forward on, and in its own backward still
+    saved = np.cumsum(np.where(is_forward, device, -device)) + np.where(is_forward, 0, device)
+    on_host = np.cumsum(np.where(is_forward, host, -host)) + np.where(is_forward, 0, host)
+    first, last, others = _book_bytes(model, group, stage, position, place, is_forward)
+    peak = np.maximum(saved + work + first, saved - device + ending + last) + others
+    if len(copying):
+        peak += np.array(copying, dtype=np.int64)
+    return RoundMoments(saved, on_host, np.maximum(first, last) + others, work, peak)
 
 
 def _part_chunks(
@@ -212,12 +234,12 @@ def _part_chunks(
     trains_weights: bool,
     tiles_loss: bool,
     known: KnownBytes,
-) -> dict[tuple[int, int], ChunkBytes]:
-    """Of every chunk on every part of a stage. Output head and loss are on the last part of the last stage."""
+) -> list[ChunkBytes]:
+    """Of every chunk on every part of a stage, part by part. Output head and loss are on the last part of the last stage."""
     policies = {(policy.chunk, policy.part): policy for policy in stage.activations}
     at_once = {(a.chunk, a.part) for a, b in pairwise(passes) if (a.chunk, a.part) == (b.chunk, b.part) and a.kind == "F"}
     last_stage, last_part = len(group.stages) - 1, len(stage.parts) - 1
-    found = {}
+    found = []
     for chunk, load in zip(group.chunks, known.loads(group, position, trains_weights, tiles_loss), strict=True):
         for part, layers in enumerate(stage.parts):
             policy = policies.get((chunk.index, part)) or ActivationPolicy(chunk.index, part)
@@ -228,7 +250,7 @@ def _part_chunks(
                 # all the same where nothing moves, so that stages alike are counted once
                 receives=bool(policy.layers) and (stage.stage, part) != (0, 0),
             )
-            found[chunk.index, part] = known.of(model, load, on_part, policy)
+            found.append(known.of(model, load, on_part, policy))
     return found
 
 
@@ -259,41 +281,50 @@ def group_ends(group: SequenceGroup) -> dict[int, int]:
     return ends
 
 
-class _Book:
-    """Keys and values of sliced sequences, and their gradients, as the runtime's book holds them over one round."""
+def _book_bytes(
+    model: ModelSpec, group: SequenceGroup, stage: StagePlan, position: int, place: IntArray, is_forward: BoolArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Keys and values of sliced sequences, and their gradients, as the runtime's book holds them, in every pass of a round.
 
-    def __init__(self, model: ModelSpec, group: SequenceGroup, num_layers: int, position: int) -> None:
-        block = group.shape.ulysses
-        heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
-        self.ends, self.num_layers = group_ends(group), num_layers
-        # of keys and values, and of their gradients in at least fp32
-        self.token_bytes = 2 * num_layers * heads * model.head_dim * model.bytes_per_element
-        self.gradient_bytes = 2 * num_layers * heads * model.head_dim * max(4, model.bytes_per_element)
-        self.entries: dict[int, int] = {}
+    When the last and when the first layer of the pass's chunk run (in a forward only the former), and of the stage's other parts.
+    place: chunk times parts, plus part, of every pass.
+    """
+    num_parts, block = len(stage.parts), group.shape.ulysses
+    heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
+    # of keys and values, and of their gradients in at least fp32, in a layer
+    token_bytes = 2 * heads * model.head_dim * model.bytes_per_element
+    gradient_bytes = 2 * heads * model.head_dim * max(4, model.bytes_per_element)
+    opened, closed = _book_changes(group, token_bytes, gradient_bytes)
+    layers = np.array([part.num_layers for part in stage.parts], dtype=np.int64)[place % num_parts]
+    change = np.where(is_forward, opened[place // num_parts], closed[place // num_parts]) * layers
+    after = np.zeros_like(change)
+    for part in range(num_parts):
+        own = place % num_parts == part
+        after[own] = np.cumsum(change[own])
+    before = after - change
+    # layer by layer, gradients come before the layer's attention and all goes after it
+    by_layer = change // layers
+    first = np.where(is_forward, after, np.where(change > 0, before + by_layer, before))
+    last = np.where(is_forward, 0, np.where(change > 0, after, after - by_layer))
+    return first, last, np.cumsum(change) - after
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.entries.values())
 
-    def forward(self, chunk: Chunk) -> None:
-        for span in self._slices(chunk):
-            self.entries.setdefault(span.sequence, self.token_bytes * self.ends[span.sequence])
-
-    def backward(self, chunk: Chunk) -> tuple[int, int]:
-        """Bytes when the last and when the first layer of a chunk run backward."""
-        before = self.num_bytes
-        for span in self._slices(chunk):
-            if span.stop == self.ends[span.sequence]:
-                self.entries[span.sequence] += self.gradient_bytes * span.start
-            if not span.start:
-                del self.entries[span.sequence]
-        change = self.num_bytes - before
-        part = round(change / self.num_layers)
-        # layer by layer, gradients come before the layer's attention and all goes after it
-        return (before + part, before + change) if change > 0 else (before, before + change - part)
-
-    def _slices(self, chunk: Chunk) -> list[Span]:
-        return [span for span in chunk.spans if span.start or span.stop < self.ends[span.sequence]]
+def _book_changes(group: SequenceGroup, token_bytes: int, gradient_bytes: int) -> tuple[IntArray, IntArray]:
+    """By how much the forward and the backward of every chunk change a layer's book."""
+    ends = group_ends(group)
+    last_starts = {
+        span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]
+    }
+    opened, closed = np.zeros(len(group.chunks), dtype=np.int64), np.zeros(len(group.chunks), dtype=np.int64)
+    for chunk in group.chunks:
+        for span in chunk.spans:
+            end = ends[span.sequence]
+            if span.start and span.stop == end:
+                closed[chunk.index] += gradient_bytes * span.start
+            elif not span.start and span.stop < end:
+                opened[chunk.index] += token_bytes * end
+                closed[chunk.index] -= token_bytes * end + gradient_bytes * last_starts[span.sequence]
+    return opened, closed
 
 
 def lean_policy(

@@ -7,12 +7,14 @@ token of the last layer's input goes to the host, since a layer that keeps every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hf_longctx.plan.activation_memory import layer_slots
-from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.joint_activation import Cell, JointChoice, Moment
+from hf_longctx.plan.cost import CostModel, IntArray
+from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import KnownBytes, round_moments
 from hf_longctx.plan.sharding import shard_tokens
@@ -45,16 +47,12 @@ def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
     return LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in again))
 
 
-def _offloaded(share: float, can_keep_qkv: bool) -> LayerPolicy:
-    """Of a layer of which a share of the tokens waits on the host."""
-    return LayerPolicy(
-        tuple(
-            TensorShare(name, recompute=1.0)
-            if name == "qkv" and not can_keep_qkv
-            else TensorShare(name, host=share, device=1 - share)
-            for name in TENSOR_CLASSES
-        )
-    )
+def _offloaded(share: float, can_keep_qkv: bool, classes: tuple[TensorClass, ...] = TENSOR_CLASSES) -> LayerPolicy:
+    """Of a layer of which a share of the tokens of these classes waits on the host."""
+    moved = {name: TensorShare(name, host=share, device=1 - share) for name in classes}
+    if not can_keep_qkv:
+        moved["qkv"] = TensorShare("qkv", recompute=1.0)
+    return LayerPolicy(tuple(moved[name] for name in TENSOR_CLASSES if name in moved))
 
 
 def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -> SequenceGroup:
@@ -85,14 +83,15 @@ class _LayerWays:
     offload_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Sketch:
-    """A moment before the room of its stage is known: bytes on the device with everything kept."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _StageMoments:
+    """The passes of a stage, before its room is known: bytes on the device with everything kept, and see `Moments`."""
 
-    stage: int
-    num_bytes: float
-    cells: tuple[int, ...]
-    resident: frozenset[int]
+    num_bytes: IntArray
+    first: IntArray
+    stop: IntArray
+    away: IntArray
+    back: IntArray
 
 
 class GroupCells:
@@ -109,35 +108,52 @@ class GroupCells:
         self.places: dict[tuple[int, int, int], int] = {}
         self.cells: list[Cell] = []
         self._known_s: dict[tuple[int, str], tuple[float, float]] = {}
+        # by layers moved and recomputed and tokens moved of so many; by tokens, those moved and classes
+        self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
+        self._known_moved: dict[tuple[int, int, tuple[TensorClass, ...]], LayerPolicy] = {}
         self._exchanges = [costs.exchange_line(group.shape, is_backward) for is_backward in (False, True)]
         self._add_cells()
-        self._sketches = [sketch for stage in group.stages for sketch in self._sketches_of(stage)]
+        self._stages = self._stage_moments()
 
-    def moments(self, room_bytes: Sequence[float]) -> list[Moment]:
+    def moments(self, room_bytes: Sequence[float]) -> Moments:
         """Every forward and backward of every stage, with so many bytes for saved tensors and work on each."""
-        return [Moment(one.num_bytes - room_bytes[one.stage], one.cells, one.resident) for one in self._sketches]
+        starts = np.cumsum([0, *(len(stage.num_bytes) for stage in self._stages)])
+        excess = [stage.num_bytes - room for stage, room in zip(self._stages, room_bytes, strict=True)]
+        ends = (
+            np.concatenate([getattr(stage, name) + start for stage, start in zip(self._stages, starts, strict=False)])
+            for name in ("first", "stop", "away", "back")
+        )
+        return Moments(np.concatenate(excess), *ends)
 
     def under(self, choice: JointChoice) -> SequenceGroup:
         layers = {
-            key: self._layers(self.cells[place], choice.layers[place], choice.offload[place], self.tokens[key[1]])
+            key: self._layers(self.cells[place].num_layers, choice.layers[place], choice.offload[place], self.tokens[key[1]])
             for key, place in self.places.items()
         }
         return with_layers(self.group, layers, self.tile_tokens)
 
-    def _layers(self, cell: Cell, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
-        """Policies of a cell's layers, of as many of them as do not keep everything."""
-        count = cell.num_layers - num_recomputed
-        if not offload:
-            return (self.recomputed,) * num_recomputed
-        top = (self.recomputed,) * num_recomputed
-        if not num_recomputed and count > 1:
-            count -= 1
-            again = [share for share in _offloaded(0.0, self.costs.model.can_keep_qkv).shares if share.recompute]
-            top = (LayerPolicy((TensorShare("layer_input", host=1 / num_tokens, device=1 - 1 / num_tokens), *again)),)
-        share = min(1.0, offload * cell.num_layers / count) if count else 0.0
+    def _layers(self, num_layers: int, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
+        """Policies of a cell's layers, of as many of them as do not keep everything; like ones are one object."""
+        # a layer behind those that move, which is replayed for their sake
+        is_topped = offload > 0 and not num_recomputed and num_layers > 1
+        count = num_layers - num_recomputed - is_topped
         # whole tokens, never more than was asked for
-        share = int(share * num_tokens) / num_tokens
-        return (_offloaded(share, self.costs.model.can_keep_qkv),) * count + top if share else top
+        moved = int(min(1.0, offload * num_layers / count) * num_tokens) if count else 0
+        key = (count, num_recomputed, moved, num_tokens) if moved else (0, num_recomputed, 0, 0)
+        if key not in self._known_layers:
+            top = (self.recomputed,) * num_recomputed
+            if moved and is_topped:
+                top = (self._moved_layer(num_tokens, 1, ("layer_input",)),)
+            front = (self._moved_layer(num_tokens, moved, TENSOR_CLASSES),) * count if moved else ()
+            self._known_layers[key] = (*front, *top)
+        return self._known_layers[key]
+
+    def _moved_layer(self, num_tokens: int, moved: int, classes: tuple[TensorClass, ...]) -> LayerPolicy:
+        """Of a layer of which so many tokens of these classes wait on the host."""
+        key = num_tokens, moved, classes
+        if key not in self._known_moved:
+            self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.can_keep_qkv, classes)
+        return self._known_moved[key]
 
     def _add_cells(self) -> None:
         order = [
@@ -222,28 +238,30 @@ class GroupCells:
         has_head = (stage.stage, action.part) == (self.num_stages - 1, self.num_parts - 1)
         return layer_s * stage.parts[action.part].num_layers + (head_s if has_head else 0.0)
 
-    def _sketches_of(self, stage: StagePlan) -> Iterator[_Sketch]:
-        """What each pass of a stage finds on the device, before anything is recomputed or offloaded.
+    def _stage_moments(self) -> list[_StageMoments]:
+        """What each pass finds on the device of its stage, before anything is recomputed or offloaded.
 
         What works beside saved tensors is about the same whatever the policy; the most of both ends is taken.
         """
-        model, group = self.costs.model, self.group
-        recomputed = {key: (self.recomputed,) * self.cells[place].num_layers for key, place in self.places.items()}
-        least = with_layers(group, recomputed, self.tile_tokens).stages[stage.stage]
-        both = zip(*(round_moments(model, group, each, known=self.known) for each in (stage, least)), strict=True)
-        passes = [action for action in stage.actions if action.kind in ("F", "B")]
-        coming = [self._place(stage, action) for action in passes if action.kind == "B"]
-        waiting: list[int] = []
-        newest: list[int] = []
-        for action, (kept, lean) in zip(passes, both, strict=True):
-            place = self._place(stage, action)
-            if action.kind == "F":
-                waiting.append(place)
-                newest = [*newest[-1:], place]
-            peak = kept.saved + max(kept.peak - kept.saved, lean.peak - lean.saved)
-            yield _Sketch(stage.stage, float(peak), tuple(waiting), frozenset((*newest, coming[0])))
-            if action.kind == "B":
-                waiting.remove(coming.pop(0))
+        layers = {cell.num_layers: (self.recomputed,) * cell.num_layers for cell in self.cells}
+        recomputed = {key: layers[self.cells[place].num_layers] for key, place in self.places.items()}
+        least = with_layers(self.group, recomputed, self.tile_tokens)
+        found = []
+        for stages in zip(self.group.stages, least.stages, strict=True):
+            kept, lean = (round_moments(self.costs.model, self.group, stage, known=self.known) for stage in stages)
+            peak = kept.saved + np.maximum(kept.peak - kept.saved, lean.peak - lean.saved)
+            found.append(self._with_ends(stages[0], peak))
+        return found
 
-    def _place(self, stage: StagePlan, action: Action) -> int:
-        return self.places[stage.stage, action.chunk, action.part]
+    def _with_ends(self, stage: StagePlan, num_bytes: IntArray) -> _StageMoments:
+        passes = [action for action in stage.actions if action.kind in ("F", "B")]
+        cells = np.array([action.chunk * self.num_parts + action.part for action in passes])
+        is_forward = np.array([action.kind == "F" for action in passes])
+        forwards, backwards = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
+        first, stop, away, back = (np.empty(len(forwards), dtype=np.int64) for _ in range(4))
+        first[cells[forwards]], stop[cells[backwards]] = forwards, backwards + 1
+        # the two newest chunks stay on the device, and so does the next one to run backward
+        away[cells[forwards]] = np.append(forwards[2:], [len(passes)] * min(2, len(forwards)))
+        back[cells[backwards]] = np.append([0], backwards[:-1] + 1)
+        away = np.minimum(away, stop)
+        return _StageMoments(num_bytes, first, stop, away, np.maximum(away, np.minimum(back, stop)))

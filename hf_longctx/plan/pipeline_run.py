@@ -159,7 +159,9 @@ class StageSeconds:
         # see `CostModel.exchange_line`
         self._exchanges: dict[tuple[bool, int], tuple[float, float]] = {}
         self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
-        self._under_seconds: dict[tuple[int, bool, int, int, tuple[LayerPolicy, ...]], tuple[float, tuple[CopyStep, ...]]] = {}
+        # by identity: the group keeps policies alive
+        self._under_seconds: dict[tuple[int, bool, int, int, int], tuple[float, tuple[CopyStep, ...]]] = {}
+        self._layer_seconds: dict[tuple[int, int], tuple[float, float] | None] = {}
 
     def of(self, action: Action) -> float:
         """Seconds of an F or B, with what runs again in it and without waiting for copies."""
@@ -207,7 +209,7 @@ class StageSeconds:
     def _under_policy(self, action: Action, policy: ActivationPolicy) -> tuple[float, tuple[CopyStep, ...]]:
         """As `_under`, once for stages alike."""
         num_layers = self.group.stages[action.stage].parts[action.part].num_layers
-        key = (action.chunk, action.kind == "B", self.near[action.stage], num_layers, policy.layers)
+        key = (action.chunk, action.kind == "B", self.near[action.stage], num_layers, id(policy.layers))
         if key not in self._under_seconds:
             self._under_seconds[key] = self._under(action, policy)
         return self._under_seconds[key]
@@ -215,29 +217,39 @@ class StageSeconds:
     def _under(self, action: Action, policy: ActivationPolicy) -> tuple[float, tuple[CopyStep, ...]]:
         is_backward = action.kind == "B"
         num_layers = self.group.stages[action.stage].parts[action.part].num_layers
-        layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
-        saved = self._saved(action.chunk)
-        pass_s, rate = self._body(action)[0], self.costs.cluster.hardware.copy_bytes_per_s
+        pass_s = self._body(action)[0]
+        of_layers = [self._layer(action.chunk, layer) for layer in policy.layers] + [None] * (num_layers - len(policy.layers))
         again_s = plain_s = 0.0
-        has_host = False
-        steps: list[CopyStep] = []
-        for layer in reversed(layers) if is_backward else layers:
-            if layer.keeps_everything:
+        # seconds of layers that run one after the other, and of copies
+        steps: list[list[float]] = []
+        for of_layer in reversed(of_layers) if is_backward else of_layers:
+            if of_layer is None:
                 plain_s += pass_s
                 continue
-            shares = [(item, layer.share(item.tensor_class)) for item in saved]
-            layer_s = sum(item.recompute_part_s(share.recompute) for item, share in shares) if is_backward else 0.0
-            copied = sum(item.num_bytes * share.host for item, share in shares)
-            has_host = has_host or copied > 0
+            layer_s = of_layer[0] if is_backward else 0.0
             again_s += layer_s
             if is_backward and steps:
                 # layers without a policy run between the steps, behind the one whose backward came before them
-                steps[-1] = replace(steps[-1], compute_s=steps[-1].compute_s + plain_s)
-            steps.append(CopyStep(pass_s + layer_s + (0.0 if is_backward else plain_s), copied / rate))
+                steps[-1][0] += plain_s
+            steps.append([pass_s + layer_s + (0.0 if is_backward else plain_s), of_layer[1]])
             plain_s = 0.0
         if is_backward and steps:
-            steps[-1] = replace(steps[-1], compute_s=steps[-1].compute_s + plain_s)
-        return again_s, tuple(steps) if has_host else ()
+            steps[-1][0] += plain_s
+        has_host = any(copy_s for _, copy_s in steps)
+        return again_s, tuple(CopyStep(*step) for step in steps) if has_host else ()
+
+    def _layer(self, chunk: int, layer: LayerPolicy) -> tuple[float, float] | None:
+        """Seconds of what runs again in a layer, and of copying what waits on the host; None if it keeps everything."""
+        key = chunk, id(layer)
+        if key not in self._layer_seconds:
+            found = None
+            if not layer.keeps_everything:
+                shares = [(item, layer.share(item.tensor_class)) for item in self._saved(chunk)]
+                again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares)
+                copied = sum(item.num_bytes * share.host for item, share in shares)
+                found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
+            self._layer_seconds[key] = found
+        return self._layer_seconds[key]
 
     def _saved(self, chunk: int) -> list[SavedClass]:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""

@@ -6,13 +6,38 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from hf_longctx.plan import joint_activation
-from hf_longctx.plan.joint_activation import Cell, JointChoice, Moment, choose_jointly
+from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
 from hf_longctx.plan.solver import LinearProgram, solve_linear_program
+
+
+class Moment(NamedTuple):
+    """Bytes over the room of a stage, cells in flight, and those of them that are on the device whatever is copied."""
+
+    excess_bytes: float
+    cells: tuple[int, ...]
+    resident: frozenset[int]
+
+
+def stretch(places: list[int]) -> tuple[int, int]:
+    """The half-open stretch that these places are."""
+    assert places == list(range(places[0], places[0] + len(places))) if places else True
+    return (places[0], places[-1] + 1) if places else (0, 0)
+
+
+def choose_jointly(cells: Sequence[Cell], moments: Sequence[Moment], *settings: float, **named: float) -> JointChoice | None:
+    """What is chosen for these moments."""
+    in_flight = [[m for m, moment in enumerate(moments) if cell in moment.cells] for cell in range(len(cells))]
+    away = [[m for m in places if cell not in moments[m].resident] for cell, places in enumerate(in_flight)]
+    first, stop = np.array([stretch(places) for places in in_flight]).T
+    left, back = np.array([stretch(places) for places in away]).T
+    excess = np.array([moment.excess_bytes for moment in moments])
+    return joint_activation.choose_jointly(cells, Moments(excess, first, stop, left, back), *settings, **named)
 
 
 def random_case(seed: int) -> tuple[list[Cell], list[Moment], float]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.joint_activation import Moment
+from hf_longctx.plan.joint_activation import Moments
 from hf_longctx.plan.memory import KnownBytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import GroupCells
@@ -196,7 +196,7 @@ def test_a_program_that_counts_too_few_bytes_is_asked_again(
     budget = ActivationBudget(0, int(0.6 * whole_bytes), 64 * GIB)
     moments, asked = GroupCells.moments, []
 
-    def optimistic(cells: GroupCells, room_bytes: Sequence[float]) -> list[Moment]:
+    def optimistic(cells: GroupCells, room_bytes: Sequence[float]) -> Moments:
         asked.append(list(room_bytes))
         return moments(cells, [num_bytes + 0.3 * whole_bytes for num_bytes in room_bytes])
 

@@ -1,0 +1,125 @@
+"""Bytes and chunks in flight of every pass of a round, counted at once, against a walk from pass to pass."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from pipeline_cases import chunks_of, plan_of, random_shapes
+
+from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import KnownBytes, RoundBytes, chunk_bytes, chunk_load, group_ends, round_bytes, round_moments
+from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer, with_layers
+from hf_longctx.plan.specs import ClusterSpec, HardwareSpec
+from hf_longctx.plan.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare
+
+MODEL = named_model("llama-3.1-8b")
+GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
+MOVED = LayerPolicy((TensorShare("layer_input", host=0.5, device=0.5), TensorShare("mlp", recompute=1.0)))
+
+
+def random_group(seed: int) -> SequenceGroup:
+    """Slices, packs and hybrids on one to four stages, some in two parts, under policies of all kinds or none."""
+    draw = random.Random(seed)
+    num_parts = draw.choice([1, 1, 2])
+    num_stages = draw.choice([2, 4]) if num_parts > 1 else draw.choice([1, 2, 3, 4])
+    shapes = [(2, 0)] * num_stages if num_parts > 1 else random_shapes(draw)
+    plan = plan_of(chunks_of(shapes), num_stages, "interleaved" if num_parts > 1 else "elastic", num_parts)
+    (group,) = plan.micro_batches[0].groups
+    if draw.random() < 0.3:
+        return group
+    places = [(stage.stage, chunk.index, part) for stage in group.stages for chunk in group.chunks for part in range(num_parts)]
+    layers = {place: draw.choice([(), (MOVED,), (recomputed_layer(True),)]) for place in places}
+    return with_layers(group, layers, draw.choice([0, 4]))
+
+
+def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
+    """saved, host, book, workspace and peak of every pass, from the definitions."""
+    ends, common = group_ends(group), Load(0, (), 0)
+    kv_bytes, grad_bytes = (2 * MODEL.num_kv_heads * MODEL.head_dim * size for size in (2, 4))
+    passes = [action for action in stage.actions if action.kind in "FB"]
+    held: dict[tuple[int, int], Any] = {}
+    book: dict[tuple[int, int], int] = {}
+    found = []
+    for place, action in enumerate(passes):
+        key, chunk, num_layers = (action.chunk, action.part), group.chunks[action.chunk], stage.parts[action.part].num_layers
+        slices = [span for span in chunk.spans if span.start or span.stop < ends[span.sequence]]
+        entries = [(action.part, span.sequence) for span in slices]
+        if action.kind == "F":
+            policy = next((p for p in stage.activations if (p.chunk, p.part) == key), None)
+            load = replace(
+                chunk_load(group, chunk, 0, common),
+                num_layers=num_layers,
+                has_head=(stage.stage, action.part) == (len(group.stages) - 1, len(stage.parts) - 1),
+                keeps_gradients=(passes[place + 1].chunk, passes[place + 1].part, passes[place + 1].kind) == (*key, "B"),
+                receives=bool(policy and policy.layers) and (stage.stage, action.part) != (0, 0),
+            )
+            held[key] = chunk_bytes(MODEL, load, policy)
+            for entry, span in zip(entries, slices, strict=True):
+                book.setdefault(entry, kv_bytes * num_layers * ends[span.sequence])
+            first, last = sum(size for (part, _), size in book.items() if part == action.part), 0
+            work, others = held[key].forward_workspace, sum(book.values()) - first
+        else:
+            before = sum(size for (part, _), size in book.items() if part == action.part)
+            others = sum(book.values()) - before
+            for entry, span in zip(entries, slices, strict=True):
+                if span.stop == ends[span.sequence]:
+                    book[entry] += grad_bytes * num_layers * span.start
+                if not span.start:
+                    del book[entry]
+            after = sum(size for (part, _), size in book.items() if part == action.part)
+            a_layer = (after - before) // num_layers
+            first, last = (before + a_layer, after) if after > before else (before, after - a_layer)
+            work = held[key].backward_workspace
+        saved, host = (sum(getattr(one, name) for one in held.values()) for name in ("device", "host"))
+        ending = saved - held[key].device + held[key].ending + last
+        book_bytes = max(first, last) + others
+        found.append((saved, host, book_bytes, work, max(saved + work + first, ending) + others))
+        if action.kind == "B":
+            del held[key]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_of_every_pass_are_those_of_a_walk(seed: int) -> None:
+    group, names = random_group(seed), [field.name for field in fields(RoundBytes)]
+    known = KnownBytes()
+    for stage in group.stages:
+        expected = walked(group, stage)
+        moments = round_moments(MODEL, group, stage, known=known)
+        assert list(zip(*(getattr(moments, name).tolist() for name in names), strict=True)) == expected
+        most = round_bytes(MODEL, group, stage, known=known)
+        assert [getattr(most, name) for name in names] == [max(each) for each in zip(*expected, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_in_flight_and_on_the_device_are_those_of_a_walk(seed: int) -> None:
+    group = random_group(seed)
+    group = with_layers(group, {}, 4)
+    cluster = ClusterSpec(len(group.stages), 8, GPU)
+    costs = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster), "ulysses", parameters="gathered_per_round")
+    cells = GroupCells(group, costs, 4, True, KnownBytes())
+    moments = cells.moments([0.0] * len(group.stages))
+    number = 0
+    for stage in group.stages:
+        passes = [action for action in stage.actions if action.kind in "FB"]
+        places = [cells.places[stage.stage, action.chunk, action.part] for action in passes]
+        coming = [place for place, action in zip(places, passes, strict=True) if action.kind == "B"]
+        waiting: list[int] = []
+        newest: list[int] = []
+        for place, action in zip(places, passes, strict=True):
+            if action.kind == "F":
+                waiting.append(place)
+                newest = [*newest[-1:], place]
+            own = range(len(cells.cells))
+            assert [cell for cell in own if moments.first[cell] <= number < moments.stop[cell]] == sorted(waiting)
+            away = [cell for cell in own if moments.away[cell] <= number < moments.back[cell]]
+            assert away == sorted(set(waiting) - {*newest, coming[0]})
+            if action.kind == "B":
+                waiting.remove(coming.pop(0))
+            number += 1
+    assert number == len(moments.excess_bytes)
