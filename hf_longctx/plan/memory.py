@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,8 +52,7 @@ class ChunkBytes:
         return max(self.forward_workspace, self.backward_workspace)
 
 
-@dataclass(frozen=True, slots=True)
-class _OnPart:
+class _OnPart(NamedTuple):
     """What a chunk's load has of the part of the model that it is on; see `Load`."""
 
     num_layers: int
@@ -89,13 +89,7 @@ class KnownBytes:
         """As `chunk_bytes`, for a load of `loads`."""
         key = id(load), on_part, id(policy.layers), policy.tile_tokens
         if key not in self._bytes:
-            own = replace(
-                load,
-                num_layers=on_part.num_layers,
-                has_head=on_part.has_head,
-                keeps_gradients=on_part.keeps_gradients,
-                receives=on_part.receives,
-            )
+            own = replace(load, **on_part._asdict())
             # layers are alike wherever they are
             found = chunk_bytes(
                 model, own, policy, layer_bytes=lambda model, _, layer, tile_tokens: self.layer(model, load, layer, tile_tokens)
