@@ -26,7 +26,7 @@ def test_every_tested_class_is_in_the_readme() -> None:
 def test_the_two_commands_stand_alone_on_their_lines() -> None:
     launch = "accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py recipes/configs/demo.yaml"
     assert f"\npip install -e . && {launch}\n" in README
-    assert '\npip install -e ".[test]" && pytest\n' in README
+    assert '\npip install -e ".[test]" && pytest -n 2 --dist loadfile\n' in README
 
 
 def test_no_number_is_left_blank() -> None:
