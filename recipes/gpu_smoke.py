@@ -45,7 +45,7 @@ from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.sequence_parallel import packed_attention
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import attention_backend, tile_backward, tile_forward
+from hf_longctx.runtime.tiles import Scores, attention_backend, tile_backward, tile_forward
 
 # bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
 TOLERANCE = 2e-2
@@ -194,12 +194,14 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
             for s, _, keys, _ in tiles
         ]
         for (_, queries, _, causal), (key, value) in zip(tiles, operands, strict=True):
-            part = tile_forward(q[:, own][:, queries].contiguous(), key, value, SCALE, causal)
+            part = tile_forward(q[:, own][:, queries].contiguous(), key, value, Scores(SCALE), causal)
             accumulate_attention_(merged[:, queries], lse[:, queries], *part)
         out[:, own] = merged.to(out.dtype)
         for (s, queries, keys, causal), (key, value) in zip(tiles, operands, strict=True):
             rows = own[queries]
-            gradients = tile_backward(gradient[:, rows], q[:, rows], key, value, out[:, rows], lse[:, queries], SCALE, causal)
+            gradients = tile_backward(
+                gradient[:, rows], q[:, rows], key, value, out[:, rows], lse[:, queries], Scores(SCALE), causal
+            )
             dq[:, rows] += gradients[0]
             for total, part in ((dk, gradients[1]), (dv, gradients[2])):
                 total.index_add_(1, places[s][keys], part.float())
@@ -217,7 +219,7 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
         for start, stop in pairwise((0, length // 2, length // 2 + 1, length)):
             q, k, v = (x[:, first + start : first + stop] for x in leaves)
             part = Slice(0, sequence, start, stop, length)
-            attend = ChunkAttention(readers, SCALE, (Document(0, stop - start, part),), None, book, "layer")
+            attend = ChunkAttention(readers, Scores(SCALE), (Document(0, stop - start, part),), None, book, "layer")
             outputs.append(attend(q, k, v))
     gradients = gradient.transpose(0, 1).split([out.shape[0] for out in outputs])
     for out, of_out in reversed(list(zip(outputs, gradients, strict=True))):

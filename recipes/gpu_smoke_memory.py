@@ -19,7 +19,7 @@ from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.plan.types import LayerPolicy, TensorShare
 from hf_longctx.recipes.one_document import PlannedDocument, document_plan, largest_error, plain_step, replayed
 from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.tiles import BACKENDS, tile_backward, tile_forward
+from hf_longctx.runtime.tiles import BACKENDS, Scores, tile_backward, tile_forward
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 # name -> (policy of both layers, tile tokens, slices)
@@ -61,13 +61,13 @@ def check_backend(tokens: int, device: torch.device, name: str) -> tuple[float, 
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if not row.takes(device.type, capability, torch.bfloat16, HEAD_DIM):
         return 0.0, f"not taken on {device.type} {capability[0]}.{capability[1]}"
-    generator, scale = torch.Generator().manual_seed(0), HEAD_DIM**-0.5
+    generator, scores = torch.Generator().manual_seed(0), Scores(HEAD_DIM**-0.5)
     error = 0.0
     for causal, num_keys in ((True, tokens), (False, 2 * tokens)):
         shapes = ((NUM_HEADS, tokens), (NUM_HEADS, tokens), (NUM_KV_HEADS, num_keys), (NUM_KV_HEADS, num_keys))
         exact = [torch.randn(*shape, HEAD_DIM, generator=generator).bfloat16().to(device).float() for shape in shapes]
         found, expected = (
-            _through_tile(*(x.to(dtype) for x in exact), scale, causal, backend)
+            _through_tile(*(x.to(dtype) for x in exact), scores, causal, backend)
             for dtype, backend in ((torch.bfloat16, name), (torch.float32, "plain"))
         )
         error = max(error, largest_error(found, expected))
@@ -75,10 +75,10 @@ def check_backend(tokens: int, device: torch.device, name: str) -> tuple[float, 
 
 
 def _through_tile(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, backend: str
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool, backend: str
 ) -> tuple[Tensor, ...]:
-    out, lse = tile_forward(q, k, v, scale, causal, backend=backend)
-    return out, lse, *tile_backward(gradient, q, k, v, out, lse, scale, causal, backend=backend)
+    out, lse = tile_forward(q, k, v, scores, causal, backend=backend)
+    return out, lse, *tile_backward(gradient, q, k, v, out, lse, scores, causal, backend=backend)
 
 
 def check_tier(device: torch.device) -> tuple[float, str]:

@@ -28,6 +28,7 @@ _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_state
 # those that are a pattern
 _PATTERN = {"sliding_window": "window"}
 _SINKS = "s_aux"
+_SOFTCAP = "softcap"
 
 
 def patch_model(model: PreTrainedModel) -> None:
@@ -94,15 +95,20 @@ def longctx_attention(
         raise ValueError(f"{type(module).__name__}: attention dropout {dropout} is not supported yet; set it to 0.0")
     for name, setting in kwargs.items():
         harmless = setting is None or name in _INERT or (name in _HARMLESS and setting is _HARMLESS[name])
-        if not harmless and name not in _PATTERN and name != _SINKS:
+        if not harmless and name not in _PATTERN and name not in (_SINKS, _SOFTCAP):
             raise ValueError(
                 f"{type(module).__name__} passes {name}={setting!r} to attention, which is not supported yet and would change "
                 f"the result; use a model without it"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     pattern = AttentionPattern(**{field: kwargs.get(name) or 0 for name, field in _PATTERN.items()})
-    sinks = kwargs.get(_SINKS)
-    return sequence_parallel_attention(query, key, value, scale, longctx, module, pattern, sinks), None
+    sinks, softcap = kwargs.get(_SINKS), float(kwargs.get(_SOFTCAP) or 0.0)
+    if softcap < 0 or (softcap and sinks is not None):
+        raise ValueError(
+            f"{type(module).__name__} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' beside sinks'}; a cap "
+            f"must be positive, and is not supported beside sinks"
+        )
+    return sequence_parallel_attention(query, key, value, scale, longctx, module, pattern, sinks, softcap), None
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -18,6 +18,7 @@ TESTED_MODELS = (
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
     "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Glm4ForCausalLM",
     "GraniteForCausalLM",

@@ -12,7 +12,8 @@ document their own keys are its first ones, so that they need no more than causa
 The node saves queries, output, LSE, and keys and values of whole documents; those of slices are read from the book, so that
 they are kept once. It saves the same recording and replaying: checkpointing compares number, shapes and dtypes.
 
-Shapes: h query heads and g KV heads of this rank, S tokens of its block, T tokens of one document, U of its front, D head size.
+Shapes: h query heads and g KV heads of this rank, S tokens of its block, T tokens of one document, U of its front, D head size of
+queries and keys, E of values, W = D + E.
 
 Source of slices: Seq1F1B (arXiv 2406.03488), whose prefix is a list of slices, concatenated for every call.
 """
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.heads import KVReaders, split_kv
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import tile_backward
+from hf_longctx.runtime.tiles import Scores, tile_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,127 +61,124 @@ class ChunkAttention:
     """How one layer attends within one chunk. layer: the same object in every chunk; record: None outside replayed layers."""
 
     readers: KVReaders
-    scale: float
+    scores: Scores
     documents: tuple[Document, ...]
     record: AttentionRecord | None
     book: KVBook
     layer: Hashable
     pattern: AttentionPattern = CAUSAL
 
-    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None = None) -> Tensor:
-        """Attention inside each document, shape [S, h, D], differentiable. sinks: of one more key's scores, in fp32 or fp64."""
-        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSD, sinks_h, self)
+    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
+        """Attention inside each document, shape [S, h, E], differentiable. sinks: of one more key's scores, in fp32 or fp64."""
+        output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
         return output
 
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None, how: ChunkAttention) -> Tensor:
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, how: ChunkAttention) -> Tensor:
         kept = None if how.record is None else how.record.take()
         num_rows = q_hSD.shape[1] if kept is None else kept.start
         outs, lses = [], []
         for document in how.documents:
-            k, v = k_gSD[:, document.tokens], v_gSD[:, document.tokens]
+            k, v = k_gSD[:, document.tokens], v_gSE[:, document.tokens]
             # a replay writes what is there: later slices that ran since have not changed it
-            front_2gUD = None if document.part is None else _front(document.part, k, v, how)
+            front_gUW = None if document.part is None else _front(document.part, k, v, how)
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
                 start = 0 if document.part is None else document.part.start
-                settings = (how.readers, how.scale, how.pattern, start, sinks_h)
-                out_hTD, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_2gUD, *settings)
-                outs.append(out_hTD.transpose(0, 1))
+                settings = (how.readers, how.scores, how.pattern, start, sinks_h)
+                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_gUW, *settings)
+                outs.append(out_hTE.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
-            outs, lses = [*outs, kept.out_ShD], [*lses, kept.lse_hS]
-        out_ShD, lse_hS = _joined(outs, 0), _joined(lses, 1)
+            outs, lses = [*outs, kept.out_ShE], [*lses, kept.lse_hS]
+        out_ShE, lse_hS = _joined(outs, 0), _joined(lses, 1)
         if kept is None and how.record is not None:
-            how.record.put(out_ShD, lse_hS)
-        ctx.save_for_backward(q_hSD, out_ShD, lse_hS, sinks_h, *_whole_documents(k_gSD, v_gSD, how.documents))
+            how.record.put(out_ShE, lse_hS)
+        ctx.save_for_backward(q_hSD, out_ShE, lse_hS, sinks_h, *_whole_documents(k_gSD, v_gSE, how.documents))
         ctx.how = how
-        return out_ShD
+        return out_ShE
 
     @staticmethod
-    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_hSD, out_ShD, lse_hS, sinks_h, *kv_gWD = ctx.saved_tensors
+    def backward(ctx: Any, gradient_ShE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_hSD, out_ShE, lse_hS, sinks_h, *whole_kv = ctx.saved_tensors
         how: ChunkAttention = ctx.how
         of_sinks = None
         if sinks_h is not None:
-            of_sinks = sinks_backward(gradient_ShD.transpose(0, 1), out_ShD.transpose(0, 1), lse_hS, sinks_h)
+            of_sinks = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
         # unfilled, and not made for a lone document, whose gradients are all there is
         num_made = q_hSD.shape[1] if len(how.documents) > 1 else 0
-        num_kv, head_dim = how.readers.num_kv, q_hSD.shape[2]
-        dq_hSD, dk_gSD, dv_gSD = (q_hSD.new_empty(heads, num_made, head_dim) for heads in (q_hSD.shape[0], num_kv, num_kv))
+        num_kv, head_dim, value_dim = how.readers.num_kv, q_hSD.shape[2], out_ShE.shape[2]
+        shapes = ((q_hSD.shape[0], head_dim), (num_kv, head_dim), (num_kv, value_dim))
+        dq_hSD, dk_gSD, dv_gSE = (q_hSD.new_empty(heads, num_made, size) for heads, size in shapes)
         num_whole = 0
         for document in how.documents:
             tokens = document.tokens
-            gradient_hTD, out_hTD = gradient_ShD[tokens].transpose(0, 1), out_ShD[tokens].transpose(0, 1)
+            gradient_hTE, out_hTE = gradient_ShE[tokens].transpose(0, 1), out_ShE[tokens].transpose(0, 1)
             q_hTD, lse_hT = q_hSD[:, tokens], lse_hS[:, tokens]
             if document.part is not None:
-                found = _slice_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, document.part, how)
+                found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, document.part, how)
             else:
                 places = slice(num_whole, num_whole + document.stop - document.start)
-                k, v = (x[:, places] for x in kv_gWD)
-                found = _document_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, k, v, how)
+                k, v = (x[:, places] for x in whole_kv)
+                found = _document_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, how)
                 num_whole = places.stop
             if len(how.documents) == 1:
                 dq, dk, dv = (x.to(q_hSD.dtype) for x in found)
                 return dq, dk, dv, of_sinks, None
-            for gradients, part in zip((dq_hSD, dk_gSD, dv_gSD), found, strict=True):
+            for gradients, part in zip((dq_hSD, dk_gSD, dv_gSE), found, strict=True):
                 gradients[:, tokens] = part
-        return dq_hSD, dk_gSD, dv_gSD, of_sinks, None
+        return dq_hSD, dk_gSD, dv_gSE, of_sinks, None
 
 
-def _front(part: Slice, k_gTD: Tensor, v_gTD: Tensor, how: ChunkAttention) -> Tensor:
-    """Keys and values in front of a slice, whose own go into the book, [2, g, U, D]."""
-    return how.book.write(how.layer, part, k_gTD, v_gTD)[:, :, : part.start]
+def _front(part: Slice, k_gTD: Tensor, v_gTE: Tensor, how: ChunkAttention) -> Tensor:
+    """Keys and values in front of a slice, whose own go into the book, [g, U, W]."""
+    return how.book.write(how.layer, part, k_gTD, v_gTE)[:, : part.start]
 
 
 def _document_backward(
-    gradient_hTD: Tensor, q_hTD: Tensor, out_hTD: Tensor, lse_hT: Tensor, k_gTD: Tensor, v_gTD: Tensor, how: ChunkAttention
+    gradient_hTE: Tensor, q_hTD: Tensor, out_hTE: Tensor, lse_hT: Tensor, k_gTD: Tensor, v_gTE: Tensor, how: ChunkAttention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a whole document's queries, keys and values."""
     tiles = how.pattern.own_tiles(0, q_hTD.shape[1])
     if len(tiles) == 1 and tiles[0].num_blocks == 1:
-        k, v = map(how.readers.gather, (k_gTD, v_gTD))
-        dq, dk, dv = tile_backward(gradient_hTD, q_hTD, k, v, out_hTD, lse_hT, how.scale, causal=True)
+        k, v = map(how.readers.gather, (k_gTD, v_gTE))
+        dq, dk, dv = tile_backward(gradient_hTE, q_hTD, k, v, out_hTE, lse_hT, how.scores, causal=True)
         return dq, how.readers.fold(dk), how.readers.fold(dv)
-    own_sum_2gTD = torch.zeros((2, *k_gTD.shape), dtype=lse_hT.dtype, device=k_gTD.device)
-    own = KeyPiece((k_gTD, v_gTD), tiles, tuple(own_sum_2gTD))
-    dq_hTD = rows_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, (own,), how.readers, how.scale)
-    dk_gTD, dv_gTD = own_sum_2gTD
-    return dq_hTD, dk_gTD, dv_gTD
+    dk_gTD, dv_gTE = (torch.zeros(x.shape, dtype=lse_hT.dtype, device=x.device) for x in (k_gTD, v_gTE))
+    own = KeyPiece((k_gTD, v_gTE), tiles, (dk_gTD, dv_gTE))
+    dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, (own,), how.readers, how.scores)
+    return dq_hTD, dk_gTD, dv_gTE
 
 
 def _slice_backward(
-    gradient_hTD: Tensor, q_hTD: Tensor, out_hTD: Tensor, lse_hT: Tensor, part: Slice, how: ChunkAttention
+    gradient_hTE: Tensor, q_hTD: Tensor, out_hTE: Tensor, lse_hT: Tensor, part: Slice, how: ChunkAttention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a slice's queries, and of its keys and values with what later slices left for them.
 
     Adds to the gradients of its front.
     """
-    kv_2gND, num_tokens = how.book.read(how.layer, part), part.stop - part.start
-    front_sum_2gUD, own_sum_2gTD = how.book.gradients(how.layer, part)
+    kv_gNW, num_tokens, head_dim = how.book.read(how.layer, part), part.stop - part.start, q_hTD.shape[2]
+    front_sum, own_sum = (split_kv(total, head_dim) for total in how.book.gradients(how.layer, part))
+    own, front = split_kv(kv_gNW[:, part.start :], head_dim), split_kv(kv_gNW[:, : part.start], head_dim)
     pieces = (
-        KeyPiece(tuple(kv_2gND[:, :, part.start :]), how.pattern.own_tiles(part.start, num_tokens), tuple(own_sum_2gTD)),
-        KeyPiece(
-            tuple(kv_2gND[:, :, : part.start]),
-            how.pattern.front_tiles(part.start, num_tokens, 0, part.start),
-            tuple(front_sum_2gUD),
-        ),
+        KeyPiece(own, how.pattern.own_tiles(part.start, num_tokens), own_sum),
+        KeyPiece(front, how.pattern.front_tiles(part.start, num_tokens, 0, part.start), front_sum),
     )
-    dq_hTD = rows_backward(gradient_hTD, q_hTD, out_hTD, lse_hT, pieces, how.readers, how.scale)
+    dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, pieces, how.readers, how.scores)
     how.book.backward_done(how.layer, part)
-    dk_gTD, dv_gTD = own_sum_2gTD
-    return dq_hTD, dk_gTD, dv_gTD
+    dk_gTD, dv_gTE = own_sum
+    return dq_hTD, dk_gTD, dv_gTE
 
 
-def _whole_documents(k_gSD: Tensor, v_gSD: Tensor, documents: tuple[Document, ...]) -> tuple[Tensor, ...]:
+def _whole_documents(k_gSD: Tensor, v_gSE: Tensor, documents: tuple[Document, ...]) -> tuple[Tensor, ...]:
     """Keys and values of the documents that are not slices, behind each other; nothing if there are none."""
     whole = [document.tokens for document in documents if document.part is None]
     if len(whole) == len(documents):
-        return k_gSD, v_gSD
+        return k_gSD, v_gSE
     # copies, since views would hold those of the slices too
-    return tuple(torch.cat([x[:, tokens] for tokens in whole], dim=1) for x in (k_gSD, v_gSD)) if whole else ()
+    return tuple(torch.cat([x[:, tokens] for tokens in whole], dim=1) for x in (k_gSD, v_gSE)) if whole else ()
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Which KV head each query head of a rank reads.
+"""Which KV head each query head of a rank reads, and how keys and values lie together.
 
-Shapes: h query heads and g KV heads of one rank, U tokens, D head size.
+Shapes: h query heads and g KV heads of one rank, U tokens, D head size of keys, E of values, W = D + E.
 """
 
 from __future__ import annotations
@@ -11,6 +11,16 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.sharding import HeadShare
+
+
+def join_kv(k_gUD: Tensor, v_gUE: Tensor) -> Tensor:
+    """Keys and values beside each other, [g, U, W]: one tensor to keep or to send."""
+    return torch.cat((k_gUD, v_gUE), dim=-1)
+
+
+def split_kv(kv_gUW: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys [g, U, D] and values [g, U, E], views of what `join_kv` or the K/V book put beside each other."""
+    return kv_gUW[..., :head_dim], kv_gUW[..., head_dim:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 The *front* tokens of a chunk are dropped first: they are the cheapest to recompute. (The first r of a causal triangle's rows
 hold r^2 of it, the last 2r - r^2.)
 
-Shapes: h query heads of this rank, S tokens of its block, D head size.
+Shapes: h query heads of this rank, S tokens of its block, E head size of values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class KeptOutput:
     """Output and LSE of the tokens from `start` on; the tokens before it are to be recomputed."""
 
     start: int
-    out_ShD: Tensor
+    out_ShE: Tensor
     lse_hS: Tensor
 
 
@@ -41,10 +41,10 @@ class AttentionRecord:
     def is_all_or_nothing(self) -> bool:
         return self.share.recompute in (0.0, 1.0)
 
-    def put(self, out_ShD: Tensor, lse_hS: Tensor) -> None:
+    def put(self, out_ShE: Tensor, lse_hS: Tensor) -> None:
         """Keeps what the share says of a first run's result; a replay's result is not kept."""
-        if not self.is_replay and self.share.cuts(out_ShD.shape[0])[0] < out_ShD.shape[0]:
-            self.parts = tuple(SplitTensor(tensor, self.share, self._tier) for tensor in (out_ShD, lse_hS.transpose(0, 1)))
+        if not self.is_replay and self.share.cuts(out_ShE.shape[0])[0] < out_ShE.shape[0]:
+            self.parts = tuple(SplitTensor(tensor, self.share, self._tier) for tensor in (out_ShE, lse_hS.transpose(0, 1)))
 
     def take(self) -> KeptOutput | None:
         """What the first run left, given away; None while recording, or if it has been taken."""

@@ -5,7 +5,8 @@ one query piece and one key piece is seen wholly, causally (the same piece) or n
 computed, and keys that no other block sees are never sent. Partial outputs merge by their log-sum-exp (LSE) in at least
 fp32. Backward passes keys, values and their gradients around once more and uses the merged output and LSE.
 
-Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size, U tokens of the block whose keys are at hand.
+Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size of queries and keys, E of values, W = D + E,
+U tokens of the block whose keys are at hand.
 
 Source: Ring Attention (arXiv 2310.01889) with the zigzag layout of Striped/zigzag variants, per document.
 """
@@ -21,24 +22,25 @@ from torch import Tensor
 
 from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.context import Ring
-from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.row_attention import KeyPiece, merge_tile, no_keys_yet, rows_backward, sinks_backward, with_sinks
+from hf_longctx.runtime.tiles import Scores
 
 
 def ring_attention(
     q_1HTD: Tensor,
     k_1GTD: Tensor,
-    v_1GTD: Tensor,
+    v_1GTE: Tensor,
     readers: KVReaders,
-    scale: float,
+    scores: Scores,
     ring: Ring,
     record: AttentionRecord | None = None,
     pattern: AttentionPattern = CAUSAL,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention within documents, causal and as `pattern` says, for the tokens of this rank's block, shape [1, T, H, D].
+    """Attention within documents, causal and as `pattern` says, for the tokens of this rank's block, shape [1, T, H, E].
 
     Each KV head travels once a hop, however many query heads read it. Every rank of the ring must call it in the same
     order of layers; backward runs one more ring. A replay that finds output and LSE in `record` runs none. Raises ValueError
@@ -49,7 +51,7 @@ def ring_attention(
             f"attention_output is recomputed for a share of {record.share.recompute:g} of the tokens, which a ring of "
             f"{ring.num_blocks} blocks cannot do; plan a share of 0 or 1, or a Ulysses group"
         )
-    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTD[0], sinks_H, readers, scale, ring, record, pattern)
+    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTE[0], sinks_H, readers, scores, ring, record, pattern)
     return output.transpose(0, 1).unsqueeze(0)
 
 
@@ -59,30 +61,30 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any,
         q_HTD: Tensor,
         k_GTD: Tensor,
-        v_GTD: Tensor,
+        v_GTE: Tensor,
         sinks_H: Tensor | None,
         readers: KVReaders,
-        scale: float,
+        scores: Scores,
         ring: Ring,
         record: AttentionRecord | None,
         pattern: AttentionPattern,
     ) -> Tensor:
-        own_kv = torch.stack([k_GTD, v_GTD])
+        own_kv = join_kv(k_GTD, v_GTE)
         kept = record.take() if record is not None else None
         if kept is None:
-            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scale, ring, pattern, sinks_H)
+            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scores, ring, pattern, sinks_H)
             if record is not None:
                 record.put(output.transpose(0, 1), lse_HT)
         else:
-            output, lse_HT = kept.out_ShD.transpose(0, 1), kept.lse_hS
+            output, lse_HT = kept.out_ShE.transpose(0, 1), kept.lse_hS
         ctx.save_for_backward(q_HTD, own_kv, output, lse_HT, sinks_H)
-        ctx.settings = readers, scale, ring, pattern
+        ctx.settings = readers, scores, ring, pattern
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient_HTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_HTD, own_kv, out_HTD, lse_HT, sinks_H = ctx.saved_tensors
-        readers, scale, ring, pattern = ctx.settings
+    def backward(ctx: Any, gradient_HTE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_HTD, own_kv, out_HTE, lse_HT, sinks_H = ctx.saved_tensors
+        readers, scores, ring, pattern = ctx.settings
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
         own_sum = torch.zeros_like(own_kv, dtype=wide)
@@ -91,53 +93,55 @@ class _RingAttention(torch.autograd.Function):
             # the gradients of another block travel behind its keys and values, from the first rank that sees these
             total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if hop == 1 else travelling
             for query, key in ring.tiles(source):
-                piece = _key_piece(query, key, kv, pattern, total)
+                piece = _key_piece(query, key, kv, q_HTD.shape[2], pattern, total)
                 if piece.tiles:
                     rows = query.tokens
-                    of_rows = (gradient_HTD[:, rows], q_HTD[:, rows], out_HTD[:, rows], lse_HT[:, rows])
-                    dq_HTD[:, rows] += rows_backward(*of_rows, (piece,), readers, scale)
+                    of_rows = (gradient_HTE[:, rows], q_HTD[:, rows], out_HTE[:, rows], lse_HT[:, rows])
+                    dq_HTD[:, rows] += rows_backward(*of_rows, (piece,), readers, scores)
             if hop:
                 travelling = _pass_on(total, ring, source)
         # home again after the last hop
         for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
-            own_sum[:, :, tokens] += travelling[:, :, arrived.tokens]
-        dk_GTD, dv_GTD = own_sum.to(q_HTD.dtype)
-        of_sinks = None if sinks_H is None else sinks_backward(gradient_HTD, out_HTD, lse_HT, sinks_H)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTD, of_sinks, None, None, None, None, None
+            own_sum[:, tokens] += travelling[:, arrived.tokens]
+        dk_GTD, dv_GTE = split_kv(own_sum.to(q_HTD.dtype), q_HTD.shape[2])
+        of_sinks = None if sinks_H is None else sinks_backward(gradient_HTE, out_HTE, lse_HT, sinks_H)
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, of_sinks, None, None, None, None, None
 
 
 def _around_the_ring(
     q_HTD: Tensor,
     own_kv: Tensor,
     readers: KVReaders,
-    scale: float,
+    scores: Scores,
     ring: Ring,
     pattern: AttentionPattern,
     sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [H, T, D] and LSE [H, T] of this rank's queries over all blocks' keys."""
-    out_HTD, lse_HT = no_keys_yet(q_HTD)
+    """Output [H, T, E] and LSE [H, T] of this rank's queries over all blocks' keys."""
+    out_HTE, lse_HT = no_keys_yet(q_HTD, own_kv.shape[2] - q_HTD.shape[2])
     for source, kv in _around(own_kv, ring):
         for query, key in ring.tiles(source):
-            piece, rows = _key_piece(query, key, kv, pattern), query.tokens
+            piece, rows = _key_piece(query, key, kv, q_HTD.shape[2], pattern), query.tokens
             for tile in piece.tiles:
-                merge_tile(out_HTD[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, readers, scale)
+                merge_tile(out_HTE[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, readers, scores)
     if sinks_H is not None:
-        out_HTD, lse_HT = with_sinks(out_HTD, lse_HT, sinks_H)
-    return out_HTD.to(q_HTD.dtype), lse_HT
+        out_HTE, lse_HT = with_sinks(out_HTE, lse_HT, sinks_H)
+    return out_HTE.to(q_HTD.dtype), lse_HT
 
 
-def _key_piece(query: Piece, key: Piece, kv: Tensor, pattern: AttentionPattern, sums: Tensor | None = None) -> KeyPiece:
-    """What the queries of a piece see of the keys of another one, which lie in `kv`, [2, G, U, D], as sums do."""
+def _key_piece(
+    query: Piece, key: Piece, kv_GUW: Tensor, head_dim: int, pattern: AttentionPattern, sums_GUW: Tensor | None = None
+) -> KeyPiece:
+    """What the queries of a piece see of the keys of another one, which lie in `kv_GUW` as their sums do."""
     tiles = pattern.tiles(query.start, query.num_tokens, key.start, key.num_tokens)
-    where = (slice(None), slice(None), key.tokens)
-    return KeyPiece(tuple(kv[where]), tiles, () if sums is None else tuple(sums[where]))
+    kv, sums = (() if x is None else split_kv(x[:, key.tokens], head_dim) for x in (kv_GUW, sums_GUW))
+    return KeyPiece(kv, tiles, sums)
 
 
 def _around(own_kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
     """(block, its keys and values) for every block of the ring: this rank's whole, of the others what travels."""
     yield ring.index, own_kv
-    kv = torch.cat([own_kv[:, :, tokens] for tokens in ring.departing], dim=2) if ring.departing else own_kv[:, :, :0]
+    kv = torch.cat([own_kv[:, tokens] for tokens in ring.departing], dim=1) if ring.departing else own_kv[:, :0]
     for hop in range(1, ring.num_blocks):
         kv = _pass_on(kv, ring, (ring.index - hop + 1) % ring.num_blocks)
         yield (ring.index - hop) % ring.num_blocks, kv
@@ -146,15 +150,15 @@ def _around(own_kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 def _pass_on(tensor: Tensor, ring: Ring, source: int) -> Tensor:
     """Sends what belongs to block `source` to the next block; returns what the previous block passes on."""
     shape = list(tensor.shape)
-    shape[2] = ring.num_travelling((source - 1) % ring.num_blocks)
+    shape[1] = ring.num_travelling((source - 1) % ring.num_blocks)
     received = tensor.new_empty(shape)
     following = ring.ranks[(ring.index + 1) % ring.num_blocks]
     previous = ring.ranks[(ring.index - 1) % ring.num_blocks]
     operations = []
     # both ends know from the layout where there is nothing to send
-    if tensor.shape[2]:
+    if tensor.shape[1]:
         operations.append(dist.P2POp(dist.isend, tensor.contiguous(), following, group=ring.process_group))
-    if shape[2]:
+    if shape[1]:
         operations.append(dist.P2POp(dist.irecv, received, previous, group=ring.process_group))
     for request in dist.batch_isend_irecv(operations) if operations else []:
         request.wait()

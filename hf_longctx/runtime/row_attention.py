@@ -3,7 +3,8 @@
 Backward of every tile uses the merged output and LSE. Keys and values come in pieces (a document's own, its front), of which
 copies are made only of what a tile of several blocks, or in reverse order, reads.
 
-Shapes: h query heads and g KV heads of this rank, T rows, U keys of a piece, D head size; a tile of n blocks has N rows in each.
+Shapes: h query heads and g KV heads of this rank, T rows, U keys of a piece, D head size of queries and keys,
+E of values, W = D + E; a tile of n blocks has N rows in each.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hf_longctx.kernels.merge_attention import accumulate_attention_
-from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.heads import KVReaders, split_kv
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern, PatternTile
-from hf_longctx.runtime.tiles import tile_backward, tile_forward
+from hf_longctx.runtime.tiles import Scores, tile_backward, tile_forward
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPiece:
-    """Keys and values, [g, U, D] each, and the tiles in which rows see them. sums: where their gradients are added."""
+    """Keys [g, U, D] and values [g, U, E], and the tiles in which rows see them. sums: where their gradients are added."""
 
     kv: Sequence[Tensor]
     tiles: tuple[PatternTile, ...]
@@ -32,67 +33,68 @@ class KeyPiece:
 def rows_forward(
     q_hTD: Tensor,
     k_gTD: Tensor,
-    v_gTD: Tensor,
-    front_2gUD: Tensor | None,
+    v_gTE: Tensor,
+    front_gUW: Tensor | None,
     readers: KVReaders,
-    scale: float,
+    scores: Scores,
     pattern: AttentionPattern = CAUSAL,
     start: int = 0,
     sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [h, T, D] and LSE [h, T] of the first rows of a document, whose keys and values may be more.
+    """Output [h, T, E] and LSE [h, T] of the first rows of a document, whose keys and values may be more.
 
     start: where in its document the first row is, right behind the front. sinks: see `with_sinks`.
     """
     num_rows = q_hTD.shape[1]
-    pieces = [KeyPiece((k_gTD, v_gTD), pattern.own_tiles(start, num_rows))]
-    if front_2gUD is not None:
-        num_front = front_2gUD.shape[2]
-        pieces.append(KeyPiece(tuple(front_2gUD), pattern.front_tiles(start, num_rows, start - num_front, num_front)))
+    pieces = [KeyPiece((k_gTD, v_gTE), pattern.own_tiles(start, num_rows))]
+    if front_gUW is not None:
+        num_front = front_gUW.shape[1]
+        front = split_kv(front_gUW, q_hTD.shape[2])
+        pieces.append(KeyPiece(front, pattern.front_tiles(start, num_rows, start - num_front, num_front)))
     (own, first), *rest = [(piece, tile) for piece in pieces for tile in piece.tiles]
     if first.num_rows == num_rows:
-        out_hTD, lse_hT = _forward(q_hTD, own, first, readers, scale)
+        out_hTE, lse_hT = _forward(q_hTD, own, first, readers, scores)
         if not rest and sinks_h is None:
-            return out_hTD, lse_hT
-        out_hTD = out_hTD.to(lse_hT.dtype)
+            return out_hTE, lse_hT
+        out_hTE = out_hTE.to(lse_hT.dtype)
     else:
-        out_hTD, lse_hT = no_keys_yet(q_hTD)
+        out_hTE, lse_hT = no_keys_yet(q_hTD, v_gTE.shape[2])
         rest = [(own, first), *rest]
     for piece, tile in rest:
-        merge_tile(out_hTD, lse_hT, q_hTD, piece, tile, readers, scale)
+        merge_tile(out_hTE, lse_hT, q_hTD, piece, tile, readers, scores)
     if sinks_h is not None:
-        out_hTD, lse_hT = with_sinks(out_hTD, lse_hT, sinks_h)
-    return out_hTD.to(q_hTD.dtype), lse_hT
+        out_hTE, lse_hT = with_sinks(out_hTE, lse_hT, sinks_h)
+    return out_hTE.to(q_hTD.dtype), lse_hT
 
 
-def with_sinks(out_hTD: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out_hTE: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE as if every row of a head saw one more key, of this score and of no value.
 
     The gradients of tiles that use this output and LSE are right as they are.
     """
     total_hT = torch.logaddexp(lse_hT, sinks_h.unsqueeze(1))
-    return out_hTD * (lse_hT - total_hT).exp().unsqueeze(2), total_hT
+    return out_hTE * (lse_hT - total_hT).exp().unsqueeze(2), total_hT
 
 
-def sinks_backward(gradient_hTD: Tensor, out_hTD: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
+def sinks_backward(gradient_hTE: Tensor, out_hTE: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
     """Gradient of the sinks, [h], from the output and LSE that `with_sinks` made."""
     weights_hT = (sinks_h.unsqueeze(1) - lse_hT).exp()
-    return -(weights_hT * (gradient_hTD.to(lse_hT.dtype) * out_hTD).sum(2)).sum(1)
+    return -(weights_hT * (gradient_hTE.to(lse_hT.dtype) * out_hTE).sum(2)).sum(1)
 
 
-def no_keys_yet(q_hTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [h, T, D] and LSE [h, T] of rows that have seen no key, in at least fp32, to merge tiles into."""
+def no_keys_yet(q_hTD: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Output [h, T, E] and LSE [h, T] of rows that have seen no key, in at least fp32, to merge tiles into."""
     wide = torch.promote_types(q_hTD.dtype, torch.float32)
     # unfilled: where the LSE is -inf the merge does not look at it
-    return torch.empty_like(q_hTD, dtype=wide), q_hTD.new_full(q_hTD.shape[:2], float("-inf"), dtype=wide)
+    return q_hTD.new_empty((*q_hTD.shape[:2], value_dim), dtype=wide), q_hTD.new_full(q_hTD.shape[:2], float("-inf"), dtype=wide)
 
 
 def merge_tile(
-    out_hTD: Tensor, lse_hT: Tensor, q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, readers: KVReaders, scale: float
+    out_hTE: Tensor, lse_hT: Tensor, q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, readers: KVReaders, scores: Scores
 ) -> None:
     """Merges what the rows see in a tile of a piece into their output and LSE, in place."""
-    found = _forward(q_hTD, piece, tile, readers, scale)
-    places = [_places(x, tile.rows, tile) for x in (out_hTD, lse_hT)]
+    found = _forward(q_hTD, piece, tile, readers, scores)
+    places = [_places(x, tile.rows, tile) for x in (out_hTE, lse_hT)]
     # the places themselves of one block or of a lone head, else copies
     merged = [_as_heads(x, tile) for x in places]
     accumulate_attention_(*merged, *found)
@@ -102,18 +104,18 @@ def merge_tile(
 
 
 def rows_backward(
-    gradient_hTD: Tensor,
+    gradient_hTE: Tensor,
     q_hTD: Tensor,
-    out_hTD: Tensor,
+    out_hTE: Tensor,
     lse_hT: Tensor,
     pieces: Sequence[KeyPiece],
     readers: KVReaders,
-    scale: float,
+    scores: Scores,
 ) -> Tensor:
     """Gradient of the rows' queries, [h, T, D], in at least fp32; those of keys and values are added to the pieces' sums."""
     dq_hTD: Tensor | None = None
     for piece, tile in [(keys, tile) for keys in pieces for tile in keys.tiles]:
-        dq, dk, dv = _backward(gradient_hTD, q_hTD, out_hTD, lse_hT, piece, tile, readers, scale)
+        dq, dk, dv = _backward(gradient_hTE, q_hTD, out_hTE, lse_hT, piece, tile, readers, scores)
         if dq_hTD is None and tile.num_rows == q_hTD.shape[1]:
             dq_hTD = dq.to(lse_hT.dtype)
         else:
@@ -125,27 +127,27 @@ def rows_backward(
     return dq_hTD
 
 
-def _forward(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, readers: KVReaders, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, readers: KVReaders, scores: Scores) -> tuple[Tensor, Tensor]:
     """Output and LSE of a tile."""
     q, (k, v) = _read(q_hTD, tile.rows, tile), _read_keys(piece, tile, readers)
-    out, lse = tile_forward(q, k, v, scale, causal=tile.mask != "full")
+    out, lse = tile_forward(q, k, v, scores, causal=tile.mask != "full")
     return _turned(out, tile), _turned(lse, tile)
 
 
 def _backward(
-    gradient_hTD: Tensor,
+    gradient_hTE: Tensor,
     q_hTD: Tensor,
-    out_hTD: Tensor,
+    out_hTE: Tensor,
     lse_hT: Tensor,
     piece: KeyPiece,
     tile: PatternTile,
     readers: KVReaders,
-    scale: float,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a tile's queries, keys and values."""
-    gradient, q, out, lse = (_read(x, tile.rows, tile) for x in (gradient_hTD, q_hTD, out_hTD, lse_hT))
+    gradient, q, out, lse = (_read(x, tile.rows, tile) for x in (gradient_hTE, q_hTD, out_hTE, lse_hT))
     k, v = _read_keys(piece, tile, readers)
-    dq, dk, dv = tile_backward(gradient, q, k, v, out, lse, scale, causal=tile.mask != "full")
+    dq, dk, dv = tile_backward(gradient, q, k, v, out, lse, scores, causal=tile.mask != "full")
     return _turned(dq, tile), _turned(dk, tile), _turned(dv, tile)
 
 

@@ -10,7 +10,7 @@ are summed over the ranks, each getting its tokens'; those of a front that was s
 (Exchanges are ours; the paper gives none.)
 
 Shapes: h query heads and g KV heads of this rank, S tokens of its block, T tokens of the slice, U of its front, N = U + T, D head
-size.
+size of queries and keys, E of values, W = D + E.
 
 Source: SPPO (arXiv 2503.10377, section 6).
 """
@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.sharding import Piece
-from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,56 +68,55 @@ class SharedAttention:
     """How one layer attends within a shared slice. layer: the same object in every chunk."""
 
     readers: KVReaders
-    scale: float
+    scores: Scores
     shared: SharedSlice
     book: KVBook
     layer: Hashable
     pattern: AttentionPattern = CAUSAL
 
-    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None = None) -> Tensor:
-        """Attention of this rank's tokens, shape [S, h, D], differentiable.
+    def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
+        """Attention of this rank's tokens, shape [S, h, E], differentiable.
 
         Every sharing rank must call it in the same order of layers, and run backward in the reverse one.
         """
-        output: Tensor = _SharedAttention.apply(q_hSD, k_gSD, v_gSD, sinks_h, self)
+        output: Tensor = _SharedAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
         return output
 
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSD: Tensor, sinks_h: Tensor | None, how: SharedAttention) -> Tensor:
-        part = how.shared.part
-        kv_2gTD = _whole_slice(torch.stack((k_gSD, v_gSD)), how.shared)
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, how: SharedAttention) -> Tensor:
+        part, head_dim = how.shared.part, q_hSD.shape[2]
+        kv_gTW = _whole_slice(join_kv(k_gSD, v_gSE), how.shared)
         if how.shared.moves_front and part.start and not how.shared.is_owner:
-            _receive_front(kv_2gTD, how)
-        kv_2gND = how.book.write(how.layer, part, *kv_2gTD)
+            _receive_front(kv_gTW, head_dim, how)
+        kv_gNW = how.book.write(how.layer, part, *split_kv(kv_gTW, head_dim))
         if how.shared.moves_front and part.start and how.shared.is_owner:
-            _send_front(kv_2gND, how)
-        out_ShD = q_hSD.new_empty(q_hSD.shape[1], q_hSD.shape[0], q_hSD.shape[2])
+            _send_front(kv_gNW, how)
+        out_ShE = q_hSD.new_empty(q_hSD.shape[1], q_hSD.shape[0], v_gSE.shape[2])
         lses = []
         for piece in how.shared.pieces:
             start, stop = part.start + piece.start, part.start + piece.stop
-            k_gPD, v_gPD = kv_2gND[:, :, start:stop]
-            front_2gFD = kv_2gND[:, :, :start]
-            rows = (q_hSD[:, piece.tokens], k_gPD, v_gPD, front_2gFD)
-            out_hPD, lse_hP = rows_forward(*rows, how.readers, how.scale, how.pattern, start, sinks_h)
-            out_ShD[piece.tokens] = out_hPD.transpose(0, 1)
+            own = split_kv(kv_gNW[:, start:stop], head_dim)
+            rows = (q_hSD[:, piece.tokens], *own, kv_gNW[:, :start])
+            out_hPE, lse_hP = rows_forward(*rows, how.readers, how.scores, how.pattern, start, sinks_h)
+            out_ShE[piece.tokens] = out_hPE.transpose(0, 1)
             lses.append(lse_hP)
-        ctx.save_for_backward(q_hSD, out_ShD, torch.cat(lses, dim=1), sinks_h)
+        ctx.save_for_backward(q_hSD, out_ShE, torch.cat(lses, dim=1), sinks_h)
         ctx.how = how
-        return out_ShD
+        return out_ShE
 
     @staticmethod
-    def backward(ctx: Any, gradient_ShD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_hSD, out_ShD, lse_hS, sinks_h = ctx.saved_tensors
+    def backward(ctx: Any, gradient_ShE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_hSD, out_ShE, lse_hS, sinks_h = ctx.saved_tensors
         how: SharedAttention = ctx.how
-        shared, part = how.shared, how.shared.part
-        kv_2gND = how.book.read(how.layer, part)
-        front_sum_2gUD, own_sum_2gTD = how.book.gradients(how.layer, part)
+        shared, part, head_dim = how.shared, how.shared.part, q_hSD.shape[2]
+        kv_gNW = how.book.read(how.layer, part)
+        front_sum_gUW, own_sum_gTW = how.book.gradients(how.layer, part)
         dq_hSD = torch.empty_like(q_hSD)
         for piece in shared.pieces:
             rows = piece.tokens
-            gradient_hPD, out_hPD = gradient_ShD[rows].transpose(0, 1), out_ShD[rows].transpose(0, 1)
+            gradient_hPE, out_hPE = gradient_ShE[rows].transpose(0, 1), out_ShE[rows].transpose(0, 1)
             start, num_rows = part.start + piece.start, piece.num_tokens
             # its own tokens, those of the slice before them, the front
             tiles = (
@@ -125,75 +125,75 @@ class _SharedAttention(torch.autograd.Function):
                 how.pattern.front_tiles(start, num_rows, 0, part.start),
             )
             keys = (slice(start, start + num_rows), slice(part.start, start), slice(0, part.start))
-            sums = (own_sum_2gTD[:, :, piece.start : piece.stop], own_sum_2gTD[:, :, : piece.start], front_sum_2gUD)
+            sums = (own_sum_gTW[:, piece.start : piece.stop], own_sum_gTW[:, : piece.start], front_sum_gUW)
             key_pieces = [
-                KeyPiece(tuple(kv_2gND[:, :, where]), seen, tuple(total))
+                KeyPiece(split_kv(kv_gNW[:, where], head_dim), seen, split_kv(total, head_dim))
                 for where, seen, total in zip(keys, tiles, sums, strict=True)
             ]
             lse_hP = lse_hS[:, rows]
-            dq_hPD = rows_backward(gradient_hPD, q_hSD[:, rows], out_hPD, lse_hP, key_pieces, how.readers, how.scale)
+            dq_hPD = rows_backward(gradient_hPE, q_hSD[:, rows], out_hPE, lse_hP, key_pieces, how.readers, how.scores)
             dq_hSD[:, rows] = dq_hPD
         of_sinks = None
         if sinks_h is not None:
-            of_sinks = sinks_backward(gradient_ShD.transpose(0, 1), out_ShD.transpose(0, 1), lse_hS, sinks_h)
-        dk_gSD, dv_gSD = _own_tokens(own_sum_2gTD, shared)
+            of_sinks = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
+        dk_gSD, dv_gSE = split_kv(_own_tokens(own_sum_gTW, shared).to(q_hSD.dtype), head_dim)
         if shared.moves_front and part.start:
-            _return_front(front_sum_2gUD, shared)
+            _return_front(front_sum_gUW, shared)
         how.book.backward_done(how.layer, part)
-        return dq_hSD, dk_gSD.to(q_hSD.dtype), dv_gSD.to(q_hSD.dtype), of_sinks, None
+        return dq_hSD, dk_gSD, dv_gSE, of_sinks, None
 
 
-def _whole_slice(own_2gSD: Tensor, shared: SharedSlice) -> Tensor:
-    """Keys and values of all tokens of the slice, [2, g, T, D], from those of every rank's own."""
-    _, num_kv, num_own, head_dim = own_2gSD.shape
-    token_values = 2 * num_kv * head_dim
+def _whole_slice(own_gSW: Tensor, shared: SharedSlice) -> Tensor:
+    """Keys and values of all tokens of the slice, [g, T, W], from those of every rank's own."""
+    num_kv, num_own, width = own_gSW.shape
+    token_values = num_kv * width
     counts = shared.block_tokens
     receive_sizes = [token_values * count for count in counts]
-    received = own_2gSD.new_empty(sum(receive_sizes))
+    received = own_gSW.new_empty(sum(receive_sizes))
     send_sizes = [token_values * num_own] * len(counts)
     dist.all_to_all_single(
-        received, own_2gSD.reshape(-1).repeat(len(counts)), receive_sizes, send_sizes, group=shared.process_group
+        received, own_gSW.reshape(-1).repeat(len(counts)), receive_sizes, send_sizes, group=shared.process_group
     )
-    whole_2gTD = own_2gSD.new_empty(2, num_kv, sum(counts), head_dim)
+    whole_gTW = own_gSW.new_empty(num_kv, sum(counts), width)
     for block, count, flat in zip(shared.blocks, counts, received.split(receive_sizes), strict=True):
-        block_2gSD = flat.view(2, num_kv, count, head_dim)
+        block_gSW = flat.view(num_kv, count, width)
         for piece in block:
-            whole_2gTD[:, :, piece.start : piece.stop] = block_2gSD[:, :, piece.tokens]
-    return whole_2gTD
+            whole_gTW[:, piece.start : piece.stop] = block_gSW[:, piece.tokens]
+    return whole_gTW
 
 
-def _own_tokens(whole_2gTD: Tensor, shared: SharedSlice) -> Tensor:
-    """The sum over the ranks of what they have for this rank's tokens, [2, g, S, D]: `_whole_slice` backward."""
-    _, num_kv, _, head_dim = whole_2gTD.shape
-    token_values = 2 * num_kv * head_dim
+def _own_tokens(whole_gTW: Tensor, shared: SharedSlice) -> Tensor:
+    """The sum over the ranks of what they have for this rank's tokens, [g, S, W]: `_whole_slice` backward."""
+    num_kv, _, width = whole_gTW.shape
+    token_values = num_kv * width
     counts = shared.block_tokens
     blocks = [
-        torch.cat([whole_2gTD[:, :, piece.start : piece.stop] for piece in block], dim=2).reshape(-1) for block in shared.blocks
+        torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in block], dim=1).reshape(-1) for block in shared.blocks
     ]
     num_own = counts[shared.index]
     receive_sizes = [token_values * num_own] * len(counts)
-    received = whole_2gTD.new_empty(sum(receive_sizes))
+    received = whole_gTW.new_empty(sum(receive_sizes))
     send_sizes = [token_values * count for count in counts]
     dist.all_to_all_single(received, torch.cat(blocks), receive_sizes, send_sizes, group=shared.process_group)
-    return received.view(len(counts), 2, num_kv, num_own, head_dim).sum(0)
+    return received.view(len(counts), num_kv, num_own, width).sum(0)
 
 
-def _send_front(kv_2gND: Tensor, how: SharedAttention) -> None:
-    front_2gUD = kv_2gND[:, :, : how.shared.part.start].contiguous()
-    dist.broadcast(front_2gUD, group=how.shared.process_group, group_src=how.shared.owner)
+def _send_front(kv_gNW: Tensor, how: SharedAttention) -> None:
+    front_gUW = kv_gNW[:, : how.shared.part.start].contiguous()
+    dist.broadcast(front_gUW, group=how.shared.process_group, group_src=how.shared.owner)
 
 
-def _receive_front(kv_2gTD: Tensor, how: SharedAttention) -> None:
+def _receive_front(kv_gTW: Tensor, head_dim: int, how: SharedAttention) -> None:
     """Writes into the book what the owner sends."""
     part = how.shared.part
-    front_2gUD = kv_2gTD.new_empty(2, kv_2gTD.shape[1], part.start, kv_2gTD.shape[3])
-    dist.broadcast(front_2gUD, group=how.shared.process_group, group_src=how.shared.owner)
-    how.book.write(how.layer, replace(part, start=0, stop=part.start), *front_2gUD)
+    front_gUW = kv_gTW.new_empty(kv_gTW.shape[0], part.start, kv_gTW.shape[2])
+    dist.broadcast(front_gUW, group=how.shared.process_group, group_src=how.shared.owner)
+    how.book.write(how.layer, replace(part, start=0, stop=part.start), *split_kv(front_gUW, head_dim))
 
 
-def _return_front(front_sum_2gUD: Tensor, shared: SharedSlice) -> None:
+def _return_front(front_sum_gUW: Tensor, shared: SharedSlice) -> None:
     """Adds to the owner's gradients of the front those of all other ranks."""
-    total_2gUD = front_sum_2gUD.contiguous()
-    dist.reduce(total_2gUD, group=shared.process_group, group_dst=shared.owner)
+    total_gUW = front_sum_gUW.contiguous()
+    dist.reduce(total_gUW, group=shared.process_group, group_dst=shared.owner)
     if shared.is_owner:
-        front_sum_2gUD.copy_(total_2gUD)
+        front_sum_gUW.copy_(total_gUW)

@@ -8,7 +8,8 @@ later ones left for its own keys and values as their gradient; so no graph reach
 needs no further roots. Checkpointing, reentrant or not, runs a slice's forward again: it writes the same tokens to the same
 place.
 
-Shapes: G KV heads, T tokens of the slice, U tokens of its front, S tokens of the sequence, D head size.
+Shapes: G KV heads, T tokens of the slice, U tokens of its front, S tokens of the sequence, D head size
+of keys, E of values, W = D + E.
 
 Source: Seq1F1B (arXiv 2406.03488), whose prefix is a list of slices, concatenated for every call.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.types import Chunk, SequenceGroup
+from hf_longctx.runtime.heads import split_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +58,24 @@ def slices_of(group: SequenceGroup, chunk: Chunk) -> tuple[Slice, ...]:
 class _Entry:
     """One sequence at one layer: its keys and values, the gradients of those, how far forward and backward have come.
 
-    Tokens lie outermost, so that every front is one piece of memory. num_written: tokens that ran forward.
-    num_waiting: tokens in front of the last slice that ran backward; all at first.
+    Tokens lie outermost, so that every front is one piece of memory, and a value behind its key. num_written: tokens that ran
+    forward. num_waiting: tokens in front of the last slice that ran backward; all at first.
     """
 
-    def __init__(self, part: Slice, k_GTD: Tensor) -> None:
-        num_heads, _, head_dim = k_GTD.shape
-        self.kv_2SGD = k_GTD.new_empty(2, part.end, num_heads, head_dim)
-        self.gradients_2UGD: Tensor | None = None
+    def __init__(self, part: Slice, k_GTD: Tensor, v_GTE: Tensor) -> None:
+        self.kv_SGW = k_GTD.new_empty(part.end, k_GTD.shape[0], k_GTD.shape[2] + v_GTE.shape[2])
+        self.gradients_UGW: Tensor | None = None
         self.num_written, self.num_waiting = 0, part.end
 
     @property
     def num_bytes(self) -> int:
-        return self.kv_2SGD.nbytes + (0 if self.gradients_2UGD is None else self.gradients_2UGD.nbytes)
+        return self.kv_SGW.nbytes + (0 if self.gradients_UGW is None else self.gradients_UGW.nbytes)
 
 
 class KVBook:
     """Keys and values of sequences whose slices are on their way through one round, and the gradients left for them.
 
-    A sequence of S tokens takes 2 * KV heads * head size * S elements per layer from its first slice's forward on. From its
+    A sequence of S tokens takes KV heads * W * S elements per layer from its first slice's forward on. From its
     last slice's backward on, gradients of all tokens but that slice's are there too, in fp32 (fp64 for fp64). Both go
     with the backward of its first slice. `has_backward`: false where only forwards run; then a layer's keys and values go
     with the last slice's forward. Not safe for two rounds at a time: make one per round.
@@ -90,8 +91,8 @@ class KVBook:
         """Bytes held now; `peak_bytes` is the most that were ever held."""
         return sum(entry.num_bytes for entry in self._entries.values())
 
-    def write(self, layer: Hashable, part: Slice, k_GTD: Tensor, v_GTD: Tensor) -> Tensor:
-        """Puts down a slice's keys and values, or the same ones again; those of its sequence up to its end, [2, G, U + T, D].
+    def write(self, layer: Hashable, part: Slice, k_GTD: Tensor, v_GTE: Tensor) -> Tensor:
+        """Puts down a slice's keys and values, or the same ones again; those of its sequence up to its end, [G, U + T, W].
 
         The result is a view. Raises RuntimeError unless the slice is the next one, or an earlier one that still waits for
         its backward.
@@ -107,18 +108,19 @@ class KVBook:
         if part.stop > num_waiting:
             raise RuntimeError(f"{part} ran forward after its own backward; what it would write is not for this step any more")
         if entry is None:
-            entry = self._entries[key] = _Entry(part, k_GTD)
+            entry = self._entries[key] = _Entry(part, k_GTD, v_GTE)
             self._note_peak()
-        for buffer_SGD, new_GTD in zip(entry.kv_2SGD, (k_GTD, v_GTD), strict=True):
-            buffer_SGD[part.start : part.stop].copy_(new_GTD.transpose(0, 1))
+        own_GTW = _heads_first(entry.kv_SGW[part.start : part.stop])
+        for place, new in zip(split_kv(own_GTW, k_GTD.shape[2]), (k_GTD, v_GTE), strict=True):
+            place.copy_(new)
         entry.num_written = max(entry.num_written, part.stop)
-        view = _heads_first(entry.kv_2SGD[:, : part.stop])
+        view = _heads_first(entry.kv_SGW[: part.stop])
         if not self.has_backward and part.stop == part.end:
             del self._entries[key]
         return view
 
     def read(self, layer: Hashable, part: Slice) -> Tensor:
-        """Keys and values up to the end of a slice that runs backward, [2, G, U + T, D], a view.
+        """Keys and values up to the end of a slice that runs backward, [G, U + T, W], a view.
 
         Raises RuntimeError if it is not its turn.
         """
@@ -130,23 +132,22 @@ class KVBook:
                 f"{part} ran backward when tokens up to {entry.num_waiting} had not; slices run backward in reverse order, last "
                 f"first, and once"
             )
-        return _heads_first(entry.kv_2SGD[:, : part.stop])
+        return _heads_first(entry.kv_SGW[: part.stop])
 
     def gradients(self, layer: Hashable, part: Slice) -> tuple[Tensor, Tensor]:
-        """Where to add gradients of the front's keys and values [2, G, U, D] and of the slice's own [2, G, T, D].
+        """Where to add gradients of the front's keys and values [G, U, W] and of the slice's own [G, T, W].
 
         The slice's own hold what later slices left. Both are views, in at least fp32.
         """
         entry = self._entries[layer, part.sequence]
-        if entry.gradients_2UGD is not None:
-            return _heads_first(entry.gradients_2UGD[:, : part.start]), _heads_first(
-                entry.gradients_2UGD[:, part.start : part.stop]
-            )
-        wide = torch.promote_types(entry.kv_2SGD.dtype, torch.float32)
-        entry.gradients_2UGD = torch.zeros_like(entry.kv_2SGD[:, : part.start], dtype=wide)
+        if entry.gradients_UGW is not None:
+            front_UGW, own_TGW = entry.gradients_UGW[: part.start], entry.gradients_UGW[part.start : part.stop]
+            return _heads_first(front_UGW), _heads_first(own_TGW)
+        wide = torch.promote_types(entry.kv_SGW.dtype, torch.float32)
+        entry.gradients_UGW = torch.zeros_like(entry.kv_SGW[: part.start], dtype=wide)
         self._note_peak()
-        own_2TGD = torch.zeros_like(entry.kv_2SGD[:, part.start : part.stop], dtype=wide)
-        return _heads_first(entry.gradients_2UGD), _heads_first(own_2TGD)
+        own_TGW = torch.zeros_like(entry.kv_SGW[part.start : part.stop], dtype=wide)
+        return _heads_first(entry.gradients_UGW), _heads_first(own_TGW)
 
     def backward_done(self, layer: Hashable, part: Slice) -> None:
         """After a slice's backward at one layer; that of the first slice frees the layer's buffers."""
@@ -163,5 +164,5 @@ class KVBook:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
-def _heads_first(x_2NGD: Tensor) -> Tensor:
-    return x_2NGD.transpose(1, 2)
+def _heads_first(x_NGW: Tensor) -> Tensor:
+    return x_NGW.transpose(0, 1)

@@ -6,36 +6,53 @@ A backward from outside needs what torch's autograd hides: the gradient of one t
     cudnn              bf16 and fp16 on CUDA of compute capability 9.0 on, head sizes of 8, 16 ... 128, two keys or more
     flash_attention_2  bf16 and fp16 on CUDA of compute capability 8.0 on, head sizes of 8, 16 ... 256
     cpu_flash          any float dtype on CPU
-    plain              matrices in at least fp32, T x U of them per head; correct everywhere, meant for tests and odd heads
+    plain              matrices in at least fp32 (fp64 for fp64) over blocks of queries; correct everywhere, and the only one
+                       that caps scores. A block has so many rows that its matrices over all heads have no more than
+                       2^25 elements, or one row; at most five such matrices are there at once, 640 MiB of fp32
 
-Every row's LSE is a natural logarithm, so results of different rows may be merged.
+Every row's LSE is a natural logarithm, so results of different rows may be merged. Values may have heads of another size than
+queries and keys: the narrower ones get columns of zeros for a row that wants one size, which change nothing.
 
-Shapes: H query heads, G KV heads (H is a multiple of G, neighbours read the same one), T query tokens, U key tokens, D head size.
+Shapes: H query heads, G KV heads (H is a multiple of G, neighbours read the same one), T query tokens, U key tokens, D head size
+of queries and keys, E of values; in the rows' own functions both are D.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How queries and keys are scored: their product times `scale`; with a softcap c (0: none), c tanh(that / c)."""
+
+    scale: float
+    softcap: float = 0.0
+
 
 # device type, compute capability ((0, 0) without CUDA), dtype, head size
 Takes = Callable[[str, tuple[int, int], torch.dtype, int], bool]
-# q, k, v, scale, causal -> output, LSE
-Forward = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-# gradient, q, k, v, output, LSE, scale, causal -> gradients of q, k and v
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
+# q, k, v, scores, causal -> output, LSE
+Forward = Callable[[Tensor, Tensor, Tensor, Scores, bool], tuple[Tensor, Tensor]]
+# gradient, q, k, v, output, LSE, scores, causal -> gradients of q, k and v
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores, bool], tuple[Tensor, Tensor, Tensor]]
 
 _HALF = (torch.bfloat16, torch.float16)
+# of one matrix of a block of queries in the plain row
+_BLOCK_VALUES = 2**25
 
 
 @dataclass(frozen=True, slots=True)
 class TileBackend:
     """One way to compute a tile. groups_heads: whether it reads a KV head for many query heads; else it is given one each.
 
-    min_keys: the fewest keys of a tile that it takes.
+    min_keys: the fewest keys of a tile that it takes. caps: whether it knows a softcap. any_width: whether values may have
+    heads of another size than queries and keys.
     """
 
     name: str
@@ -44,46 +61,47 @@ class TileBackend:
     backward: Backward
     groups_heads: bool = False
     min_keys: int = 1
+    caps: bool = False
+    any_width: bool = False
 
 
 def choose_backend(
-    device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, num_keys: int = 2
+    device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, num_keys: int = 2, is_capped: bool = False
 ) -> TileBackend:
-    """The first row that takes such a tile."""
-    rows = (row for row in BACKENDS if num_keys >= row.min_keys and row.takes(device_type, capability, dtype, head_dim))
-    return next(rows)
+    """The first row that takes such a tile; `head_dim`: the larger one of queries' and values'."""
+    for row in BACKENDS:
+        knows = num_keys >= row.min_keys and (row.caps or not is_capped)
+        if knows and row.takes(device_type, capability, dtype, head_dim):
+            return row
+    raise AssertionError("the last row takes all")
 
 
-def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False) -> str:
     """The name of the row that computes tiles of such queries, but for tiles of a single key, which may need another."""
-    return choose_backend(device.type, _capability(device), dtype, head_dim).name
+    return choose_backend(device.type, _capability(device), dtype, head_dim, is_capped=is_capped).name
 
 
 def tile_forward(
-    q_HTD: Tensor, k_GUD: Tensor, v_GUD: Tensor, scale: float, causal: bool, backend: str = ""
+    q_HTD: Tensor, k_GUD: Tensor, v_GUE: Tensor, scores: Scores, causal: bool, backend: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Output [H, T, D] and LSE [H, T] of one tile; `causal` tiles are square, with the first key at the first query.
+    """Output [H, T, E] and LSE [H, T] of one tile; `causal` tiles are square, with the first key at the first query.
 
     backend: the name of the row to use, for tests and measurements; empty chooses.
     """
-    row = _row_for(q_HTD, k_GUD, backend)
-    per_kv = q_HTD.shape[0] // k_GUD.shape[0]
-    if per_kv == 1 or row.groups_heads:
-        return row.forward(q_HTD, k_GUD, v_GUD, scale, causal)
-    if causal:
-        return row.forward(q_HTD, _repeated(k_GUD, per_kv), _repeated(v_GUD, per_kv), scale, causal)
-    out_GRD, lse_GR = row.forward(_as_queries(q_HTD, per_kv), k_GUD, v_GUD, scale, causal)
-    return _as_heads(out_GRD, per_kv), _as_heads(lse_GR, per_kv)
+    row = _row_for(q_HTD, k_GUD, v_GUE, scores, backend)
+    q, k, v = _of_one_width(row, q_HTD, k_GUD, v_GUE)
+    out, lse = _forward(row, q, k, v, scores, causal)
+    return _narrowed(out, v_GUE.shape[-1]), lse
 
 
 def tile_backward(
-    gradient_HTD: Tensor,
+    gradient_HTE: Tensor,
     q_HTD: Tensor,
     k_GUD: Tensor,
-    v_GUD: Tensor,
-    out_HTD: Tensor,
+    v_GUE: Tensor,
+    out_HTE: Tensor,
     lse_HT: Tensor,
-    scale: float,
+    scores: Scores,
     causal: bool,
     backend: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,25 +109,70 @@ def tile_backward(
 
     Those of k and v are sums over the query heads that read a KV head, in at least fp32 where the sum is made here.
     """
-    row = _row_for(q_HTD, k_GUD, backend)
-    per_kv = q_HTD.shape[0] // k_GUD.shape[0]
+    row = _row_for(q_HTD, k_GUD, v_GUE, scores, backend)
+    q, k, v = _of_one_width(row, q_HTD, k_GUD, v_GUE)
+    gradient, out = (x if row.any_width else _widened(x, v.shape[-1]) for x in (gradient_HTE, out_HTE))
+    dq, dk, dv = _backward(row, gradient, q, k, v, out, lse_HT, scores, causal)
+    head_dim, value_dim = q_HTD.shape[-1], v_GUE.shape[-1]
+    return _narrowed(dq, head_dim), _narrowed(dk, head_dim), _narrowed(dv, value_dim)
+
+
+def _of_one_width(row: TileBackend, *parts: Tensor) -> tuple[Tensor, ...]:
+    width = max(part.shape[-1] for part in parts)
+    return parts if row.any_width else tuple(_widened(part, width) for part in parts)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """With columns of zeros behind its own: a copy, unless it has all columns."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else x[..., :width]
+
+
+def _forward(row: TileBackend, q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
+    per_kv = q.shape[0] // k.shape[0]
     if per_kv == 1 or row.groups_heads:
-        return row.backward(gradient_HTD, q_HTD, k_GUD, v_GUD, out_HTD, lse_HT, scale, causal)
+        return row.forward(q, k, v, scores, causal)
     if causal:
-        k_HUD, v_HUD = _repeated(k_GUD, per_kv), _repeated(v_GUD, per_kv)
-        dq, dk_HUD, dv_HUD = row.backward(gradient_HTD, q_HTD, k_HUD, v_HUD, out_HTD, lse_HT, scale, causal)
+        return row.forward(q, _repeated(k, per_kv), _repeated(v, per_kv), scores, causal)
+    out_GRD, lse_GR = row.forward(_as_queries(q, per_kv), k, v, scores, causal)
+    return _as_heads(out_GRD, per_kv), _as_heads(lse_GR, per_kv)
+
+
+def _backward(
+    row: TileBackend,
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scores: Scores,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    per_kv = q.shape[0] // k.shape[0]
+    if per_kv == 1 or row.groups_heads:
+        return row.backward(gradient, q, k, v, out, lse, scores, causal)
+    if causal:
+        k, v = _repeated(k, per_kv), _repeated(v, per_kv)
+        dq, dk_HUD, dv_HUD = row.backward(gradient, q, k, v, out, lse, scores, causal)
         return dq, _summed(dk_HUD, per_kv), _summed(dv_HUD, per_kv)
-    gradient, q, out, lse = (_as_queries(x, per_kv) for x in (gradient_HTD, q_HTD, out_HTD, lse_HT))
-    dq_GRD, dk, dv = row.backward(gradient, q, k_GUD, v_GUD, out, lse, scale, causal)
+    gradient, q, out, lse = (_as_queries(x, per_kv) for x in (gradient, q, out, lse))
+    dq_GRD, dk, dv = row.backward(gradient, q, k, v, out, lse, scores, causal)
     return _as_heads(dq_GRD, per_kv), dk, dv
 
 
-def _row_for(q_HTD: Tensor, k_GUD: Tensor, name: str) -> TileBackend:
+def _row_for(q_HTD: Tensor, k_GUD: Tensor, v_GUE: Tensor, scores: Scores, name: str) -> TileBackend:
+    is_capped = scores.softcap > 0
     if not name:
-        capability = _capability(q_HTD.device)
-        return choose_backend(q_HTD.device.type, capability, q_HTD.dtype, q_HTD.shape[-1], k_GUD.shape[1])
+        device, head_dim = q_HTD.device, max(q_HTD.shape[-1], v_GUE.shape[-1])
+        return choose_backend(device.type, _capability(device), q_HTD.dtype, head_dim, k_GUD.shape[1], is_capped)
     for row in BACKENDS:
         if row.name == name:
+            if is_capped and not row.caps:
+                raise ValueError(f"attention backend {name!r} does not cap scores; leave the choice to the table")
             return row
     raise ValueError(f"there is no attention backend {name!r}; choose one of {', '.join(row.name for row in BACKENDS)}")
 
@@ -167,15 +230,17 @@ def _is_half(dtype: torch.dtype, head_dim: int, most: int) -> bool:
     return dtype in _HALF and head_dim % 8 == 0 and head_dim <= most
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
     inputs = (_dense(x).unsqueeze(0) for x in (q, k, v))
     # no bias, with LSE, no dropout
-    out, lse_1HT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, causal, False, scale=scale)
+    out, lse_1HT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *inputs, None, True, 0.0, causal, False, scale=scores.scale
+    )
     return out.squeeze(0), lse_1HT1.view(q.shape[:2])
 
 
 def _cudnn_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = [_dense(x).unsqueeze(0) for x in (gradient, q, k, v, out)]
     # read only with dropout
@@ -183,67 +248,100 @@ def _cudnn_backward(
     # the LSE is [B, H, T, 1] there; no bias, no packed documents
     lse_1HT1 = lse.contiguous().unsqueeze(0).unsqueeze(-1)
     rest = (seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, causal)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*inputs, lse_1HT1, *rest, scale=scale)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*inputs, lse_1HT1, *rest, scale=scores.scale)
     return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
     inputs = (_dense(x).unsqueeze(0) for x in (q, k, v))
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, False, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, False, scale=scores.scale)
     return out.squeeze(0), lse.squeeze(0)
 
 
 def _flash_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = [_dense(x).unsqueeze(0) for x in (gradient, q, k, v, out)]
     # read only with dropout
     seed, unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty((), dtype=torch.uint64, device=q.device)
     rest = (None, None, q.shape[1], k.shape[1], 0.0, causal, seed, unused)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *inputs, lse.contiguous().unsqueeze(0), *rest, scale=scale
+        *inputs, lse.contiguous().unsqueeze(0), *rest, scale=scores.scale
     )
     return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
     inputs = (x.unsqueeze(0) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scores.scale)
     return out.squeeze(0), lse.squeeze(0)
 
 
 def _cpu_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradient, q, out, lse = (x.contiguous() for x in (gradient, q, out, lse))
     inputs = [x.unsqueeze(0) for x in (gradient, q, _dense(k), _dense(v), out, lse)]
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal, scale=scale)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal, scale=scores.scale)
     return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, scale, causal)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for rows, keys in _blocks(q, k, causal):
+        raw, _ = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
+        lse = raw.logsumexp(-1)
+        out = (raw - lse.unsqueeze(-1)).exp_().to(v.dtype) @ v[:, keys]
+        per_kv = q.shape[0] // k.shape[0]
+        outs.append(_as_heads(out, per_kv))
+        lses.append(_as_heads(lse, per_kv))
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
 def _plain_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(q, k, scale, causal) - lse.unsqueeze(-1)).exp()
-    wide_gradient = gradient.to(weights.dtype)
-    delta = (wide_gradient * out).sum(-1, keepdim=True)
-    ds = weights * (wide_gradient @ v.to(weights.dtype).transpose(1, 2) - delta) * scale
-    return ds @ k.to(ds.dtype), ds.transpose(1, 2) @ q.to(ds.dtype), weights.transpose(1, 2) @ wide_gradient
+    per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty_like(q, dtype=wide)
+    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for rows, keys in _blocks(q, k, causal):
+        raw, slope = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
+        of_rows = (gradient, q, out, lse.unsqueeze(-1))
+        wide_gradient, queries, wide_out, lse_GR1 = (_as_queries(x[:, rows], per_kv).to(wide) for x in of_rows)
+        weights = raw.sub_(lse_GR1).exp_()
+        dv[:, keys] += weights.transpose(1, 2) @ wide_gradient
+        delta = (wide_gradient * wide_out).sum(-1, keepdim=True)
+        ds = (wide_gradient @ v[:, keys].to(wide).transpose(1, 2)).sub_(delta).mul_(weights).mul_(scores.scale)
+        if slope is not None:
+            ds.mul_(slope)
+        dq[:, rows] = _as_heads(ds @ k[:, keys].to(wide), per_kv)
+        dk[:, keys] += ds.transpose(1, 2) @ queries
+    return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).transpose(1, 2) * scale
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores
+def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, and the keys that some of their rows see."""
+    num_rows = max(1, _BLOCK_VALUES // max(1, q.shape[0] * k.shape[1]))
+    for start in range(0, q.shape[1], num_rows):
+        stop = min(start + num_rows, q.shape[1])
+        yield slice(start, stop), slice(0, stop if causal else k.shape[1])
+
+
+def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[Tensor, Tensor | None]:
+    """Scores of a block of queries and the keys, [G, H/G * rows, U], and what a cap's derivative makes of their gradients.
+
+    rows: of a causal tile, which these queries are in it.
+    """
+    per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
+    found = _as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2) * scores.scale
+    slope = None
+    if scores.softcap:
+        share = (found / scores.softcap).tanh_()
+        found, slope = share * scores.softcap, 1 - share.square()
+    if rows is not None:
+        seen = torch.arange(k.shape[1], device=k.device) <= torch.arange(rows.start, rows.stop, device=k.device).unsqueeze(1)
+        found.masked_fill_(~seen.repeat(per_kv, 1), float("-inf"))
+    return found, slope
 
 
 BACKENDS = (
@@ -251,5 +349,5 @@ BACKENDS = (
     TileBackend("flash_attention_2", _takes_flash, _flash_forward, _flash_backward, groups_heads=True),
     # its sums over the query heads of a KV head are in the dtype of the keys, ours are wider
     TileBackend("cpu_flash", _takes_cpu, _cpu_forward, _cpu_backward),
-    TileBackend("plain", _takes_all, _plain_forward, _plain_backward),
+    TileBackend("plain", _takes_all, _plain_forward, _plain_backward, groups_heads=True, caps=True, any_width=True),
 )

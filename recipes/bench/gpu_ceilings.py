@@ -29,7 +29,7 @@ from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.recipes.one_document import attention_kernel
 from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.tiles import BACKENDS, tile_backward, tile_forward
+from hf_longctx.runtime.tiles import BACKENDS, Scores, tile_backward, tile_forward
 
 TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
 
@@ -251,7 +251,7 @@ def heads(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[Tensor, T
 
 def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
     """Every row of the tile table that takes this device, and torch's own choice with the name of its kernel."""
-    spec, scale = sizes.spec, sizes.spec.head_dim**-0.5
+    spec, scores = sizes.spec, Scores(sizes.spec.head_dim**-0.5)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     rows = [row.name for row in BACKENDS if row.takes(device.type, capability, dtype_of(device), spec.head_dim)]
     for tokens in sizes.lengths:
@@ -261,9 +261,9 @@ def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
             # plain matrices hold all scores
             if name == "plain" and 8 * spec.num_heads * tokens**2 > sizes.copy_bytes:
                 continue
-            out, lse = tile_forward(q, k, v, scale, True, backend=name)
-            forward_s = seconds(partial(tile_forward, q, k, v, scale, True, backend=name), device, sizes.repetitions)
-            backward = partial(tile_backward, gradient, q, k, v, out, lse, scale, True, backend=name)
+            out, lse = tile_forward(q, k, v, scores, True, backend=name)
+            forward_s = seconds(partial(tile_forward, q, k, v, scores, True, backend=name), device, sizes.repetitions)
+            backward = partial(tile_backward, gradient, q, k, v, out, lse, scores, True, backend=name)
             backward_s = seconds(backward, device, sizes.repetitions)
             yield Ceiling(f"tile {name}, {tokens} tokens, forward", operations / forward_s / 1e12, "TFLOP/s")
             yield Ceiling(f"tile {name}, {tokens} tokens, backward", 2.5 * operations / backward_s / 1e12, "TFLOP/s")
@@ -280,12 +280,12 @@ def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
 def two_pieces(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
     """A document in slices, each a tile of its front and a causal square, against one causal tile: seconds and error."""
     tokens = sizes.lengths[len(sizes.lengths) // 2]
-    scale = sizes.spec.head_dim**-0.5
+    scores = Scores(sizes.spec.head_dim**-0.5)
     inputs = heads(sizes.spec, tokens, device)
-    whole = partial(sliced, *inputs, scale, tokens)
+    whole = partial(sliced, *inputs, scores, tokens)
     expected, whole_s = whole(), seconds(whole, device, sizes.repetitions)
     for slice_tokens in sizes.slice_tokens:
-        call = partial(sliced, *inputs, scale, slice_tokens)
+        call = partial(sliced, *inputs, scores, slice_tokens)
         found, call_s = call(), seconds(call, device, sizes.repetitions)
         errors = [
             float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in zip(found, expected, strict=True)
@@ -295,7 +295,7 @@ def two_pieces(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
         yield Ceiling(name, call_s / whole_s, "x as long", note)
 
 
-def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, slice_tokens: int) -> tuple[Tensor, ...]:
+def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, slice_tokens: int) -> tuple[Tensor, ...]:
     """Output and gradients of q, k and v, slice by slice forward, then backward, with sums of keys and values in fp32."""
     tokens = q.shape[1]
     bounds = [*range(0, tokens, slice_tokens), tokens]
@@ -304,10 +304,10 @@ def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, slic
     lses = []
     for start, stop in pairwise(bounds):
         rows = slice(start, stop)
-        part, lse = tile_forward(q[:, rows], k[:, rows], v[:, rows], scale, True)
+        part, lse = tile_forward(q[:, rows], k[:, rows], v[:, rows], scores, True)
         if start:
             part = part.to(lse.dtype)
-            accumulate_attention_(part, lse, *tile_forward(q[:, rows], k[:, :start], v[:, :start], scale, False))
+            accumulate_attention_(part, lse, *tile_forward(q[:, rows], k[:, :start], v[:, :start], scores, False))
         out[:, rows] = part
         lses.append(lse)
     for (start, stop), lse in reversed(list(zip(pairwise(bounds), lses, strict=True))):
@@ -316,7 +316,7 @@ def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, slic
         for keys, causal in ((slice(0, start), False), (rows, True)):
             if keys.start == keys.stop:
                 continue
-            arguments = (gradient[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse, scale, causal)
+            arguments = (gradient[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse, scores, causal)
             of_q, of_k, of_v = tile_backward(*arguments)
             total += of_q
             dk[:, keys] += of_k

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
@@ -49,6 +50,19 @@ OTHER_FAMILIES: dict[str, Any] = {
         {**_WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     ),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, {"head_dim": 8}),
+    # a cap of the size of scores, so that it bends many
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {
+            **_ONE_OF_TWO,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 11,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",
+        },
+    ),
     "gemma3": (
         transformers.Gemma3TextConfig,
         transformers.Gemma3ForCausalLM,
@@ -124,9 +138,8 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         num_key_value_heads=case.num_kv_heads,
         max_position_embeddings=512,
         tie_word_embeddings=case.tied,
-        attn_implementation=case.attention,
         # configs write into what they are given
-        **copy.deepcopy({"rope_parameters": ROPE[case.rope_type]} | extra),
+        **copy.deepcopy({"rope_parameters": ROPE[case.rope_type], "attn_implementation": case.attention} | extra),
     )
     torch.manual_seed(case.seed)
     model = model_class(config).double()
@@ -140,6 +153,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     if case.promoted:
         promote_norms(model)
+        promote_softmax(model)
     return (adapted(model, **dict(case.lora)) if case.lora else model).train()
 
 
@@ -175,6 +189,31 @@ def promote_norms(model: torch.nn.Module) -> None:
             module.forward = (of_gemma if name.startswith("Gemma") else root_mean_square).__get__(module)
         elif name.startswith("Cohere") and name.endswith("LayerNorm"):
             module.forward = of_cohere.__get__(module)
+
+
+class _WideSoftmax(TorchFunctionMode):
+    """Leaves out the cast to fp32 inside softmax where its input is fp64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is F.softmax and args[0].dtype == torch.float64:
+            kwargs["dtype"] = None
+        return function(*args, **kwargs)
+
+
+def promote_softmax(model: torch.nn.Module) -> None:
+    """Eager attention without the cast of its scores to fp32, on these instances only."""
+
+    def widened(run: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _WideSoftmax():
+                return run(*args, **kwargs)
+
+        return forward
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention") and model.config._attn_implementation == "eager":
+            module.forward = widened(module.forward)
 
 
 def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ()) -> list[dict[str, list[int]]]:

@@ -33,14 +33,14 @@ from hf_longctx.runtime.shared_attention import SharedSlice
 _POOLS: dict[int, GroupPool] = {}
 
 
-def _own_alone(whole_2gTD: Tensor, shared: SharedSlice) -> Tensor:
-    return torch.cat([whole_2gTD[:, :, piece.start : piece.stop] for piece in shared.pieces], dim=2)
+def _own_alone(whole_gTW: Tensor, shared: SharedSlice) -> Tensor:
+    return torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in shared.pieces], dim=1)
 
 
-def _in_order_of_ranks(own_2gSD: Tensor, shared: SharedSlice) -> Tensor:
+def _in_order_of_ranks(own_gSW: Tensor, shared: SharedSlice) -> Tensor:
     counts = [0, *accumulate(shared.block_tokens)]
     blocks = tuple((Piece(0, start, stop, 0),) for start, stop in pairwise(counts))
-    return _WHOLE_SLICE(own_2gSD, replace(shared, blocks=blocks))
+    return _WHOLE_SLICE(own_gSW, replace(shared, blocks=blocks))
 
 
 def _other_labels(rows: Any, inputs: ChunkInputs) -> ChunkInputs:

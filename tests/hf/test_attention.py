@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.models import FAMILIES, ModelCase, build_model
@@ -73,11 +75,18 @@ def test_other_implementations_are_refused_by_name() -> None:
         patch_model(model)
 
 
-@pytest.mark.parametrize("keyword", ["softcap", "position_bias", "indices"])
+@pytest.mark.parametrize("keyword", ["position_bias", "indices"])
 def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
     heads = torch.zeros(1, 2, 5, 4)
     with pytest.raises(ValueError, match=f"{keyword}=4"):
         longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, **{keyword: 4})
+
+
+@pytest.mark.parametrize("keywords", [{"softcap": -4.0}, {"softcap": 4.0, "s_aux": torch.zeros(2)}], ids=["negative", "sinks"])
+def test_a_softcap_that_no_tested_model_has_is_refused(keywords: dict[str, Any]) -> None:
+    heads = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="a cap must be positive, and is not supported beside sinks"):
+        longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, **keywords)
 
 
 def test_a_window_reaches_the_attention() -> None:

@@ -46,7 +46,7 @@ def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
 
 
 @pytest.mark.parametrize("ulysses", [0, 1])
-@pytest.mark.parametrize("family", ["mistral_window", "gemma3", "cohere2", "olmo3"])
+@pytest.mark.parametrize("family", ["mistral_window", "gemma2", "gemma3", "cohere2", "olmo3"])
 def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>"]
     check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)

@@ -74,6 +74,14 @@ def test_stages_of_two_ranks_match(ranks) -> None:
     check(ranks(4), ModelCase("qwen3", num_layers=4), one_sequence([15, 11, 9, 5], 2, degree=2))
 
 
+# windows in slices that end behind them, and in front of them; sinks; a softcap; values of another size than keys
+@pytest.mark.parametrize("family", ["olmo3", "gpt_oss", "gemma2"])
+def test_patterns_match(ranks, family: str) -> None:
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    plan = one_sequence([15, 11, 9, 5], 2, num_layers=2)
+    check(ranks(2), ModelCase(family, promoted=True, attention=attention), plan, lora=False)
+
+
 def test_two_optimizer_steps_match(ranks) -> None:
     check(ranks(2), ModelCase(num_layers=4), one_sequence([15, 11, 9, 5], 2), num_steps=2)
 

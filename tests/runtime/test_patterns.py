@@ -18,10 +18,13 @@ from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import AttentionPattern, PatternTile
 from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import Scores
 
 # fp64 on both sides, sums of at most some 50 terms
 TOLERANCE = 1e-12
 SCALE, HEAD_DIM = 0.4, 4
+# of the size of scores, so that it bends many
+SOFTCAP = 0.8
 
 
 def visible(pattern: AttentionPattern, queries: range, keys: range) -> Tensor:
@@ -90,11 +93,16 @@ def test_a_pattern_has_a_window_or_chunks() -> None:
         AttentionPattern(window=-1)
 
 
-def masked_softmax(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, pattern: AttentionPattern, sinks_H: Tensor | None) -> Tensor:
-    """Attention of one document by the definition, [T, H, D]. A sink is a column of scores whose weights are dropped."""
-    k, v = (x.repeat_interleave(len(q_HTD) // len(x), 0) for x in (k_GTD, v_GTD))
+def masked_softmax(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTE: Tensor, pattern: AttentionPattern, sinks_H: Tensor | None, softcap: float = 0.0
+) -> Tensor:
+    """Attention of one document by the definition, [T, H, E]. A sink is a column of scores whose weights are dropped."""
+    k, v = (x.repeat_interleave(len(q_HTD) // len(x), 0) for x in (k_GTD, v_GTE))
     tokens = range(q_HTD.shape[1])
-    scores = (q_HTD @ k.transpose(1, 2) * SCALE).masked_fill(~visible(pattern, tokens, tokens), float("-inf"))
+    scores = q_HTD @ k.transpose(1, 2) * SCALE
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible(pattern, tokens, tokens), float("-inf"))
     if sinks_H is not None:
         scores = torch.cat([scores, sinks_H.view(-1, 1, 1).expand(-1, len(tokens), 1)], dim=2)
     return (scores.softmax(-1)[:, :, : len(tokens)] @ v).transpose(0, 1)
@@ -119,6 +127,8 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
     st.sampled_from([(1, 1, 0), (2, 2, 0), (4, 2, 0), (3, 1, 0), (4, 2, 1), (6, 2, 2), (4, 2, 3)]),
     st.sampled_from([None, 0.0, 0.4, 1.0]),
     st.booleans(),
+    st.sampled_from([0.0, SOFTCAP]),
+    st.sampled_from([HEAD_DIM, HEAD_DIM - 1, HEAD_DIM + 2]),
 )
 def test_slices_and_documents_are_one_masked_softmax(
     pattern: AttentionPattern,
@@ -127,23 +137,28 @@ def test_slices_and_documents_are_one_masked_softmax(
     heads: tuple[int, int, int],
     recompute: float | None,
     has_sinks: bool,
+    softcap: float,
+    value_dim: int,
 ) -> None:
     num_heads, _, dropped = heads
     readers = readers_of(*heads)
     shapes = (num_heads - dropped, readers.num_kv, readers.num_kv)
     generator = torch.Generator().manual_seed(sum(sizes))
 
-    def draw(num: int, num_tokens: int) -> Tensor:
-        return torch.randn(num, num_tokens, HEAD_DIM, dtype=torch.float64, generator=generator)
+    def draw(num: int, num_tokens: int, size: int = HEAD_DIM) -> Tensor:
+        return torch.randn(num, num_tokens, size, dtype=torch.float64, generator=generator)
 
     # a sequence in slices, the last one in front of whole documents
-    sequence = [draw(num, sum(sizes)).requires_grad_() for num in shapes]
-    documents = [[draw(num, length).requires_grad_() for num in shapes] for length in lengths]
+    widths = (HEAD_DIM, HEAD_DIM, value_dim)
+    sequence, *documents = (
+        [draw(num, length, width).requires_grad_() for num, width in zip(shapes, widths, strict=True)]
+        for length in (sum(sizes), *lengths)
+    )
     sinks = torch.randn(shapes[0], dtype=torch.float64, generator=generator).requires_grad_() if has_sinks else None
     leaves = [leaf for one in (sequence, *documents) for leaf in one] + ([] if sinks is None else [sinks])
-    gradient = draw(shapes[0], sum(sizes) + sum(lengths)).transpose(0, 1)
+    gradient = draw(shapes[0], sum(sizes) + sum(lengths), value_dim).transpose(0, 1)
     expanded = ([q, *(x.index_select(0, readers.index) for x in kv)] for q, *kv in (sequence, *documents))
-    expected = torch.cat([masked_softmax(*one, pattern, sinks) for one in expanded])
+    expected = torch.cat([masked_softmax(*one, pattern, sinks, softcap) for one in expanded])
     expected_gradients = torch.autograd.grad(expected, leaves, gradient)
 
     book, outputs = KVBook(), []
@@ -157,7 +172,7 @@ def test_slices_and_documents_are_one_masked_softmax(
                 row = [torch.cat(pair, dim=1) for pair in zip(row, document, strict=True)]
                 places.append(Document(places[-1].stop, row[0].shape[1]))
         record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
-        attend = ChunkAttention(readers, SCALE, tuple(places), record, book, "layer", pattern)
+        attend = ChunkAttention(readers, Scores(SCALE, softcap), tuple(places), record, book, "layer", pattern)
         if record is not None:
             with torch.no_grad():
                 attend(*row, sinks)

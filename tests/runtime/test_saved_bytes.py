@@ -29,6 +29,7 @@ from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier, PlainCopies
 from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import Scores
 
 NUM_TOKENS = 512
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 8, 2, 16, 96, 176
@@ -197,7 +198,7 @@ def test_attention_saves_the_same_recording_and_replaying(slices: tuple[int, ...
     record = AttentionRecord(TensorShare("attention_output", recompute=recompute, device=1 - recompute))
     readers = KVReaders.of(HeadShare(0, 4, 0, 2), 2, torch.device("cpu"))
     q, k, v = (torch.randn(heads, 12, 8, requires_grad=True) for heads in (4, 2, 2))
-    attend = ChunkAttention(readers, 0.3, documents_of(bounds, parts), record, KVBook(), "layer")
+    attend = ChunkAttention(readers, Scores(0.3), documents_of(bounds, parts), record, KVBook(), "layer")
     saved: list[list[tuple[torch.Size, torch.dtype]]] = []
     for is_replay in (False, True):
         record.is_replay = is_replay

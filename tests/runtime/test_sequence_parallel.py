@@ -242,10 +242,3 @@ def test_a_shard_other_than_the_plans_is_refused(batch: int, num_tokens: int) ->
         ValueError, match=f"attention got batch {batch} of {num_tokens} tokens, the plan gives this rank one row of 8"
     ):
         sequence_parallel_attention(heads, heads, heads, SCALE, block_context(None, 0, (8,), (0, 8)))
-
-
-def test_heads_of_two_sizes_are_refused_by_name() -> None:
-    queries, values = torch.zeros(1, 2, 8, 6), torch.zeros(1, 2, 8, 4)
-    with pytest.raises(ValueError, match="Linear has heads of 6 for queries and of 4 for values, which is not supported yet"):
-        context = block_context(None, 0, (8,), (0, 8))
-        sequence_parallel_attention(queries, queries, values, SCALE, context, torch.nn.Linear(1, 1))

@@ -287,7 +287,7 @@ def _keys_of_another_sequence() -> Any:
         found = original(book, layer, part, k, v)
         others = [entry for (of, sequence), entry in book._entries.items() if of is layer and sequence != part.sequence]
         for entry in others:
-            entry.kv_2SGD[:, : part.stop - part.start] = book._entries[layer, part.sequence].kv_2SGD[:, part.start : part.stop]
+            entry.kv_SGW[: part.stop - part.start] = book._entries[layer, part.sequence].kv_SGW[part.start : part.stop]
         return found
 
     return patch.object(KVBook, "write", write)
@@ -298,7 +298,7 @@ def _output_of_another_document() -> Any:
 
     def take(record: AttentionRecord) -> Any:
         kept = original(record)
-        return kept and replace(kept, out_ShD=kept.out_ShD.roll(7, 0), lse_hS=kept.lse_hS.roll(7, 1))
+        return kept and replace(kept, out_ShE=kept.out_ShE.roll(7, 0), lse_hS=kept.lse_hS.roll(7, 1))
 
     return patch.object(AttentionRecord, "take", take)
 

@@ -26,6 +26,7 @@ from hf_longctx.runtime.executor import StepExecutor, StepResult, refuse_unsuppo
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles import Scores
 
 # the tolerance of test_equality.py
 TOLERANCE = 1e-12
@@ -338,7 +339,7 @@ def lone_readers(num_heads: int, num_kv: int) -> KVReaders:
 
 def slice_attention(q: Tensor, k: Tensor, v: Tensor, readers: KVReaders, scale: float, book: KVBook, part: Slice) -> Tensor:
     """Attention of a slice alone in its chunk."""
-    return ChunkAttention(readers, scale, (Document(0, part.stop - part.start, part),), None, book, "layer")(q, k, v)
+    return ChunkAttention(readers, Scores(scale), (Document(0, part.stop - part.start, part),), None, book, "layer")(q, k, v)
 
 
 def test_a_backward_cannot_be_repeated() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.runtime.tiles import BACKENDS, attention_backend, choose_backend, tile_backward, tile_forward
+from hf_longctx.runtime import tiles
+from hf_longctx.runtime.tiles import BACKENDS, Scores, attention_backend, choose_backend, tile_backward, tile_forward
 
 SCALE = 0.3
+SCORES = Scores(SCALE)
 HALF = [torch.bfloat16, torch.float16]
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
 
@@ -25,13 +28,13 @@ def tile(num_queries: int, num_keys: int, dtype: torch.dtype, num_kv: int = 6) -
     return [torch.randn(*size, 8, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
 
 
-def run(tensors: list[Tensor], causal: bool, backend: str = "") -> list[Tensor]:
+def run(tensors: list[Tensor], causal: bool, backend: str = "", scores: Scores = SCORES) -> list[Tensor]:
     """Output, LSE and gradients of a tile, these as if another tile had been merged in."""
     gradient, q, k, v = tensors
-    out, lse = tile_forward(q, k, v, SCALE, causal, backend)
+    out, lse = tile_forward(q, k, v, scores, causal, backend)
     # the sum over keys is larger, the output another
     merged_out, merged_lse = (out * 0.7 + 0.1).to(q.dtype), lse + 0.3
-    return [out, lse, *tile_backward(gradient, q, k, v, merged_out, merged_lse, SCALE, causal, backend)]
+    return [out, lse, *tile_backward(gradient, q, k, v, merged_out, merged_lse, scores, causal, backend)]
 
 
 TILES = [(7, 7, True), (7, 7, False), (1, 1, True), (5, 9, False), (9, 1, False)]
@@ -67,18 +70,49 @@ def test_grouped_heads_are_heads_that_are_repeated(
         torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13)
 
 
-def test_plain_matrices_are_autograd_over_one_softmax() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_plain_matrices_are_autograd_over_one_softmax(softcap: float) -> None:
     gradient, *inputs = tile(6, 6, torch.float64)
     q, k, v = (x.requires_grad_() for x in inputs)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(~mask, float("-inf"))
-    expected = scores.softmax(-1) @ v
+    scores = q @ k.transpose(1, 2) * SCALE
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
+    expected = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
     expected.backward(gradient)
-    out, lse = tile_forward(q.detach(), k.detach(), v.detach(), SCALE, True, "plain")
-    found = tile_backward(gradient, q.detach(), k.detach(), v.detach(), out, lse, SCALE, True, "plain")
+    out, lse = tile_forward(q.detach(), k.detach(), v.detach(), Scores(SCALE, softcap), True, "plain")
+    found = tile_backward(gradient, q.detach(), k.detach(), v.detach(), out, lse, Scores(SCALE, softcap), True, "plain")
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for ours, leaf in zip(found, (q, k, v), strict=True):
         torch.testing.assert_close(ours, leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_queries,num_keys,causal", TILES)
+@pytest.mark.parametrize("num_kv", [2, 6])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_blocks_of_queries_are_one_matrix(num_queries: int, num_keys: int, causal: bool, num_kv: int, softcap: float) -> None:
+    tensors, scores = tile(num_queries, num_keys, torch.float64, num_kv), Scores(SCALE, softcap)
+    whole = run(tensors, causal, "plain", scores)
+    # three rows at a time, over all heads
+    most, scored, sizes = 3 * 6 * num_keys + 1, tiles._scored, []
+
+    def counted(*arguments: Any) -> Any:
+        found = scored(*arguments)
+        sizes.append(found[0].numel())
+        return found
+
+    with patch.object(tiles, "_BLOCK_VALUES", most), patch.object(tiles, "_scored", counted):
+        blocks = run(tensors, causal, "plain", scores)
+    assert max(sizes) <= most
+    for found, expected in zip(blocks, whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_softcap_is_computed_by_a_row_that_knows_it() -> None:
+    assert attention_backend(torch.device("cpu"), torch.float32, 8, is_capped=True) == "plain"
+    assert choose_backend("cuda", HOPPER, torch.bfloat16, 64, is_capped=True).name == "plain"
+    _, q, k, v = tile(3, 3, torch.float32)
+    with pytest.raises(ValueError, match="attention backend 'cpu_flash' does not cap scores"):
+        tile_forward(q, k, v, Scores(SCALE, 0.7), True, "cpu_flash")
 
 
 @pytest.mark.parametrize("num_queries,num_keys,causal", [(16, 16, True), (16, 24, False), (1, 24, False), (16, 2, False)])
@@ -94,12 +128,12 @@ def test_operators_of_cuda_are_called_as_torch_declares_them(
             # tokens outermost, as they lie in the book and where heads were gathered
             gradient, q = (torch.empty(num_queries, 8, 64, dtype=dtype, device=device).transpose(0, 1) for _ in range(2))
             k, v = (torch.empty(num_keys, num_kv, 64, dtype=dtype, device=device).transpose(0, 1) for _ in range(2))
-            out, lse = tile_forward(q, k, v, SCALE, causal, backend)
+            out, lse = tile_forward(q, k, v, SCORES, causal, backend)
             assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (8, num_queries), torch.float32)
             if device == "meta":
                 # a document's part of a row's, as backward gets it; strides of fake tensors on CUDA cannot change without it
                 lse = torch.empty(8, num_queries + 5, device=device)[:, 5:]
-            found = tile_backward(gradient, q, k, v, out, lse, SCALE, causal, backend)
+            found = tile_backward(gradient, q, k, v, out, lse, SCORES, causal, backend)
             assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
             assert {x.device.type for x in (out, lse, *found)} == {device}
 
@@ -126,8 +160,8 @@ def test_arguments_of_operators_of_cuda_are_at_their_places(backend: str, causal
     k, v = (torch.empty(2, 16 if causal else 24, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
     lse = torch.empty(8, 16, device="meta")
     with Calls() as calls:
-        tile_forward(q, k, v, SCALE, causal, backend)
-        tile_backward(gradient, q, k, v, out, lse, SCALE, causal, backend)
+        tile_forward(q, k, v, SCORES, causal, backend)
+        tile_backward(gradient, q, k, v, out, lse, SCORES, causal, backend)
     forward, backward = calls.found
     tensors = {"query": q, "key": k, "value": v}
     for call, expected in (forward, tensors), (backward, tensors | {"grad_out": gradient, "out": out, "logsumexp": lse}):
@@ -195,4 +229,4 @@ def test_an_unknown_row_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match="no attention backend 'xformers'; choose one of cudnn, flash_attention_2, cpu_flash, plain"
     ):
-        tile_forward(q, k, v, SCALE, True, "xformers")
+        tile_forward(q, k, v, SCORES, True, "xformers")
