@@ -8,6 +8,7 @@ decoder layer of plain Hugging Face around fused attention saves
     4 e f                gate, its activation, up, product
 
 which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv).
+Where values have heads of another size than keys, outputs have it too; what low-rank projections keep comes on top.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
     holds then are not counted.
     """
     e, d, s = model.bytes_per_element, model.hidden_size, model.bytes_sent_per_element or model.bytes_per_element
-    a, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
     return {
         "layer_input": e * d,
-        "attention_output": s * a + max(4, s) * model.num_heads,
-        "qkv": s * (a + 2 * k),
+        "attention_output": s * model.output_size + max(4, s) * model.num_heads,
+        "qkv": s * (model.query_size + model.kv_size),
         # with the input of its first matrices
         "mlp": e * (d + inner),
     }[tensor_class]
@@ -39,11 +39,12 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
 def plain_layer_bytes(model: ModelSpec) -> int:
     """Bytes per token that one layer saves for backward when nothing is recomputed."""
     e, d, h = model.bytes_per_element, model.hidden_size, model.num_heads
-    a, k = h * model.head_dim, model.num_kv_heads * model.head_dim
     inner = (4 if model.gated_mlp else 2) * model.intermediate_size
     norms = 2 * (4 + 2 * e) * d + 8
-    qk_norms = (4 + e) * (a + k) + 4 * (h + model.num_kv_heads) if model.qk_norms else 0
-    return norms + qk_norms + 2 * e * (a + k) + max(4, e) * h + e * inner + model.adapters.layer_saved_bytes
+    num_normed = h + model.num_kv_heads
+    qk_norms = ((4 + e) * model.head_dim + 4) * num_normed if model.qk_norms else 0
+    heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
+    return norms + qk_norms + heads + e * inner + model.latent_saved_bytes + model.adapters.layer_saved_bytes
 
 
 def checkpointed_layer_bytes(model: ModelSpec) -> int:
@@ -76,8 +77,7 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
     token_s = forward.token_s * tokens / model.num_layers
-    kv_size = model.num_kv_heads * model.head_dim
-    qkv_part = model.hidden_size * (model.num_heads * model.head_dim + 2 * kv_size) / model.layer_parameters
+    qkv_part = model.qkv_parameters / model.layer_parameters
     recompute_s: dict[TensorClass, float] = {
         "layer_input": 0.0,
         "attention_output": forward.pair_s * chunk.num_pairs / shape.degree / model.num_layers,

@@ -68,6 +68,9 @@ def spec_name(spec: ModelSpec) -> str:
     for known, shapes in _MODELS.items():
         if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions) == spec:
             return known
+    values = f" and {spec.value_head_dim}" if spec.value_head_dim else ""
+    ranks = f", made of {spec.query_rank} and {spec.kv_rank} + {spec.rope_head_dim}" if spec.kv_rank else ""
+    capped = ", scores capped" if spec.caps_scores else ""
     normed = ", queries and keys normed" if spec.qk_norms else ""
     sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
@@ -75,6 +78,6 @@ def spec_name(spec: ModelSpec) -> str:
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
-        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, vocabulary {vocabulary}, "
+        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}, vocabulary {vocabulary}, "
         f"{spec.bytes_per_element} bytes{sent}{normed}{adapters}"
     )

@@ -254,7 +254,7 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     hardware = cluster.hardware
     matrix = model.num_layers * model.layer_parameters + model.vocab_size * model.hidden_size
     token_s = 2 * matrix / hardware.matmul_flops_per_s
-    pair_s = 4 * model.num_layers * model.num_heads * model.head_dim / hardware.attention_flops_per_s
+    pair_s = model.num_layers * model.pair_operations / hardware.attention_flops_per_s
     kernels_s = model.num_layers * hardware.kernel_s
     exchange = (hardware.message_s, 1 / hardware.link_bytes_per_s, 1 / hardware.network_bytes_per_s)
     return CostCoefficients(

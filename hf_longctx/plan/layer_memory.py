@@ -17,6 +17,8 @@ from hf_longctx.plan.activation_memory import class_bytes, plain_layer_bytes
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import TENSOR_CLASSES, LayerPolicy, TensorClass
 
+# of a matrix of capped scores, as `runtime.tiles` makes them
+MOST_SCORES = 2**25
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 
 
@@ -72,11 +74,24 @@ class LayerBytes:
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
-        """Bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP."""
+        """Bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
+
+        Where values have another size than keys: the larger one of queries and outputs, half of keys and values.
+        """
         model = self.model
         e = model.bytes_per_element
-        a, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        return e * model.hidden_size, e * a, e * k, e * model.intermediate_size
+        a, kv = max(model.query_size, model.output_size), model.kv_size
+        return e * model.hidden_size, e * a, e * kv // 2, e * model.intermediate_size
+
+    @property
+    def _has_own_attention(self) -> bool:
+        """Whether even what is kept attends by tiles, since torch's own attention would make whole matrices."""
+        return self.model.caps_scores or self.model.value_head_dim > 0
+
+    def _score_blocks(self, most_pairs: int) -> int:
+        """Bytes of the matrices of capped scores, three of a block of queries; of no more than the pairs of a tile."""
+        values = min(MOST_SCORES, most_pairs * self.model.num_heads)
+        return 3 * values * max(4, self.model.bytes_per_element) if self.model.caps_scores else 0
 
     @property
     def _wide(self) -> int:
@@ -130,21 +145,23 @@ class LayerBytes:
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
         norms = (4 + model.bytes_per_element) * (a + k) // model.bytes_per_element + 4 * (model.num_heads + model.num_kv_heads)
-        inside = qkv + (norms * self.tokens if self.model.qk_norms else 0)
+        inside = qkv + (norms * self.tokens if self.model.qk_norms else 0) + model.latent_saved_bytes * self.tokens
         output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
         return first_norm * self.tokens + inside + output + self._whole_input
 
     def _forward(self) -> int:
         d, a, k, f = self._sizes
         inner = (3 if self.model.gated_mlp else 2) * f
+        longest = max(self.load.documents, default=0)
+        scores = self._score_blocks(longest * (longest + self.load.front_tokens))
         if self.is_plain:
-            return self.held + d * self.tokens
+            return self.held + d * self.tokens + scores
         documents = self.load.documents
         expanded = 2 * a if a != k and not self.load.groups_heads else 0
         # outputs of several documents are put together
         joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
-        attention += self._exchange + self._cut_bytes + self._unrotated
+        attention += self._exchange + self._cut_bytes + self._unrotated + scores + self._latents
         # queries, and three more like them while they are rotated
         rotation = (2 * d + 4 * a + 2 * k) * self.tokens
         norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
@@ -168,6 +185,16 @@ class LayerBytes:
         _, a, k, _ = self._sizes
         stop = self.policy.share("qkv").cuts(self.tokens)[2]
         return (a + (2 * k if stop else k)) * (self.tokens - stop)
+
+    @property
+    def _latents(self) -> int:
+        """What attention modules with low-rank projections have in hand when they attend: latents, and what is made of them."""
+        model = self.model
+        if not model.kv_rank:
+            return 0
+        latents = 2 * (model.query_rank + model.kv_rank + model.rope_head_dim)
+        parts = model.query_size + model.num_heads * (model.head_dim - model.rope_head_dim)
+        return model.bytes_per_element * (latents + parts) * self.tokens
 
     @property
     def _exchange(self) -> int:
@@ -218,7 +245,7 @@ class LayerBytes:
     def _attention_backward(self) -> int:
         d, a, k, _ = self._sizes
         load = self.load
-        if self.is_plain and not load.sliced_tokens:
+        if self.is_plain and not load.sliced_tokens and not self._has_own_attention:
             return self._fused_attention_backward()
         # the residual's gradient and that of the output; sums over heads in fp32 for a lone document, else gradients of queries,
         # keys and values as a whole
@@ -245,7 +272,10 @@ class LayerBytes:
             own = 2 * k * self._wide * load.sliced_tokens
             front = 2 * k * (1 + (self._wide > 1)) * load.front_tokens + (5 + 2 * self._wide) * a * load.sliced_tokens
             most = own + max(most, front if load.front_tokens else 0)
-        return outside + most
+        longest = max(load.documents, default=0)
+        # values, outputs and their gradients are copied where they are widened to the size of keys, or these to theirs
+        most += 3 * a * longest if self.model.value_head_dim else 0
+        return outside + most + self._score_blocks(longest * (longest + load.front_tokens))
 
     def _fused_attention_backward(self) -> int:
         """As above where nothing is recomputed: torch's own node, on expanded keys and values that it saved."""

@@ -286,8 +286,8 @@ def _book_bytes(
     num_parts, block = len(stage.parts), group.shape.ulysses
     heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
     # of keys and values, and of their gradients in at least fp32, in a layer
-    token_bytes = 2 * heads * model.head_dim * model.bytes_per_element
-    gradient_bytes = 2 * heads * model.head_dim * max(4, model.bytes_per_element)
+    token_bytes = heads * model.kv_head_size * model.bytes_per_element
+    gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
     opened, closed = _book_changes(group, token_bytes, gradient_bytes)
     layers = np.array([part.num_layers for part in stage.parts], dtype=np.int64)[place % num_parts]
     change = np.where(is_forward, opened[place // num_parts], closed[place // num_parts]) * layers

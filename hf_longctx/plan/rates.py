@@ -51,7 +51,7 @@ def hardware_rates(spec: ModelSpec, cluster: ClusterSpec, costs: CostCoefficient
     """
     hardware, forward, backward = cluster.hardware, costs.forward, costs.backward
     matrix = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size
-    heads = spec.num_layers * spec.num_heads * spec.head_dim
+    pair = spec.num_layers * spec.pair_operations
 
     def per_second(amount: float, seconds: float, otherwise: float) -> float:
         return amount / seconds if seconds > 0 else otherwise
@@ -62,7 +62,7 @@ def hardware_rates(spec: ModelSpec, cluster: ClusterSpec, costs: CostCoefficient
     return replace(
         hardware,
         matmul_flops_per_s=per_second(2 * matrix, forward.token_s, hardware.matmul_flops_per_s),
-        attention_flops_per_s=per_second(4 * heads, forward.pair_s, hardware.attention_flops_per_s),
+        attention_flops_per_s=per_second(pair, forward.pair_s, hardware.attention_flops_per_s),
         backward_matmul=per_second(backward.token_s, forward.token_s, 0.0) or hardware.backward_matmul,
         backward_attention=per_second(backward.pair_s, forward.pair_s, 0.0) or hardware.backward_attention,
         kernel_s=forward.chunk_s / (20 * spec.num_layers),

@@ -146,7 +146,7 @@ class _SharedSeconds:
         value_bytes = max(4, model.bytes_per_element) if is_backward else model.bytes_per_element
         num_layers = group.stages[action.stage].num_layers
         num_tokens = (others * chunk.num_tokens + front) / group.shape.num_blocks
-        kv_bytes = 2 * kv_heads * model.head_dim * num_layers * num_tokens * value_bytes
+        kv_bytes = kv_heads * model.kv_head_size * num_layers * num_tokens * value_bytes
         # nothing travels at the ends of the model
         num_ways = (action.stage > 0) + (action.stage < len(group.stages) - 1)
         return kv_bytes + num_ways * others * self.alone.tokens[action.chunk] * model.hidden_size * model.bytes_per_element
@@ -173,7 +173,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
             workspace = max(workspace, held.workspace)
             stops[action.stage] = max(stops.get(action.stage, 0), group.chunks[action.chunk].spans[0].stop)
     for served, stop in stops.items():
-        total += 2 * kv_heads * model.head_dim * value_bytes * group.stages[served].num_layers * stop
+        total += kv_heads * model.kv_head_size * value_bytes * group.stages[served].num_layers * stop
     return total + workspace
 
 

@@ -54,7 +54,9 @@ class ModelSpec:
     fewer than that under autocast (0: as many). gated_mlp: the MLP has a gate beside up and down, as Llama's and unlike
     GPT's. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys have norms of their own.
     can_keep_qkv: a replay can take queries, keys and values from the first run. adapters: what is trained beside weights that
-    are frozen then.
+    are frozen then. value_head_dim: of values where it is not head_dim (0: it is). kv_rank: of the latent that keys and values
+    are made of, all but rope_head_dim of a key (0: they are made of hidden states); query_rank: the same of queries.
+    caps_scores: attention has a softcap.
     """
 
     num_layers: int
@@ -73,6 +75,11 @@ class ModelSpec:
     qk_norms: bool = False
     can_keep_qkv: bool = True
     adapters: AdapterSpec = AdapterSpec()
+    value_head_dim: int = 0
+    query_rank: int = 0
+    kv_rank: int = 0
+    rope_head_dim: int = 0
+    caps_scores: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
@@ -89,24 +96,83 @@ class ModelSpec:
 
         num_heads = get("num_attention_heads", "n_head")
         hidden_size = get("hidden_size", "n_embd")
+        head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        latent: dict[str, Any] = {}
+        if config.get("kv_lora_rank"):
+            rope_head_dim, num_kv_heads = get("qk_rope_head_dim"), num_heads
+            head_dim = get("qk_nope_head_dim") + rope_head_dim
+            value_head_dim = int(config.get("v_head_dim") or hidden_size // num_heads)
+            latent = {
+                "value_head_dim": 0 if value_head_dim == head_dim else value_head_dim,
+                "query_rank": int(config.get("q_lora_rank") or 0),
+                "kv_rank": get("kv_lora_rank"),
+                "rope_head_dim": rope_head_dim,
+            }
         return cls(
             num_layers=get("num_hidden_layers", "n_layer"),
             hidden_size=hidden_size,
             intermediate_size=get("intermediate_size", "n_inner"),
             num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             vocab_size=get("vocab_size"),
             max_positions=get("max_position_embeddings", "n_positions"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
+            caps_scores=bool(config.get("attn_logit_softcapping")),
+            **latent,
         )
+
+    @property
+    def query_size(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Elements of all heads that attention returns of a token."""
+        return self.num_heads * (self.value_head_dim or self.head_dim)
+
+    @property
+    def kv_head_size(self) -> int:
+        """Elements of a key and a value."""
+        return self.head_dim + (self.value_head_dim or self.head_dim)
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of all keys and values of a token."""
+        return self.num_kv_heads * self.kv_head_size
+
+    @property
+    def pair_operations(self) -> int:
+        """Operations of a query and a key in one layer's forward, over all heads: a product each with the key and the value."""
+        return 2 * self.num_heads * self.kv_head_size
+
+    @property
+    def qkv_parameters(self) -> int:
+        """Matrix parameters of one layer that make queries, keys and values."""
+        d = self.hidden_size
+        queries = self.query_rank * (d + self.query_size) if self.query_rank else d * self.query_size
+        if not self.kv_rank:
+            return queries + d * self.kv_size
+        # keys but for what is rotated, and values
+        made = self.kv_size - self.num_kv_heads * self.rope_head_dim
+        return queries + d * (self.kv_rank + self.rope_head_dim) + self.kv_rank * made
+
+    @property
+    def latent_saved_bytes(self) -> int:
+        """Bytes per token and layer that low-rank projections keep beside what they make: their norms, keys without rotation."""
+        if not self.kv_rank:
+            return 0
+        norms = (4 + 2 * self.bytes_per_element) * (self.query_rank + self.kv_rank) + 8
+        return norms + self.bytes_per_element * self.num_heads * (self.head_dim - self.rope_head_dim)
 
     @property
     def layer_parameters(self) -> int:
         """Matrix parameters of one decoder layer: q, k, v, o and the MLP."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        attention = self.qkv_parameters + self.hidden_size * self.output_size
         return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
@@ -142,14 +208,15 @@ class ModelSpec:
         """Bytes kept for backward per token without recomputation, logits and their loss included.
 
         HF eager modules around fused attention keep 16d + 4a + 4k + 8f + 4h bytes per layer at two bytes an element (d
-        hidden, a all query heads, k all KV heads, f intermediate, h heads; 4f without a gate); the loss keeps logits, their
-        fp32 copy and its log-probabilities.
+        hidden, a all query heads, k all KV heads, f intermediate, h heads; 4f without a gate; with values of another size the
+        mean of queries and outputs, and of keys and values); the loss keeps logits, their fp32 copy and its log-probabilities.
         """
-        a, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        heads = 2 * (self.query_size + self.output_size) + 2 * self.kv_size
         mlp = (8 if self.gated_mlp else 4) * self.intermediate_size
-        layer = 16 * self.hidden_size + 4 * a + 4 * k + mlp + 4 * self.num_heads
+        layer = 16 * self.hidden_size + heads + mlp + 4 * self.num_heads
         logits = self.vocab_size * (self.bytes_per_element + 3 * max(4, self.bytes_per_element))
-        return self.num_layers * (layer * self.bytes_per_element // 2 + self.adapters.layer_saved_bytes) + logits
+        beside = self.latent_saved_bytes + self.adapters.layer_saved_bytes
+        return self.num_layers * (layer * self.bytes_per_element // 2 + beside) + logits
 
     def state_bytes(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
         """Bytes on a rank of weights, gradients and two fp32 Adam moments, which `shard_ranks` ranks share if sharded.

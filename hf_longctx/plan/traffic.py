@@ -15,7 +15,6 @@ from hf_longctx.plan.sharding import head_shares
 from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
 from hf_longctx.plan.types import GroupShape
 
-_KV = 2  # keys and values
 _LEAST_GRADIENT_BYTES = 4
 
 
@@ -78,23 +77,25 @@ def sent_bytes(
     `tokens`: tokens of every rank of the group, dummy tokens included. `travelling`: tokens of every block whose keys and
     values go around (`sharding.travelling_pieces`).
     """
-    element, gradient = _sent_per_head(model)
+    element, gradient = _value_bytes(model)
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
-    sent = [q + _KV * kv for q, kv in zip(heads.queries, heads.kv, strict=True)]
+    # elements of a token: what a rank gets of queries, keys and values, and what it returns
+    sent = [q * model.head_dim + kv * model.kv_head_size for q, kv in zip(heads.queries, heads.kv, strict=True)]
+    returned_heads = [q * (model.kv_head_size - model.head_dim) for q in heads.queries]
     block_tokens = [sum(tokens[first : first + shape.ulysses]) for first in range(0, shape.degree, shape.ulysses)]
     result = []
     for rank, own in enumerate(tokens):
         block, inside = divmod(rank, shape.ulysses)
         others = block_tokens[block] - own
-        forward = (own * (sum(sent) - sent[inside]) + others * heads.queries[inside]) * element
-        backward = (others * sent[inside] + own * (sum(heads.queries) - heads.queries[inside])) * element
+        forward = (own * (sum(sent) - sent[inside]) + others * returned_heads[inside]) * element
+        backward = (others * sent[inside] + own * (sum(returned_heads) - returned_heads[inside])) * element
         hops = shape.num_blocks - 1
         if hops:
             # a rank passes on keys and values of all blocks but the one it gets last, and gradients of all but its own
             passed = sum(travelling[(block - hop) % shape.num_blocks] for hop in range(hops))
             returned = sum(travelling) - travelling[block]
-            forward += passed * _KV * heads.kv[inside] * element
-            backward += (passed * element + returned * gradient) * _KV * heads.kv[inside]
+            forward += passed * heads.kv[inside] * model.kv_head_size * element
+            backward += (passed * element + returned * gradient) * heads.kv[inside] * model.kv_head_size
         result.append((forward * model.num_layers, backward * model.num_layers))
     return tuple(result)
 
@@ -110,18 +111,18 @@ def mean_traffic(
     """
     if shape.degree == 1:
         return Traffic()
-    element, gradient = (num_bytes * model.num_layers for num_bytes in _sent_per_head(model))
+    element, gradient = (num_bytes * model.num_layers for num_bytes in _value_bytes(model))
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
-    exchanged = own * neighbours / shape.ulysses * (2 * sum(heads.queries) + _KV * sum(heads.kv)) * element
+    exchanged = own * neighbours / shape.ulysses * (sum(heads.queries) + sum(heads.kv)) * model.kv_head_size * element
     near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
     link, network = _by_links(exchanged, shape.ulysses, near_ranks, cluster)
     messages = 2 * model.num_layers * (neighbours > 0)
     hops = shape.num_blocks - 1
     if hops:
         travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
-        passed = travelling * _KV * sum(heads.kv) / shape.ulysses
+        passed = travelling * sum(heads.kv) * model.kv_head_size / shape.ulysses
         ring = hops * passed * element
         messages += hops * model.num_layers
         if is_backward:
@@ -157,7 +158,7 @@ def _by_links(num_bytes: float, block: int, near_ranks: int, cluster: ClusterSpe
     return num_bytes * hardware.link_bytes_per_s / measured, 0.0
 
 
-def _sent_per_head(model: ModelSpec) -> tuple[int, int]:
-    """Bytes of one head of one token, and of its gradient around a ring."""
+def _value_bytes(model: ModelSpec) -> tuple[int, int]:
+    """Bytes of one element, and of its gradient around a ring."""
     element = model.bytes_sent_per_element or model.bytes_per_element
-    return model.head_dim * element, model.head_dim * max(_LEAST_GRADIENT_BYTES, element)
+    return element, max(_LEAST_GRADIENT_BYTES, element)

@@ -8,7 +8,7 @@ A backward from outside needs what torch's autograd hides: the gradient of one t
     cpu_flash          any float dtype on CPU
     plain              matrices in at least fp32 (fp64 for fp64) over blocks of queries; correct everywhere, and the only one
                        that caps scores. A block has so many rows that its matrices over all heads have no more than
-                       2^25 elements, or one row; at most five such matrices are there at once, 640 MiB of fp32
+                       2^25 elements, or one row; at most three such matrices are there at once, 384 MiB of fp32
 
 Every row's LSE is a natural logarithm, so results of different rows may be merged. Values may have heads of another size than
 queries and keys: the narrower ones get columns of zeros for a row that wants one size, which change nothing.
@@ -291,10 +291,12 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool
     for rows, keys in _blocks(q, k, causal):
         raw, _ = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
         lse = raw.logsumexp(-1)
-        out = (raw - lse.unsqueeze(-1)).exp_().to(v.dtype) @ v[:, keys]
+        out = raw.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype) @ v[:, keys]
         per_kv = q.shape[0] // k.shape[0]
         outs.append(_as_heads(out, per_kv))
         lses.append(_as_heads(lse, per_kv))
+        # before the next block's are made
+        del raw
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
@@ -316,6 +318,8 @@ def _plain_backward(
             ds.mul_(slope)
         dq[:, rows] = _as_heads(ds @ k[:, keys].to(wide), per_kv)
         dk[:, keys] += ds.transpose(1, 2) @ queries
+        # before the next block's are made
+        del raw, slope, weights, ds
     return dq, dk, dv
 
 
@@ -333,11 +337,12 @@ def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[T
     rows: of a causal tile, which these queries are in it.
     """
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
-    found = _as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2) * scores.scale
+    found = (_as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2)).mul_(scores.scale)
     slope = None
     if scores.softcap:
-        share = (found / scores.softcap).tanh_()
-        found, slope = share * scores.softcap, 1 - share.square()
+        share = found.div_(scores.softcap).tanh_()
+        slope = share.square().neg_().add_(1)
+        found = share.mul_(scores.softcap)
     if rows is not None:
         seen = torch.arange(k.shape[1], device=k.device) <= torch.arange(rows.start, rows.stop, device=k.device).unsqueeze(1)
         found.masked_fill_(~seen.repeat(per_kv, 1), float("-inf"))

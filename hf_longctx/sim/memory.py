@@ -61,8 +61,8 @@ class MemoryModel:
         """Of two matrices of `lora_rank` for each matrix of a layer."""
         model = self.model
         d, f = model.hidden_size, model.intermediate_size
-        a, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        sides = 2 * (d + a) + 2 * (d + k) + (3 if model.gated_mlp else 2) * (d + f)
+        heads = model.query_size + model.kv_size + model.output_size
+        sides = 4 * d + heads + (3 if model.gated_mlp else 2) * (d + f)
         return model.num_layers * self.lora_rank * sides
 
     def _lora_bytes(self, parameters: Parameters, shard_ranks: int) -> int:

@@ -25,6 +25,9 @@ _WINDOW = {"sliding_window": 6}
 _ONE_OF_TWO = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _FROM_LAYER_1 = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1}
 # norms elsewhere, parallel blocks, scaled logits, layers without RoPE, with windows or a RoPE of their own
+# latent attention: queries and keys of ten, values of another size; all layers dense
+_LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+_LATENT |= {"num_key_value_heads": None}
 OTHER_FAMILIES: dict[str, Any] = {
     "mistral_window": (transformers.MistralConfig, transformers.MistralForCausalLM, {**_WINDOW, "head_dim": 8}),
     "qwen2_window": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _FROM_LAYER_1),
@@ -48,6 +51,27 @@ OTHER_FAMILIES: dict[str, Any] = {
         transformers.Starcoder2Config,
         transformers.Starcoder2ForCausalLM,
         {**_WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {**_LATENT, "v_head_dim": 12, "q_lora_rank": None, "first_k_dense_replace": 2},
+    ),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, {**_LATENT, "first_k_dense_replace": 2}),
+    "minicpm3": (
+        transformers.MiniCPM3Config,
+        transformers.MiniCPM3ForCausalLM,
+        {**_LATENT, "dim_model_base": 16, "scale_emb": 2},
+    ),
+    "youtu": (
+        transformers.YoutuConfig,
+        transformers.YoutuForCausalLM,
+        {**_LATENT, "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {**_LATENT, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "dense"]},
     ),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, {"head_dim": 8}),
     # a cap of the size of scores, so that it bends many
@@ -126,6 +150,15 @@ def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformer
     return model
 
 
+def _defaults(case: ModelCase) -> dict[str, Any]:
+    """Settings of a config that a family may set otherwise."""
+    return {
+        "num_key_value_heads": case.num_kv_heads,
+        "rope_parameters": ROPE[case.rope_type],
+        "attn_implementation": case.attention,
+    }
+
+
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
     config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | UNADMITTED_FAMILIES)[case.family]
@@ -135,11 +168,10 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         intermediate_size=48,
         num_hidden_layers=case.num_layers,
         num_attention_heads=case.num_heads,
-        num_key_value_heads=case.num_kv_heads,
         max_position_embeddings=512,
         tie_word_embeddings=case.tied,
         # configs write into what they are given
-        **copy.deepcopy({"rope_parameters": ROPE[case.rope_type], "attn_implementation": case.attention} | extra),
+        **copy.deepcopy(_defaults(case) | extra),
     )
     torch.manual_seed(case.seed)
     model = model_class(config).double()
@@ -153,7 +185,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     if case.promoted:
         promote_norms(model)
-        promote_softmax(model)
+        promote_attention(model)
     return (adapted(model, **dict(case.lora)) if case.lora else model).train()
 
 
@@ -191,28 +223,31 @@ def promote_norms(model: torch.nn.Module) -> None:
             module.forward = of_cohere.__get__(module)
 
 
-class _WideSoftmax(TorchFunctionMode):
-    """Leaves out the cast to fp32 inside softmax where its input is fp64."""
+class _Wide(TorchFunctionMode):
+    """Leaves out the cast of fp64 to fp32 by `float`, and inside softmax."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if function is F.softmax and args[0].dtype == torch.float64:
+        if function in (F.softmax, Tensor.float) and args[0].dtype == torch.float64:
+            if function is Tensor.float:
+                return args[0]
             kwargs["dtype"] = None
         return function(*args, **kwargs)
 
 
-def promote_softmax(model: torch.nn.Module) -> None:
-    """Eager attention without the cast of its scores to fp32, on these instances only."""
+def promote_attention(model: torch.nn.Module) -> None:
+    """Scores of eager attention, and DeepSeek V2's rotated queries, without their cast to fp32, on these instances only."""
 
     def widened(run: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _WideSoftmax():
+            with _Wide():
                 return run(*args, **kwargs)
 
         return forward
 
     for module in model.modules():
-        if type(module).__name__.endswith("Attention") and model.config._attn_implementation == "eager":
+        name = type(module).__name__
+        if name == "DeepseekV2Attention" or (name.endswith("Attention") and model.config._attn_implementation == "eager"):
             module.forward = widened(module.forward)
 
 

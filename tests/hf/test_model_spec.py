@@ -31,6 +31,16 @@ def test_spec_counts_the_parameters_of_the_real_model(family: str, tied: bool) -
     assert spec.tied_embeddings is tied
 
 
+# queries of a latent of their own and without one; values smaller and larger than keys
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu"])
+def test_low_rank_projections_are_counted_and_read_from_the_config_too(family: str) -> None:
+    model = build_model(ModelCase(family))
+    spec = model_spec(model)
+    assert spec.num_parameters == matrix_parameters(model)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.can_keep_qkv) == (4, 4, 10, False)
+    assert spec == replace(ModelSpec.from_config(model.config.to_dict(), 8), can_keep_qkv=False)
+
+
 def test_spec_by_hand() -> None:
     model = build_model(ModelCase("qwen3", num_heads=6, num_kv_heads=3, dtype=torch.float32))
     assert model_spec(model) == ModelSpec(

@@ -397,7 +397,7 @@ def test_a_kept_output_that_is_slightly_off_is_noticed() -> None:
 
     def take(record: Any) -> Any:
         kept = original(record)
-        return kept and replace(kept, out_ShD=kept.out_ShD * (1 + 1e-6))
+        return kept and replace(kept, out_ShE=kept.out_ShE * (1 + 1e-6))
 
     with patch.object(kept_attention.AttentionRecord, "take", take), pytest.raises(AssertionError):
         run(ModelCase(promoted=True), (recomputing(),) * 2, 8, LENGTHS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.allocations import measure
-from helpers.models import random_rows
+from helpers.models import OTHER_FAMILIES, random_rows
 from helpers.sliced import cut, sliced_plan
 from helpers.steps import rank_inputs
 from torch import Tensor
@@ -176,6 +176,53 @@ def test_held_bytes_and_peaks_are_those_of_torch(name: str, dtype: torch.dtype) 
         else:
             # the CPU's attention operator packs its inputs once more, all of them on CPUs with matrix units
             assert expected_peak / 1.5 <= peak <= 1.5 * expected_peak
+
+
+@dataclass(frozen=True)
+class LatentShape(Shape):
+    """A family with latent attention: heads of 16 for keys and of 12 for values, layers that are dense."""
+
+    def spec(self, dtype: torch.dtype) -> ModelSpec:
+        return replace(ModelSpec.from_config(self.config().to_dict(), dtype.itemsize), can_keep_qkv=False)
+
+    def config(self) -> Any:
+        config_class, _, extra = OTHER_FAMILIES[self.family]
+        sizes = {"v_head_dim": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
+        return config_class(
+            **extra
+            | sizes
+            | {
+                "vocab_size": self.vocabulary,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.inner,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.heads,
+                "max_position_embeddings": 2 * NUM_TOKENS,
+                "first_k_dense_replace": self.layers,
+            }
+        )
+
+    def build(self, dtype: torch.dtype) -> Any:
+        model = OTHER_FAMILIES[self.family][1](self.config()).to(dtype).train()
+        patch_model(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return model
+
+
+# an estimate that is safe, not exact: copies to one width are counted as expanded heads
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("one,tile_tokens", [(PLAIN, 0), (layer(recompute=0.5), 256)], ids=["plain", "recomputed"])
+def test_latent_attention_takes_no_more_than_predicted(family: str, one: LayerPolicy, tile_tokens: int) -> None:
+    shape, documents = LatentShape(family=family), PACKED
+    policy = None if one is PLAIN else ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)
+    held, _, forward_peak, backward_peak = measured(shape, torch.float32, documents, policy)
+    found, before = predicted(shape, torch.float32, documents, policy)
+    device = found.device - before
+    assert held <= device <= 1.3 * held
+    assert forward_peak <= device + found.forward_workspace <= 1.5 * forward_peak
+    assert backward_peak <= device + found.backward_workspace <= 1.5 * backward_peak
 
 
 ROUNDS = {

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.allocations import measure
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,6 +106,18 @@ def test_blocks_of_queries_are_one_matrix(num_queries: int, num_keys: int, causa
     assert max(sizes) <= most
     for found, expected in zip(blocks, whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_capped_scores_take_three_matrices_of_a_block(causal: bool) -> None:
+    gradient, q, k, v = tile(200, 200, torch.float32, 2)
+    scores, block_bytes = Scores(SCALE, 0.7), 6 * 200 * 40 * 4
+    with patch.object(tiles, "_BLOCK_VALUES", block_bytes // 4):
+        out, lse = tile_forward(q, k, v, scores, causal)
+        forward, _, _ = measure(lambda: tile_forward(q, k, v, scores, causal))
+        backward, _, _ = measure(lambda: tile_backward(gradient, q, k, v, out, lse, scores, causal))
+    # with the results, and copies of a block's inputs
+    assert 2.5 * block_bytes <= min(forward, backward) <= max(forward, backward) <= 3 * block_bytes + 3 * q.nbytes
 
 
 def test_a_softcap_is_computed_by_a_row_that_knows_it() -> None:

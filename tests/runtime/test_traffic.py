@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.plan.sharding import block_pieces, head_shares, held_tokens, rank_pieces, travelling_pieces
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.traffic import HeadCounts, mean_traffic, sent_bytes
@@ -24,6 +25,8 @@ from hf_longctx.runtime.executor import StepExecutor
 
 
 def spec_of(case: ModelCase) -> ModelSpec:
+    if case.family != "llama":
+        return model_spec(build_model(case))
     heads = (8 * case.num_heads, 48, case.num_heads, case.num_kv_heads, 8)
     return ModelSpec(2, *heads, VOCAB_SIZE, 512, bytes_per_element=case.dtype.itemsize, bytes_sent_per_element=2 * case.autocast)
 
@@ -69,7 +72,16 @@ PRECISIONS = {"fp64": (torch.float64, False), "bf16": (torch.bfloat16, False), "
 @pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
 def test_bytes_sent_are_those_of_the_formula(ranks, ulysses: int, num_heads: int, num_kv_heads: int, precision: str) -> None:
     dtype, autocast = PRECISIONS[precision]
-    case = ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, autocast=autocast)
+    check_sent(ranks, ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, autocast=autocast), ulysses)
+
+
+@pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
+def test_values_of_another_size_are_counted(ranks, ulysses: int) -> None:
+    check_sent(ranks, ModelCase("deepseek_v3", num_heads=6, dtype=torch.bfloat16), ulysses)
+
+
+def check_sent(ranks: Any, case: ModelCase, ulysses: int) -> None:
+    """Asserts the formula's bytes for every rank of a group of four."""
     lengths = [37, 14, 3]
     plan = plan_of([[(4, (0, 1, 2))]], lengths, 4, ulysses)
     (group,) = plan.micro_batches[0].groups
@@ -96,6 +108,16 @@ def test_the_planners_mean_is_the_exact_count_where_everything_is_even(
     shape: GroupShape, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
     model = spec_of(ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype))
+    check_mean(model, shape)
+
+
+@pytest.mark.parametrize("shape", [GroupShape(4, 4), GroupShape(4, 2), GroupShape(4)], ids=str)
+def test_the_mean_of_values_of_another_size_is_exact_too(shape: GroupShape) -> None:
+    check_mean(spec_of(ModelCase("deepseek_v3", num_heads=8)), shape)
+
+
+def check_mean(model: ModelSpec, shape: GroupShape) -> None:
+    """Asserts that the planner's mean is the exact count of an even chunk."""
     num_tokens = 2 * shape.num_blocks * shape.degree
     travelling = held_tokens(travelling_pieces(block_pieces(Chunk(0, (Span(0, 0, num_tokens),)), shape)))
     exact = sent_bytes(model, shape, [num_tokens // shape.degree] * shape.degree, travelling)
