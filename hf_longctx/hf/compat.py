@@ -17,18 +17,25 @@ TESTED_MODELS = (
     "Qwen3ForCausalLM",
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Glm4ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GraniteForCausalLM",
+    "MiniCPM3ForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
     "PhiForCausalLM",
     "Phi3ForCausalLM",
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
+    "YoutuForCausalLM",
 )
+# of these the layers without experts are tested
+_DENSE_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 TESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _MINIMUM = "5.17"
@@ -57,7 +64,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
             f"tested; use the class of transformers"
         ]
-    problems = [*adapter_problems(model), *_pattern_problems(base)]
+    problems = [*adapter_problems(model), *_pattern_problems(base), *_expert_problems(base)]
     problems += [
         f"{field} is {value}; set it to 0.0, dropout is not supported yet"
         for field, value in sorted(config.to_dict().items())
@@ -116,6 +123,20 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
                 f"let sliding_window, use_sliding_window and layer_types say the same"
             )
     return problems
+
+
+def _expert_problems(model: PreTrainedModel) -> list[str]:
+    """Layers with experts in a class of which only dense layers are tested."""
+    name = type(model).__name__
+    if name not in _DENSE_MODELS:
+        return []
+    experts = [path for path, module in model.named_modules() if type(module).__name__.endswith("Experts")]
+    if not experts:
+        return []
+    return [
+        f"{experts[0]} is a layer of experts, of which {name} has {len(experts)}, and they are not supported yet; use a "
+        f"config whose layers are all dense (first_k_dense_replace or mlp_layer_types)"
+    ]
 
 
 def _rope_types(config: PretrainedConfig) -> set[str]:

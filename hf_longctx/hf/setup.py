@@ -319,8 +319,11 @@ def plan_source(
 def opening_line(setup: PlanningSetup, args: TrainingArguments, model: Any) -> str:
     """What a run should say once: the attention operator of tiles, and where memory makes it recompute or offload."""
     dtype = torch.bfloat16 if args.bf16 else model.dtype
-    name = attention_backend(args.device, dtype, setup.costs.model.head_dim)
+    spec = setup.costs.model
+    name = attention_backend(args.device, dtype, max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
+    if spec.caps_scores or spec.value_head_dim:
+        line = f"attention: {name} for all tiles"
     if (budget := setup.planner.activations) is None:
         return f"{line} | everything is kept, up to {setup.planner.tokens_per_rank:,} tokens on a rank"
     host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""

@@ -181,6 +181,13 @@ def test_other_kinds_of_attention_are_refused_by_name() -> None:
     assert problem.startswith("use_bidirectional_attention is set")
 
 
+def test_experts_of_a_class_whose_dense_layers_are_tested_are_refused_by_name() -> None:
+    settings = {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    config = transformers.DeepseekV3Config(**SHAPE, **settings, q_lora_rank=8, kv_lora_rank=8, moe_intermediate_size=8)
+    (problem,) = problems_of(transformers.DeepseekV3ForCausalLM(config))
+    assert problem.startswith("model.layers.1.mlp.experts is a layer of experts, of which DeepseekV3ForCausalLM has 1")
+
+
 def test_dropout_behind_blocks_is_refused_by_its_name() -> None:
     model = transformers.PhiForCausalLM(transformers.PhiConfig(**SHAPE, resid_pdrop=0.1, pad_token_id=0))
     assert problems_of(model) == ["resid_pdrop is 0.1; set it to 0.0, dropout is not supported yet"]

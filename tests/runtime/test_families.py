@@ -64,6 +64,15 @@ def test_sinks_match_on_groups_and_rings(ranks, name: str, ulysses: int) -> None
     check_ranks(ranks(num_ranks), GPT_OSS, layout, lengths, ulysses=ulysses)
 
 
-def test_windows_match_on_a_hybrid(ranks) -> None:
+# values smaller than keys, and larger ones; unevenly shared heads
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
+@pytest.mark.parametrize("name,ulysses", [("<3>", 0), ("<3>", 1)])
+def test_latent_attention_matches_on_groups_and_rings(ranks, name: str, ulysses: int, family: str) -> None:
+    num_ranks, layout, lengths = LAYOUTS[name]
+    check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "deepseek_v3", "gemma2"])
+def test_patterns_match_on_a_hybrid(ranks, family: str) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>"]
-    check_ranks(ranks(num_ranks), ModelCase("mistral_window", promoted=True), layout, lengths, ulysses=2)
+    check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=2)

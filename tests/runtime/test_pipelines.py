@@ -65,7 +65,7 @@ def test_four_stages_match(ranks, family) -> None:
     check(ranks(4), ModelCase(family, num_layers=5), pipeline_plan(LENGTHS, [[(1, SLICED)]], 4, num_layers=5))
 
 
-@pytest.mark.parametrize("family", ["olmo3", "gemma2"])
+@pytest.mark.parametrize("family", ["olmo3", "gemma2", "deepseek_v3"])
 def test_stages_of_other_windows_and_rotary_embeddings_match(ranks, family) -> None:
     check(ranks(2), ModelCase(family, promoted=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=2))
 
