@@ -75,7 +75,7 @@ def test_stages_of_two_ranks_match(ranks) -> None:
 
 
 # windows in slices that end behind them, and in front of them; sinks; a softcap; values of another size than keys
-@pytest.mark.parametrize("family", ["olmo3", "gpt_oss", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mistral_window", "gpt_oss", "gemma2", "deepseek_v3"])
 def test_patterns_match(ranks, family: str) -> None:
     attention = "eager" if family == "gpt_oss" else "sdpa"
     plan = one_sequence([15, 11, 9, 5], 2, num_layers=2)
