@@ -17,7 +17,7 @@ from hf_longctx.plan.activation_memory import class_bytes, plain_layer_bytes
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import TENSOR_CLASSES, LayerPolicy, TensorClass
 
-# of a matrix of capped scores, as `runtime.tiles` makes them
+# of a matrix of capped scores, as `runtime.plain_tiles` makes them
 MOST_SCORES = 2**25
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 

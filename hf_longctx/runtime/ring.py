@@ -25,8 +25,8 @@ from hf_longctx.runtime.context import Ring
 from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.plain_tiles import Scores
 from hf_longctx.runtime.row_attention import KeyPiece, merge_tile, no_keys_yet, rows_backward, sinks_backward, with_sinks
-from hf_longctx.runtime.tiles import Scores
 
 
 def ring_attention(

@@ -26,9 +26,9 @@ from hf_longctx.runtime.chunk_attention import ChunkAttention, Document, documen
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.plain_tiles import Scores
 from hf_longctx.runtime.ring import ring_attention
 from hf_longctx.runtime.shared_attention import SharedAttention
-from hf_longctx.runtime.tiles import Scores
 
 
 def sequence_parallel_attention(
@@ -46,7 +46,7 @@ def sequence_parallel_attention(
 
     Every rank of the context's group must call it in the same order of layers; backward repeats the exchanges reversed.
     layer: which attention layer calls, so that slices find the keys and values of earlier ones. sinks: of each head the score
-    of one more key, of no value, that every token sees. softcap: see `tiles.Scores`.
+    of one more key, of no value, that every token sees. softcap: see `plain_tiles.Scores`.
     """
     context.calls.count += 1
     num_heads, num_kv_heads = q_1HTD.shape[1], k_1GTD.shape[1]

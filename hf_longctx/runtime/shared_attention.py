@@ -28,9 +28,9 @@ from torch import Tensor
 from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.plain_tiles import Scores
 from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import Scores
 
 
 @dataclass(frozen=True, slots=True)

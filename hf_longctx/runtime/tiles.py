@@ -5,10 +5,12 @@ A backward from outside needs what torch's autograd hides: the gradient of one t
 
     cudnn              bf16 and fp16 on CUDA of compute capability 9.0 on, head sizes of 8, 16 ... 128, two keys or more
     flash_attention_2  bf16 and fp16 on CUDA of compute capability 8.0 on, head sizes of 8, 16 ... 256
+    flash_attn_4       the package flash-attn-4, bf16 and fp16 on CUDA of compute capability 9.0 on, capped scores too
+    flash_attn_2       the package flash-attn, bf16 and fp16 on CUDA of compute capability 8.0 on, capped scores too
     cpu_flash          any float dtype on CPU
-    plain              matrices in at least fp32 (fp64 for fp64) over blocks of queries; correct everywhere, and the only one
-                       that caps scores. A block has so many rows that its matrices over all heads have no more than
-                       2^25 elements, or one row; at most three such matrices are there at once, 384 MiB of fp32
+    plain              matrices over blocks of queries (`plain_tiles`), correct everywhere, capped scores too
+
+The rows of packages are there where these are installed and pass a comparison with `plain` (`package_tiles`).
 
 Every row's LSE is a natural logarithm, so results of different rows may be merged. Values may have heads of another size than
 queries and keys: the narrower ones get columns of zeros for a row that wants one size, which change nothing.
@@ -19,21 +21,15 @@ of queries and keys, E of values; in the rows' own functions both are D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How queries and keys are scored: their product times `scale`; with a softcap c (0: none), c tanh(that / c)."""
-
-    scale: float
-    softcap: float = 0.0
-
+from hf_longctx.runtime.package_tiles import FLASH_2, FLASH_4
+from hf_longctx.runtime.plain_tiles import Scores, as_heads, as_queries, plain_backward, plain_forward
 
 # device type, compute capability ((0, 0) without CUDA), dtype, head size
 Takes = Callable[[str, tuple[int, int], torch.dtype, int], bool]
@@ -43,8 +39,6 @@ Forward = Callable[[Tensor, Tensor, Tensor, Scores, bool], tuple[Tensor, Tensor]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores, bool], tuple[Tensor, Tensor, Tensor]]
 
 _HALF = (torch.bfloat16, torch.float16)
-# of one matrix of a block of queries in the plain row
-_BLOCK_VALUES = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +131,8 @@ def _forward(row: TileBackend, q: Tensor, k: Tensor, v: Tensor, scores: Scores, 
         return row.forward(q, k, v, scores, causal)
     if causal:
         return row.forward(q, _repeated(k, per_kv), _repeated(v, per_kv), scores, causal)
-    out_GRD, lse_GR = row.forward(_as_queries(q, per_kv), k, v, scores, causal)
-    return _as_heads(out_GRD, per_kv), _as_heads(lse_GR, per_kv)
+    out_GRD, lse_GR = row.forward(as_queries(q, per_kv), k, v, scores, causal)
+    return as_heads(out_GRD, per_kv), as_heads(lse_GR, per_kv)
 
 
 def _backward(
@@ -159,9 +153,9 @@ def _backward(
         k, v = _repeated(k, per_kv), _repeated(v, per_kv)
         dq, dk_HUD, dv_HUD = row.backward(gradient, q, k, v, out, lse, scores, causal)
         return dq, _summed(dk_HUD, per_kv), _summed(dv_HUD, per_kv)
-    gradient, q, out, lse = (_as_queries(x, per_kv) for x in (gradient, q, out, lse))
+    gradient, q, out, lse = (as_queries(x, per_kv) for x in (gradient, q, out, lse))
     dq_GRD, dk, dv = row.backward(gradient, q, k, v, out, lse, scores, causal)
-    return _as_heads(dq_GRD, per_kv), dk, dv
+    return as_heads(dq_GRD, per_kv), dk, dv
 
 
 def _row_for(q_HTD: Tensor, k_GUD: Tensor, v_GUE: Tensor, scores: Scores, name: str) -> TileBackend:
@@ -190,16 +184,6 @@ def _repeated(x_GUD: Tensor, per_kv: int) -> Tensor:
 def _summed(x_HUD: Tensor, per_kv: int) -> Tensor:
     """Over the query heads of each KV head, in at least fp32."""
     return x_HUD.unflatten(0, (-1, per_kv)).sum(1, dtype=torch.promote_types(x_HUD.dtype, torch.float32))
-
-
-def _as_queries(x_HTX: Tensor, per_kv: int) -> Tensor:
-    """Query heads of one KV head behind each other as its queries: [H, T, ...] to [G, H/G * T, ...]. Only without a mask."""
-    return x_HTX.unflatten(0, (-1, per_kv)).flatten(1, 2)
-
-
-def _as_heads(x_GRX: Tensor, per_kv: int) -> Tensor:
-    """The inverse of `_as_queries`."""
-    return x_GRX.unflatten(1, (per_kv, -1)).flatten(0, 1)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -286,73 +270,13 @@ def _cpu_backward(
     return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
-    outs, lses = [], []
-    for rows, keys in _blocks(q, k, causal):
-        raw, _ = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
-        lse = raw.logsumexp(-1)
-        out = raw.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype) @ v[:, keys]
-        per_kv = q.shape[0] // k.shape[0]
-        outs.append(_as_heads(out, per_kv))
-        lses.append(_as_heads(lse, per_kv))
-        # before the next block's are made
-        del raw
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
-
-
-def _plain_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
-    dq = torch.empty_like(q, dtype=wide)
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, keys in _blocks(q, k, causal):
-        raw, slope = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
-        of_rows = (gradient, q, out, lse.unsqueeze(-1))
-        wide_gradient, queries, wide_out, lse_GR1 = (_as_queries(x[:, rows], per_kv).to(wide) for x in of_rows)
-        weights = raw.sub_(lse_GR1).exp_()
-        dv[:, keys] += weights.transpose(1, 2) @ wide_gradient
-        delta = (wide_gradient * wide_out).sum(-1, keepdim=True)
-        ds = (wide_gradient @ v[:, keys].to(wide).transpose(1, 2)).sub_(delta).mul_(weights).mul_(scores.scale)
-        if slope is not None:
-            ds.mul_(slope)
-        dq[:, rows] = _as_heads(ds @ k[:, keys].to(wide), per_kv)
-        dk[:, keys] += ds.transpose(1, 2) @ queries
-        # before the next block's are made
-        del raw, slope, weights, ds
-    return dq, dk, dv
-
-
-def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, and the keys that some of their rows see."""
-    num_rows = max(1, _BLOCK_VALUES // max(1, q.shape[0] * k.shape[1]))
-    for start in range(0, q.shape[1], num_rows):
-        stop = min(start + num_rows, q.shape[1])
-        yield slice(start, stop), slice(0, stop if causal else k.shape[1])
-
-
-def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[Tensor, Tensor | None]:
-    """Scores of a block of queries and the keys, [G, H/G * rows, U], and what a cap's derivative makes of their gradients.
-
-    rows: of a causal tile, which these queries are in it.
-    """
-    per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
-    found = (_as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2)).mul_(scores.scale)
-    slope = None
-    if scores.softcap:
-        share = found.div_(scores.softcap).tanh_()
-        slope = share.square().neg_().add_(1)
-        found = share.mul_(scores.softcap)
-    if rows is not None:
-        seen = torch.arange(k.shape[1], device=k.device) <= torch.arange(rows.start, rows.stop, device=k.device).unsqueeze(1)
-        found.masked_fill_(~seen.repeat(per_kv, 1), float("-inf"))
-    return found, slope
-
-
 BACKENDS = (
     TileBackend("cudnn", _takes_cudnn, _cudnn_forward, _cudnn_backward, groups_heads=True, min_keys=2),
     TileBackend("flash_attention_2", _takes_flash, _flash_forward, _flash_backward, groups_heads=True),
+    # behind torch's own, so that they compute capped scores alone until they are measured
+    TileBackend("flash_attn_4", FLASH_4.takes, FLASH_4.forward, FLASH_4.backward, groups_heads=True, caps=True),
+    TileBackend("flash_attn_2", FLASH_2.takes, FLASH_2.forward, FLASH_2.backward, groups_heads=True, caps=True),
     # its sums over the query heads of a KV head are in the dtype of the keys, ours are wider
     TileBackend("cpu_flash", _takes_cpu, _cpu_forward, _cpu_backward),
-    TileBackend("plain", _takes_all, _plain_forward, _plain_backward, groups_heads=True, caps=True, any_width=True),
+    TileBackend("plain", _takes_all, plain_forward, plain_backward, groups_heads=True, caps=True, any_width=True),
 )
