@@ -11,6 +11,7 @@ beside that is counted as one copy of what is sent.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from hf_longctx.plan.activation_memory import class_bytes, plain_layer_bytes
@@ -66,13 +67,17 @@ class LayerBytes:
         self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
         self.has_tiles = tile_tokens > 0
         self.is_plain = policy.keeps_everything
+        shares = {name: policy.share(name) for name in TENSOR_CLASSES}
+        # where of the tokens of each class the recomputed, the NVMe and the host part end
+        self._cuts = {name: share.cuts(load.num_tokens) for name, share in shares.items()}
+        self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
         # what adapters keep is there in a layer's own forward and replay alone
         adapters = 0 if self.is_plain else model.adapters.layer_saved_bytes * self.tokens
         self.forward = self._forward() + adapters
         self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward()) + adapters
 
-    @property
+    @cached_property
     def _sizes(self) -> tuple[int, int, int, int]:
         """Bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
 
@@ -112,20 +117,20 @@ class LayerBytes:
     def _split_held(self) -> tuple[int, int]:
         device = host = 0
         for name in TENSOR_CLASSES:
-            _, host_start, host_stop = self.policy.share(name).cuts(self.tokens)
+            _, host_start, host_stop = self._cuts[name]
             host += (host_stop - host_start) * class_bytes(self.model, name)
             device += (self.tokens - host_stop) * class_bytes(self.model, name)
         return device, host
 
     def _recomputed(self, name: TensorClass) -> int:
         """Tokens of which a class is computed again."""
-        return 0 if self.is_plain else self.policy.share(name).cuts(self.tokens)[0]
+        return 0 if self.is_plain else self._cuts[name][0]
 
     @property
     def _whole_input(self) -> int:
         """A layer input that was cut in two is put together again."""
         d, _, _, _ = self._sizes
-        share = self.policy.share("layer_input")
+        share = self._input_share
         return round(d * self.tokens * share.device) if not self.is_plain and 0 < share.host < 1 else 0
 
     @property
@@ -134,7 +139,7 @@ class LayerBytes:
         d, _, _, _ = self._sizes
         return 2 * d if self.has_tiles else 4 * self.model.hidden_size + 4 + 2 * d
 
-    @property
+    @cached_property
     def _replayed_attention(self) -> int:
         """What a replay saves up to the output of attention, beyond the layer input and what was kept."""
         if self.is_plain:
@@ -175,7 +180,7 @@ class LayerBytes:
         """Device parts of layer input and attention output, which are copies where only a part stays."""
         num_bytes = 0
         for name in _CUT_CLASSES:
-            stop = self.policy.share(name).cuts(self.tokens)[2]
+            stop = self._cuts[name][2]
             num_bytes += class_bytes(self.model, name) * (self.tokens - stop) if stop else 0
         return num_bytes
 
@@ -183,7 +188,7 @@ class LayerBytes:
     def _unrotated(self) -> int:
         """What is kept of projections, beside the queries and keys that are made of it; values are the same unless cut."""
         _, a, k, _ = self._sizes
-        stop = self.policy.share("qkv").cuts(self.tokens)[2]
+        stop = self._cuts["qkv"][2]
         return (a + (2 * k if stop else k)) * (self.tokens - stop)
 
     @property
@@ -211,7 +216,7 @@ class LayerBytes:
         if self.is_plain:
             return gradient + gradients * self.tokens
         before = self._replayed_attention + self._replayed_norm * self.tokens + gradient
-        if not self.has_tiles and self.policy.share("mlp").recompute == 1:
+        if not self.has_tiles and self._mlp_share.recompute == 1:
             return before + inner * self.tokens
         # input gradients are put together, weight gradients of a tile are added up in fp32
         matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
@@ -225,7 +230,7 @@ class LayerBytes:
         """What is kept of the MLP and gone when its backward is done."""
         if self.is_plain:
             return (4 if self.model.gated_mlp else 2) * self._sizes[3] * self.tokens
-        _, _, host_stop = self.policy.share("mlp").cuts(self.tokens)
+        _, _, host_stop = self._cuts["mlp"]
         return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
 
     def _norm_backward(self) -> int:
