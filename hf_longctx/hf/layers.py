@@ -12,6 +12,8 @@ from hf_longctx.runtime.checkpointing import LayerModules
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
 # words in names of fields about something else: logits of attention, of a router, of a contrastive model, a count of tokens
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
+# of layers that drop the second value
+_MLPS_OF_TWO = ("GptOssMLP",)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 # of `self_attn`: three modules, or one that makes all three
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -40,6 +42,7 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
             layer.get_submodule("mlp"),
             tuple(layer.get_submodule(name) for name in _NORMS if hasattr(layer, name)),
             _projections(layer),
+            mlp_gives_more=type(layer.get_submodule("mlp")).__name__ in _MLPS_OF_TWO,
         )
         for layer in layers
     )

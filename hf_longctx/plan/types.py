@@ -262,12 +262,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's path through a step: its group and stage in every micro-batch it takes part in."""
+    """One rank's path through a step: its group and stage in every micro-batch it takes part in.
+
+    forwards_first: the plan's property of that name, which a rank cannot see of its own path.
+    """
 
     rank: int
     step: int
     parameters: Parameters
     rounds: tuple[tuple[SequenceGroup, StagePlan], ...]
+    forwards_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +313,14 @@ class StepPlan:
 
         return plan_digest(self)
 
+    @property
+    def forwards_first(self) -> bool:
+        """Whether every rank runs all its forwards before any backward, and waits for no other rank's backward before."""
+        if self.num_stages > 1 or len(self.micro_batches) > 1:
+            return False
+        kinds = ("".join(action.kind for action in group.stages[0].actions) for group in self.micro_batches[0].groups)
+        return all(each.rfind("F") < each.find("B") for each in kinds)
+
     def place(self, rank: int) -> tuple[int, int]:
         """Stage and position of global rank `rank`."""
         if not 0 <= rank < self.num_ranks:
@@ -324,4 +336,4 @@ class StepPlan:
             for group in micro_batch.groups
             if position in group.positions
         )
-        return RankPlan(rank=rank, step=self.step, parameters=self.parameters, rounds=rounds)
+        return RankPlan(rank, self.step, self.parameters, rounds, self.forwards_first)

@@ -42,13 +42,15 @@ from hf_longctx.runtime.token_tiles import TileRecord, tokenwise
 class LayerModules:
     """A decoder layer whose class has Hugging Face's checkpointing door, with those of its modules that treat tokens alone.
 
-    projections: the linear modules that make queries, keys and values; none where they are made otherwise.
+    projections: the linear modules that make queries, keys and values; none where they are made otherwise. mlp_gives_more: the
+    MLP returns its output as the first of two values, the other of which the layer drops.
     """
 
     layer: nn.Module
     mlp: nn.Module
     norms: tuple[nn.Module, ...]
     projections: tuple[nn.Linear, ...] = ()
+    mlp_gives_more: bool = False
 
 
 class LayerSlot:
@@ -264,12 +266,15 @@ class _LayerBinding:
 
     def _bind_forward(self, module: nn.Module, is_mlp: bool) -> None:
         run = module.forward
+        gives_more = is_mlp and self.modules.mlp_gives_more
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Any:
             slot = self.current
             if slot is None or not (slot.splits_mlp if is_mlp else slot.tile_tokens):
                 return run(x)
-            return tokenwise(module, run, x, slot.tile_tokens, slot.mlp if is_mlp else None)
+            alone = (lambda tile: run(tile)[0]) if gives_more else run
+            output = tokenwise(module, alone, x, slot.tile_tokens, slot.mlp if is_mlp else None)
+            return (output, None) if gives_more else output
 
         self._set(module, "forward", bound(module, forward))
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.plan.sharding import is_shared
+from hf_longctx.plan.sharding import is_shared, rank_pieces
 from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
@@ -27,6 +27,7 @@ from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.p2p import RoundMessages
 from hf_longctx.runtime.profiler import Interval, StepClock
 from hf_longctx.runtime.reduction import ReplicatedParameters, TiedWeight
+from hf_longctx.runtime.routers import RouterBalance
 from hf_longctx.runtime.sharded import parameters_of
 from hf_longctx.runtime.shared_round import SharedRound, alone, check_shared
 from hf_longctx.runtime.slices import KVBook
@@ -59,11 +60,17 @@ _EXECUTED = ("F", "B", "SF", "RF", "SB", "RB")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank."""
+    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank.
+
+    router_loss: of a model whose experts are balanced, the balance of the whole step, which is part of the loss of its first
+    plan. router_load: the rows of the fullest expert for those of an even split. None for other models and later plans.
+    """
 
     loss: Tensor
     clock: StepClock
     memory: StepMemory = NO_MEMORY
+    router_loss: Tensor | None = None
+    router_load: Tensor | None = None
 
     def intervals(self) -> list[Interval]:
         """What this rank did; call it after the step, since on CUDA it waits for the device."""
@@ -79,6 +86,8 @@ class StepExecutor:
     policy has `tile_tokens` make no logits, in evaluation too. `stage`: how a model that was cut into pipeline stages runs; its
     parameters are those of `model`, and `num_attention_layers` is its own. `shared_stages`: every stage of a `model` that has all
     of them, for plans with helpers; gradients then are summed over all ranks, and end the same on each, zeros where none arose.
+    `routers`: those of a mixture of experts whose balance is part of the loss (`runtime/routers.py`); plans of which some
+    forward comes behind a backward run all forwards once more for it, without gradients.
     """
 
     def __init__(
@@ -91,13 +100,19 @@ class StepExecutor:
         engine: ActivationEngine | None = None,
         stage: StageModel | None = None,
         shared_stages: Sequence[StageModel] = (),
+        routers: RouterBalance | None = None,
     ) -> None:
-        self.model, self.pool, self.device, self.engine = model, pool, device, engine
+        self.model, self.pool, self.device, self.engine, self.routers = model, pool, device, engine, routers
         self.shared_stages = tuple(shared_stages)
         if self.shared_stages:
             stage = self.shared_stages[pool.stage]
         self.stage = whole_model(model, num_attention_layers) if stage is None else stage
+        if routers is not None:
+            # the model would take a balance of its own, of a chunk
+            self.stage = replace(self.stage, off=("output_router_logits",))
         self.parameters = parameters_of(model, fp32_gradients)
+        # of the step, until the first of its plans returns it
+        self._router_loss: Tensor | None = None
         self.no_mask = no_mask(device)
 
     def run(
@@ -114,13 +129,15 @@ class StepExecutor:
         over all ranks. `reduce`: false for every plan of an optimizer step but its last, whose reduction then covers the
         gradients of all of them. `predicted_bytes`: what the plan was estimated to take, for the message where memory runs
         out. Every rank of the pool must call it with its own path of the same plan. Raises ValueError by name for what this
-        version does not execute, torch.OutOfMemoryError naming the action that ran out of device memory.
+        version does not execute, torch.OutOfMemoryError naming the action that ran out of device memory. Of several plans of
+        a step with `routers`, `route` comes before the first.
         """
         self.parameters.check(plan.parameters)
         self._check(plan)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         memory = StepMemory()
+        is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with self.parameters.in_step():
@@ -132,20 +149,66 @@ class StepExecutor:
                     total += shared.run(where, predicted_bytes)
                     memory = memory.most(StepMemory(kv_book=shared.book_bytes))
                     continue
-                current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage)
+                current = _Round(self, group, inputs[index], num_label_tokens, clock, index, stage, is_counted)
                 total += current.run(stage.actions, where, predicted_bytes)
                 memory = memory.most(current.memory)
+        self.settle_routers()
         with clock.measure(-1, "reduce", "gradients"):
             if reduce:
                 self._reduce()
             self._sum_over_ranks(total)
+        router_loss, self._router_loss = self._router_loss, None
+        router_load = None
+        if self.routers is not None and router_loss is not None:
+            total, router_load = total + router_loss, self.routers.load
+        if self.routers is not None and reduce:
+            self.routers.forget()
         if self.device.type == "cuda":
             memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
-        return StepResult(total, clock, memory)
+        return StepResult(total, clock, memory, router_loss, router_load)
 
-    @torch.no_grad()
     def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
         """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only, as `run` otherwise."""
+        total = self._run_forwards(plan, inputs, "evaluation")
+        self._sum_over_ranks(total)
+        return total
+
+    def route(self, plans: Sequence[tuple[RankPlan, Sequence[Sequence[ChunkInputs]]]]) -> None:
+        """Counts what all plans of an optimizer step route where, forwards only, before `run` runs the first of them.
+
+        Each plan comes with its inputs. Collective as `run`. Nothing to do for a model without a balance of its experts.
+        """
+        if self.routers is None or self.routers.is_settled:
+            return
+        self.routers.forget()
+        for plan, inputs in plans:
+            self._run_forwards(plan, inputs, "routing", is_counted=True)
+        self._router_loss = self.routers.settle(self.pool.everyone)
+
+    def settle_routers(self) -> None:
+        """Before the first backward of a step, on every rank: the loads of its experts, if they are not known yet."""
+        if self.routers is not None and not self.routers.is_settled:
+            self._router_loss = self.routers.settle(self.pool.everyone)
+
+    def _begin_routing(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], is_whole_step: bool) -> bool:
+        """Whether the plan's own forwards count what is routed, since all of them come before its first backward."""
+        if self.routers is None or self.routers.is_settled:
+            return False
+        if not is_whole_step:
+            raise ValueError(
+                "the model balances its experts over a whole optimizer step, of which this is one plan of several; call route() "
+                "with all of them before the first one runs"
+            )
+        self.routers.forget()
+        if not plan.forwards_first:
+            self.route([(plan, inputs)])
+        return plan.forwards_first
+
+    @torch.no_grad()
+    def _run_forwards(
+        self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], what: str, is_counted: bool = False
+    ) -> Tensor:
+        """The forwards of a plan; this rank's summed cross-entropy. `what` they are for, in errors."""
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
         self._check(plan)
@@ -154,10 +217,9 @@ class StepExecutor:
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
-            current = _Round(self, group, inputs[index], 1, clock, index, stage)
-            total += current.run(forwards, f"evaluation {plan.step}, round {index}")
+            current = _Round(self, group, inputs[index], 1, clock, index, stage, is_counted)
+            total += current.run(forwards, f"{what} {plan.step}, round {index}")
         self.parameters.free()
-        self._sum_over_ranks(total)
         return total
 
     def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
@@ -210,6 +272,11 @@ class StepExecutor:
                 raise ValueError(
                     f"{len(stage.parts)} interleaved parts of a stage need replicated parameters, not {plan.parameters}"
                 )
+        if self.routers is not None and self.shared_stages:
+            raise ValueError(
+                "a balance of experts is not executed together with helpers; set output_router_logits=False in the model's "
+                "config, or plan without helpers"
+            )
         refuse_unsupported(plan, self.engine, has_all_stages=bool(self.shared_stages))
 
     def _reduce(self) -> None:
@@ -251,8 +318,11 @@ class _Round:
         clock: StepClock,
         index: int,
         stage: StagePlan,
+        is_counted: bool = False,
     ) -> None:
         self.executor, self.group, self.inputs = executor, group, inputs
+        # whether forwards tell the routers' balance what goes where
+        self.is_counted = is_counted
         self.policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
         self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
         self.stage = stage
@@ -298,6 +368,13 @@ class _Round:
             context = replace(context, activations=self.activations[key])
         # without a backward nobody else needs it
         hidden_1TC = self.received.get(key) if self.num_backwards else self.received.pop(key, None)
+        with self._routing(action, self.is_counted):
+            self._run_forward(action, following, context, hidden_1TC)
+        self._note_memory()
+
+    def _run_forward(self, action: Action, following: Action | None, context: GroupContext, hidden_1TC: Tensor | None) -> None:
+        key = (action.part, action.chunk)
+        policy = self.policies.get(key)
         if self.executor.stage.is_last(action.part):
             is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
             tile_tokens = policy.tile_tokens if policy is not None else 0
@@ -309,16 +386,17 @@ class _Round:
         else:
             inputs = self.inputs[action.chunk].to(self.executor.device)
             self.outputs[key] = self.executor.forward_chunk(inputs, context, action.part, hidden_1TC)
-        self._note_memory()
 
     def _backward(self, action: Action, following: Action | None) -> None:
         key = (action.part, action.chunk)
         output, gradient = self.outputs.pop(key), self.gradients.pop(key, None)
         self.num_backwards -= 1
+        self.executor.settle_routers()
         self.executor.parameters.before_backward(is_last=not self.num_backwards)
         # nothing is trained before the first stage's end under some adapters
         if output.requires_grad:
-            output.backward(gradient)
+            with self._routing(action):
+                output.backward(gradient)
         self.executor.parameters.after_backward()
         self.activations.pop(key, None)
         self._note_memory()
@@ -326,6 +404,16 @@ class _Round:
             for span in self.group.chunks[action.chunk].spans:
                 if not span.start:
                     self.book.close(span.sequence)
+
+    def _routing(self, action: Action, is_counted: bool = False) -> AbstractContextManager[None]:
+        """Around a forward or a backward: the routers' balance learns whether any token of this rank's shard is real."""
+        if self.executor.routers is None:
+            return nullcontext()
+        chunk, place = self.group.chunks[action.chunk], self.group.positions.index(self.executor.pool.position)
+        pieces = rank_pieces(chunk, self.group.shape)[place]
+        num_real = sum(piece.document < len(chunk.spans) for piece in pieces)
+        assert num_real in (0, len(pieces)), "a shard mixes tokens and dummy tokens"
+        return self.executor.routers.running(not num_real, is_counted)
 
     def _receive_hidden(self, action: Action, following: Action | None) -> None:
         assert self.messages is not None

@@ -32,7 +32,7 @@ class StageModel:
     attention_layers: attention calls of every part. Between parts travel hidden states [1, T, hidden_size] of `hidden_dtype`.
     tied: on the first and the last stage of a model with tied embeddings, the parameter that is one with that of the other of
     them: the gradient of both is the sum of theirs. first_part: what the model calls the stage's first part; others than 0
-    where it holds the layers of all stages.
+    where it holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
     """
 
     model: nn.Module
@@ -43,6 +43,7 @@ class StageModel:
     hidden_dtype: torch.dtype
     tied: str = ""
     first_part: int = 0
+    off: tuple[str, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -67,6 +68,7 @@ class StageModel:
         """
         starts = {"input_ids": inputs.input_ids} if self.is_first(part) else {"inputs_embeds": hidden_1TC}
         keywords: dict[str, Any] = {PART_KEYWORD: self.first_part + part} if self.num_stages > 1 else {}
+        keywords.update(dict.fromkeys(self.off, False))
         if context is not None:
             keywords["longctx"] = context
         output = self.model(

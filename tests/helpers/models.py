@@ -103,12 +103,41 @@ OTHER_FAMILIES: dict[str, Any] = {
     "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM, {"logit_scale": 0.5}),
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, {**_ONE_OF_TWO, "logit_scale": 0.5}),
 }
-# not admitted, for their patterns only; eager attention
-UNADMITTED_FAMILIES: dict[str, Any] = {
+_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+# mixtures of experts; their own grouped products are none of fp64
+MOE_FAMILIES: dict[str, Any] = {
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {**_EXPERTS, **_WINDOW, "num_local_experts": 4, "head_dim": 8},
+    ),
+    # with an expert that every token passes
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 8},
+    ),
+    # a first layer without experts
+    "qwen3_moe_dense": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0], "head_dim": 8},
+    ),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        transformers.OlmoeForCausalLM,
+        {**_EXPERTS, "num_experts": 4, "eos_token_id": 1},
+    ),
+    # eager attention
     "gpt_oss": (
         transformers.GptOssConfig,
         transformers.GptOssForCausalLM,
-        {**_ONE_OF_TWO, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+        {**_EXPERTS, **_ONE_OF_TWO, "num_local_experts": 4, "head_dim": 8},
     ),
 }
 VOCAB_SIZE = 64
@@ -125,7 +154,8 @@ ROPE: dict[str, dict[str, Any]] = {
 class ModelCase:
     """A tiny model: heads of size 8; `promoted` computes its norms in the dtype of their input.
 
-    lora: settings of a `LoraConfig`; of none, all weights are trained.
+    lora: settings of a `LoraConfig`; of none, all weights are trained. balance: the coefficient of the experts' balance, where
+    the config asks for one.
     """
 
     family: str = "llama"
@@ -141,6 +171,7 @@ class ModelCase:
     rope_type: str = "default"
     num_layers: int = 2
     lora: tuple[tuple[str, Any], ...] = ()
+    balance: float | None = None
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -161,7 +192,9 @@ def _defaults(case: ModelCase) -> dict[str, Any]:
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
-    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | UNADMITTED_FAMILIES)[case.family]
+    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | MOE_FAMILIES)[case.family]
+    if case.balance is not None:
+        extra = {**extra, "output_router_logits": True, "router_aux_loss_coef": case.balance}
     config = config_class(
         vocab_size=VOCAB_SIZE,
         hidden_size=8 * case.num_heads,
@@ -263,17 +296,39 @@ def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ())
 
 
 def reference_step(model: torch.nn.Module, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the token mean over all rows: HF logits of each row alone, summed fp64 cross-entropy."""
+    """Loss and gradients of the token mean over all rows: HF logits of each row alone, summed fp64 cross-entropy.
+
+    Where the config asks for it, the balance of experts over all rows is added.
+    """
+    config = model.get_base_model().config if isinstance(model, peft.PeftModel) else model.config
+    is_balanced = getattr(config, "output_router_logits", False)
+    routed, losses = [], []
     count = sum(label != -100 for row in rows for label in row["labels"][1:])
     total = 0.0
     model.zero_grad()
     for row in rows:
-        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+        output = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False)
         labels = torch.tensor(row["labels"][1:], dtype=torch.int64)
-        loss = F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum") / max(count, 1)
-        loss.backward()
+        loss = F.cross_entropy(output.logits[0, :-1].double(), labels, ignore_index=-100, reduction="sum") / max(count, 1)
         total += float(loss.detach())
+        if is_balanced:
+            losses.append(loss)
+            routed.append(output.router_logits)
+        else:
+            loss.backward()
+    if is_balanced:
+        balance = config.router_aux_loss_coef * balance_of(routed, config)
+        (sum(losses) + balance).backward()
+        total += float(balance.detach())
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def balance_of(routed: list[tuple[Tensor, ...]], config: Any) -> Tensor:
+    """The balance of experts over all rows and layers, of logits [tokens, experts]: in fp64, where transformers takes fp32."""
+    p_RE = torch.cat([logits.double() for row in routed for logits in row]).softmax(dim=-1)
+    chosen = p_RE.topk(config.num_experts_per_tok, dim=-1).indices
+    share_E = F.one_hot(chosen, config.num_experts).sum(dim=1).double().mean(dim=0)
+    return config.num_experts * (share_E * p_RE.mean(dim=0)).sum()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
+from hf_longctx.hf.routers import router_balance
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.serialize import plan_from_json
@@ -139,7 +140,8 @@ def stage_step_on_rank(
     is_last = pool.stage == plan.num_stages - 1
     head = OutputHead(output_head(model)) if has_policies and is_last else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), head) if has_policies else None
-    executor = StepExecutor(model, pool, 0, CPU, case.fp32_gradients, engine, stage)
+    routers = router_balance(model, CPU)
+    executor = StepExecutor(model, pool, 0, CPU, case.fp32_gradients, engine, stage, routers=routers)
     batch = rank_inputs(plan, rows, pool.rank)
     num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
     result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.layers import layer_modules, output_head
+from hf_longctx.hf.routers import router_balance
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.grouping import Layout
@@ -114,7 +115,9 @@ def step_on_rank(
         has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
         tier = HostTier.on(torch.device("cpu"), 2**24)
         engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model))) if has_policies else None
-        executor = StepExecutor(wrapped, pool, num_attention_layers(model), torch.device("cpu"), case.fp32_gradients, engine)
+        cpu = torch.device("cpu")
+        layers, routers = num_attention_layers(model), router_balance(model, cpu)
+        executor = StepExecutor(wrapped, pool, layers, cpu, case.fp32_gradients, engine, routers=routers)
         batch = rank_inputs(plan, rows, pool.rank)
         num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
         result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)

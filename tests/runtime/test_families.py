@@ -20,7 +20,6 @@ from hf_longctx.runtime.mesh import GroupPool
 
 LENGTHS = [30, 7, 17, 1]
 WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
-GPT_OSS = ModelCase("gpt_oss", promoted=True, attention="eager")
 SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
 
 
@@ -50,18 +49,6 @@ def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
 def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>"]
     check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
-
-
-@pytest.mark.parametrize("chunks", [WHOLE, SLICES], ids=["packed", "slices"])
-def test_sinks_and_windows_match_on_one_rank(chunks: list) -> None:
-    check(GPT_OSS, sliced_plan(LENGTHS, chunks), random_rows(LENGTHS))
-
-
-# three ranks share four heads unevenly; each has some sinks
-@pytest.mark.parametrize("name,ulysses", [("<3>", 0), ("<3>", 1)])
-def test_sinks_match_on_groups_and_rings(ranks, name: str, ulysses: int) -> None:
-    num_ranks, layout, lengths = LAYOUTS[name]
-    check_ranks(ranks(num_ranks), GPT_OSS, layout, lengths, ulysses=ulysses)
 
 
 # values smaller than keys, and larger ones; unevenly shared heads

@@ -1,0 +1,64 @@
+"""Mixtures of experts: the routers of a model, the balance that its config asks for, and what of them is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from hf_longctx.hf.adapters import base_of
+from hf_longctx.runtime.routers import RouterBalance
+
+# modules that return logits, scores and indices of a token's experts; a class gets in with its rows in tests/runtime/test_moe.py
+_ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "GptOssTopKRouter")
+
+
+def router_problems(config: PretrainedConfig) -> list[str]:
+    """Settings of a mixture of experts under which plans would not give what the model alone gives, by name."""
+    problems = []
+    if noise := getattr(config, "router_jitter_noise", 0.0):
+        problems.append(
+            f"router_jitter_noise is {noise}, drawn anew in every forward, so that no two plans would agree; set it to 0.0"
+        )
+    if (clip := getattr(config, "clip_qkv", None)) is not None:
+        problems.append(f"clip_qkv is {clip}, which changes kept projections in place and is not supported; set it to None")
+    return problems
+
+
+def has_balance(model: nn.Module) -> bool:
+    """Whether the model's config asks for a load-balancing loss of its experts (`output_router_logits`)."""
+    config = getattr(base_of(model), "config", None)
+    return bool(getattr(config, "output_router_logits", False))
+
+
+class RouterRuntime:
+    """The balance of one model at a time: bound to its routers when the first plan runs, taken away when the run ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._balance: RouterBalance | None = None
+        self._model: nn.Module | None = None
+
+    def balance(self, model: nn.Module) -> RouterBalance | None:
+        """That of `model`; None where its config asks for none."""
+        if self._model is not model:
+            self.close()
+            self._balance, self._model = router_balance(model, self.device), model
+        return self._balance
+
+    def close(self) -> None:
+        """Gives the routers their own forwards back. Idempotent."""
+        if self._balance is not None:
+            self._balance.unbind()
+        self._balance = self._model = None
+
+
+def router_balance(model: nn.Module, device: torch.device) -> RouterBalance | None:
+    """The load-balancing loss that the config of `model` asks for, bound to the routers that it has (a stage may have none)."""
+    if not has_balance(model):
+        return None
+    config = base_of(model).config
+    routers = [module for module in model.modules() if type(module).__name__ in _ROUTERS]
+    return RouterBalance(
+        routers, int(config.num_experts), int(config.num_experts_per_tok), float(config.router_aux_loss_coef), device
+    )

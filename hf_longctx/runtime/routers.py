@@ -1,0 +1,143 @@
+"""The load-balancing loss of a mixture of experts over a whole optimizer step, and how it reaches the routers.
+
+With R rows (tokens of the step, once for every layer that routes), E experts, f_e the routed rows of expert e divided by R and
+P_e the mean over all rows of the router's probability of e, the loss of a step is (Switch Transformer, arXiv 2101.03961,
+equations 4 to 6, over all layers together as in transformers)
+
+    coefficient * E * sum_e f_e P_e
+
+It is no sum over tokens, so chunks cannot take their own: f_e is of the whole step. But f_e counts, and has no gradient, so what
+a row's logits get is local once f is known: with p the row's probabilities and s_e = coefficient * E * f_e / R,
+
+    d loss / d logit_e = p_e (s_e - sum_i p_i s_i)
+
+A node on the router's scores, which every row's experts read, adds this in backward: through tiles, replays, slices and any
+order of chunks. What it needs is that every row of the step was counted before the first backward, in forwards that come first
+or in a pass of forwards without gradients. Dummy tokens are neither counted nor pushed. Probabilities are taken in at least
+fp32, where transformers takes them in the dtype of the logits; what was routed is counted from the router's own choice.
+
+Shapes: T tokens of one call (all of a chunk's shard, or a tile of it), E experts, k of them for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_longctx.runtime.binding import bound
+
+
+class RouterBalance:
+    """Binds itself to the routers of one model, which return logits [T, E], scores [T, k], indices [T, k]; `unbind` undoes it.
+
+    `num_experts`, `num_chosen`: E and k, also of a stage without routers. A step: forwards inside `running(is_counted=True)`,
+    then `settle`, then backwards inside `running`; at its end, `forget`.
+    Outside of `running` routers do what their class does, and with `coefficient` 0 everywhere.
+    """
+
+    def __init__(
+        self, routers: Sequence[nn.Module], num_experts: int, num_chosen: int, coefficient: float, device: torch.device
+    ) -> None:
+        self.num_experts, self.num_chosen, self.coefficient = num_experts, num_chosen, coefficient
+        # rows routed to each expert, and its probabilities, summed over this rank's rows until they are settled
+        self._sums_2E = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
+        self._slopes_E: Tensor | None = None
+        # of the chunk that runs
+        self._is_counted = self._is_pushed = False
+        # what the instances had themselves: nothing where the class's own came through
+        self._before = [(router, vars(router).get("forward")) for router in routers]
+        for router in routers:
+            vars(router)["forward"] = bound(router, self._routing(router.forward))
+
+    def unbind(self) -> None:
+        """Gives the routers their own forwards back. Idempotent."""
+        while self._before:
+            router, own = self._before.pop()
+            vars(router).pop("forward", None)
+            vars(router).update({} if own is None else {"forward": own})
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the loads of the whole step are known, or of no use."""
+        return self._slopes_E is not None or not self.coefficient
+
+    @contextmanager
+    def running(self, is_dummy: bool, is_counted: bool = False) -> Iterator[None]:
+        """Around one forward or backward of a chunk; is_dummy: no token of this rank's shard is real."""
+        self._is_counted, self._is_pushed = is_counted and not is_dummy, not is_dummy and self.coefficient != 0
+        try:
+            yield
+        finally:
+            self._is_counted = self._is_pushed = False
+
+    def settle(self, group: dist.ProcessGroup | None) -> Tensor:
+        """Sums what was counted over the ranks of `group` (None: this rank alone); the step's loss, a scalar in fp64.
+
+        Collective over `group`, before the first backward of any of its ranks.
+        """
+        if group is not None:
+            dist.all_reduce(self._sums_2E, group=group)
+        counts_E, probabilities_E = self._sums_2E
+        num_rows = counts_E.sum().clamp(min=1) / self.num_chosen
+        self._slopes_E = self.coefficient * self.num_experts * counts_E / num_rows**2
+        return (self._slopes_E * probabilities_E).sum()
+
+    @property
+    def load(self) -> Tensor:
+        """Behind `settle`: the rows of the fullest expert for those of an even split, a scalar of at least 1."""
+        counts_E = self._sums_2E[0]
+        return counts_E.max() * self.num_experts / counts_E.sum().clamp(min=1)
+
+    def forget(self) -> None:
+        """At the end of a step, and before one that follows a broken one."""
+        self._sums_2E, self._slopes_E = torch.zeros_like(self._sums_2E), None
+
+    def slopes(self) -> Tensor:
+        """[E] what each expert's probability adds to the loss of the step. Only behind `settle`."""
+        if self._slopes_E is None:
+            raise RuntimeError("a router's backward ran before the loads of the whole step were known")
+        return self._slopes_E
+
+    def _routing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **keywords: Any) -> Any:
+            logits_TE, scores_Tk, indices_Tk = run(*args, **keywords)
+            if self._is_counted:
+                self._count(logits_TE.detach(), indices_Tk)
+            if self._is_pushed and scores_Tk.requires_grad:
+                scores_Tk = _Pushed.apply(scores_Tk, logits_TE, self)
+            return logits_TE, scores_Tk, indices_Tk
+
+        return forward
+
+    def _count(self, logits_TE: Tensor, indices_Tk: Tensor) -> None:
+        chosen = indices_Tk.reshape(-1)
+        self._sums_2E[0].scatter_add_(0, chosen, self._sums_2E.new_ones(()).expand_as(chosen))
+        self._sums_2E[1] += _probabilities(logits_TE).sum(dim=0)
+
+
+def _probabilities(logits_TE: Tensor) -> Tensor:
+    """[T, E] in at least fp32."""
+    return torch.softmax(logits_TE, dim=-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
+
+
+class _Pushed(torch.autograd.Function):
+    """The scores as they are; backward adds the gradient of the step's balance to that of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_Tk: Tensor, logits_TE: Tensor, balance: RouterBalance) -> Tensor:
+        ctx.save_for_backward(logits_TE)
+        ctx.balance = balance
+        return scores_Tk.view_as(scores_Tk)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_Tk: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (logits_TE,) = ctx.saved_tensors
+        p_TE = _probabilities(logits_TE)
+        slopes_E = ctx.balance.slopes().to(p_TE.dtype)
+        pushed_TE = p_TE * (slopes_E - (p_TE * slopes_E).sum(dim=-1, keepdim=True))
+        return gradient_Tk, pushed_TE.to(logits_TE.dtype), None
