@@ -7,8 +7,9 @@ decoder layer of plain Hugging Face around fused attention saves
     2 e a + 2 e k + l h  rotated queries and keys, values, output, LSE
     4 e f                gate, its activation, up, product
 
-which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv).
-Where values have heads of another size than keys, outputs have it too; what low-rank projections keep comes on top.
+which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv),
+experts e times the elements that routing keeps. Where values have heads of another size than keys, outputs have it too; what
+low-rank projections keep comes on top.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
         "attention_output": s * model.output_size + max(4, s) * model.num_heads,
         "qkv": s * (model.query_size + model.kv_size),
         # with the input of its first matrices
-        "mlp": e * (d + inner),
+        "mlp": e * (d + inner + model.routed_elements),
     }[tensor_class]
 
 
@@ -44,7 +45,8 @@ def plain_layer_bytes(model: ModelSpec) -> int:
     num_normed = h + model.num_kv_heads
     qk_norms = ((4 + e) * model.head_dim + 4) * num_normed if model.qk_norms else 0
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
-    return norms + qk_norms + heads + e * inner + model.latent_saved_bytes + model.adapters.layer_saved_bytes
+    mlp = e * (inner + model.routed_elements)
+    return norms + qk_norms + heads + mlp + model.latent_saved_bytes + model.adapters.layer_saved_bytes
 
 
 def checkpointed_layer_bytes(model: ModelSpec) -> int:

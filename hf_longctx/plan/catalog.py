@@ -75,9 +75,10 @@ def spec_name(spec: ModelSpec) -> str:
     sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
     adapters = f", {trained} trained beside them" if trained else ""
+    idle = f", {spec.idle_parameters} idle in a layer" if spec.idle_parameters else ""
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}, vocabulary {vocabulary}, "
-        f"{spec.bytes_per_element} bytes{sent}{normed}{adapters}"
+        f"{spec.bytes_per_element} bytes{sent}{normed}{idle}{adapters}"
     )

@@ -57,6 +57,10 @@ class ModelSpec:
     are frozen then. value_head_dim: of values where it is not head_dim (0: it is). kv_rank: of the latent that keys and values
     are made of, all but rope_head_dim of a key (0: they are made of hidden states); query_rank: the same of queries.
     caps_scores: attention has a softcap.
+
+    Of a mixture of experts all sizes are means over layers. intermediate_size: of what one token passes, its experts together.
+    idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements of a token that its
+    way to experts and back keeps for backward in a layer, beside what is inside of them.
     """
 
     num_layers: int
@@ -80,6 +84,8 @@ class ModelSpec:
     kv_rank: int = 0
     rope_head_dim: int = 0
     caps_scores: bool = False
+    idle_parameters: int = 0
+    routed_elements: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
@@ -109,10 +115,12 @@ class ModelSpec:
                 "kv_rank": get("kv_lora_rank"),
                 "rope_head_dim": rope_head_dim,
             }
+        num_layers, intermediate_size = get("num_hidden_layers", "n_layer"), get("intermediate_size", "n_inner")
+        intermediate_size, idle, routed = _expert_sizes(config, num_layers, hidden_size, intermediate_size)
         return cls(
-            num_layers=get("num_hidden_layers", "n_layer"),
+            num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=get("intermediate_size", "n_inner"),
+            intermediate_size=intermediate_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -122,6 +130,8 @@ class ModelSpec:
             bytes_per_element=bytes_per_element,
             qk_norms=bool(config.get("use_qk_norm", config.get("model_type") in _QK_NORM_TYPES)),
             caps_scores=bool(config.get("attn_logit_softcapping")),
+            idle_parameters=idle,
+            routed_elements=routed,
             **latent,
         )
 
@@ -171,9 +181,14 @@ class ModelSpec:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrix parameters of one decoder layer: q, k, v, o and the MLP."""
+        """Matrix parameters of one decoder layer that a token passes: q, k, v, o and the MLP, or the token's experts."""
         attention = self.qkv_parameters + self.hidden_size * self.output_size
         return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_weights(self) -> int:
+        """Matrix parameters of one decoder layer, all of its experts included."""
+        return self.layer_parameters + self.idle_parameters
 
     @property
     def head_share(self) -> float:
@@ -191,7 +206,7 @@ class ModelSpec:
         table = self.vocab_size * self.hidden_size
         positions = self.max_positions * self.hidden_size if self.learned_positions and is_first else 0
         num_tables = 1 if self.tied_embeddings and is_first and is_last else is_first + is_last
-        return num_layers * self.layer_parameters + num_tables * table + positions
+        return num_layers * self.layer_weights + num_tables * table + positions
 
     @property
     def trains_layers(self) -> bool:
@@ -210,10 +225,11 @@ class ModelSpec:
         HF eager modules around fused attention keep 16d + 4a + 4k + 8f + 4h bytes per layer at two bytes an element (d
         hidden, a all query heads, k all KV heads, f intermediate, h heads; 4f without a gate; with values of another size the
         mean of queries and outputs, and of keys and values); the loss keeps logits, their fp32 copy and its log-probabilities.
+        Tokens on their way to experts add `routed_elements`.
         """
         heads = 2 * (self.query_size + self.output_size) + 2 * self.kv_size
         mlp = (8 if self.gated_mlp else 4) * self.intermediate_size
-        layer = 16 * self.hidden_size + heads + mlp + 4 * self.num_heads
+        layer = 16 * self.hidden_size + heads + mlp + 4 * self.num_heads + 2 * self.routed_elements
         logits = self.vocab_size * (self.bytes_per_element + 3 * max(4, self.bytes_per_element))
         beside = self.latent_saved_bytes + self.adapters.layer_saved_bytes
         return self.num_layers * (layer * self.bytes_per_element // 2 + beside) + logits
@@ -243,6 +259,24 @@ class ModelSpec:
             return weights, weights, 8 * count
         trained, trained_bytes = self.adapters.sizes(num_layers, is_first, is_last)
         return weights + trained_bytes, trained_bytes, 8 * trained
+
+
+def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int) -> tuple[int, int, int]:
+    """`intermediate_size`, `idle_parameters` and `routed_elements` of a config; of one without experts `dense_size` and zeros.
+
+    Experts get a copy of a token and return one. Those of GPT-OSS clamp gate and up, which keeps three more inner tensors.
+    """
+    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    chosen = int(config.get("num_experts_per_tok") or 0)
+    if not num_experts or not chosen:
+        return dense_size, 0, 0
+    size = int(config.get("moe_intermediate_size") or dense_size)
+    dense, every = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
+    share = sum(layer not in dense and not (layer + 1) % every for layer in range(num_layers)) / num_layers
+    passed = chosen * size + int(config.get("shared_expert_intermediate_size") or 0)
+    idle = 3 * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
+    routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)
+    return round(share * passed + (1 - share) * dense_size), round(share * idle), round(share * routed)
 
 
 @dataclass(frozen=True, slots=True)

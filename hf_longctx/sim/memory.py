@@ -71,7 +71,7 @@ class MemoryModel:
         weights, adapters = model.num_parameters * e, self.adapter_parameters * (2 * e + 8)
         if parameters == "replicated":
             return weights + adapters
-        unit = model.num_parameters - max(0, model.num_layers - 2) * model.layer_parameters
+        unit = model.num_parameters - max(0, model.num_layers - 2) * model.layer_weights
         gathered = unit if parameters == "sharded" else model.num_parameters
         return -(-(weights + adapters) // shard_ranks) + gathered * e
 

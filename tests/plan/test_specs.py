@@ -76,6 +76,41 @@ def test_saved_bytes_of_a_tiny_model_by_hand() -> None:
     assert double.saved_bytes_per_token == 2 * 1280 + 320
 
 
+MIXTRAL_8X7B = LLAMA_7B | {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_30B_A3B = {
+    **{"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128},
+    **{"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 40960},
+}
+GPT_OSS_20B = {
+    **{"model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64},
+    **{"num_local_experts": 32, "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8},
+    **{"vocab_size": 201088, "max_position_embeddings": 131072},
+}
+
+
+# as their authors publish them, in billions: all of them, and those that a token passes with one embedding or two
+@pytest.mark.parametrize(
+    "config,total,active", [(MIXTRAL_8X7B, 46.7, 12.9), (QWEN3_30B_A3B, 30.5, 3.3), (GPT_OSS_20B, 20.9, 4.2)]
+)
+def test_experts_count_whole_as_weights_and_by_choice_as_work(config: dict[str, Any], total: float, active: float) -> None:
+    spec = ModelSpec.from_config(config)
+    assert spec.num_parameters / 1e9 == pytest.approx(total, rel=0.01)
+    tables = 2 * spec.vocab_size * spec.hidden_size
+    assert (spec.num_layers * spec.layer_parameters + tables) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_layers_without_experts_are_weighed_in() -> None:
+    # two of four layers have 2 of 8 experts of size 8, and one of 16 for all tokens; the others have one of 64
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 16}
+    layers = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
+    spec = ModelSpec.from_config(LLAMA_7B | experts | layers | {"mlp_only_layers": [0, 2]})
+    assert spec == ModelSpec.from_config(LLAMA_7B | experts | layers | {"decoder_sparse_step": 2})
+    assert spec.intermediate_size == (2 * (2 * 8 + 16) + 2 * 64) / 4
+    assert spec.idle_parameters == (3 * 6 * 32 * 8 + 8 * 32) / 2
+    assert spec.routed_elements == 2 * 2 * 32 / 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_longctx.hf.adapters import adapter_spec
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules
-from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, held_bytes, plain_layer_bytes
+from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, class_bytes, held_bytes, plain_layer_bytes
 from hf_longctx.plan.sharding import HeadShare
 from hf_longctx.plan.specs import AdapterSpec, ModelSpec
 from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
@@ -77,6 +77,21 @@ def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
     return sum(seen.values()), result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_experts_save_what_the_model_says(name: str, dtype: torch.dtype) -> None:
+    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, **({"moe_intermediate_size": 96} if name == "Qwen3Moe" else {})}
+    sizes = {"hidden_size": 256, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = model_class(config_class(vocab_size=64, num_hidden_layers=1, **sizes, **experts)).to(dtype)
+    shapes = ModelSpec.from_config(model.config.to_dict(), bytes_per_element=dtype.itemsize)
+    hidden_1TC = torch.randn(1, NUM_TOKENS, 256, dtype=dtype, requires_grad=True)
+    found, _ = saved_bytes(model, lambda: model.model.layers[0].mlp(hidden_1TC))
+    # beside probabilities and indices of experts, some 120 bytes a token
+    expected = NUM_TOKENS * (class_bytes(shapes, "mlp") + 120)
+    assert found == pytest.approx(expected, rel=0.03)
 
 
 def layer_bytes(family: str, dtype: torch.dtype, prepare: Callable[[Any], None]) -> float:
