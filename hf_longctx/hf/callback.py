@@ -26,6 +26,7 @@ from hf_longctx.hf.exchange import SequenceExchange
 from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.refusals import argument_problems
 from hf_longctx.hf.resume import check_resumed
+from hf_longctx.hf.routers import has_balance
 from hf_longctx.hf.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stock_collators import collator_problems
 from hf_longctx.hf.trainer import LongContextMixin
@@ -110,6 +111,11 @@ class LongContextCallback(TrainerCallback):
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config)
         if attention_name(model) in NAMES.values():
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
+        if has_balance(model):
+            problems.append(
+                "the model's config asks for a balance of its experts (output_router_logits=True), which a forward of a stock "
+                "trainer takes of its own rank's tokens; attach the callback to the trainer, or set it to False"
+            )
         if args.world_size > 1 and vars(model).get("_is_accelerate_prepared"):
             problems.append(
                 "evaluate() or predict() ran before train(), after which accelerate trains every rank alone, without DDP; call "

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.core_model_loading import revert_weight_conversion
 
 SHARDS_FOLDER = "optimizer_shards"
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -49,9 +51,34 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
 def load_weights(model: nn.Module, folder: str) -> None:
     """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads them and keeps its shards.
 
-    Raises ValueError for a folder without safetensors or with other weights than the model's.
+    Those with other names or shapes in files are read by transformers, into a whole second model on every rank's CPU. Raises
+    ValueError for a folder without safetensors or with other weights than the model's.
     """
-    copy_weights(model, folder, {}, is_part=False)
+    if renamed_weights(model):
+        _copy_converted(model, folder)
+    else:
+        copy_weights(model, folder, {}, is_part=False)
+
+
+def renamed_weights(model: Any) -> list[str]:
+    """Weights of `model` that transformers fuses or renames when it reads them from files, as those of experts."""
+    weights = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in model.state_dict().items()}
+    return sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys())
+
+
+@torch.no_grad()
+def _copy_converted(model: Any, folder: str) -> None:
+    checkpoint_files(folder)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    loaded, report = model_class.from_pretrained(
+        folder, dtype=model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    found = loaded.state_dict()
+    targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    if missing := sorted({*report["missing_keys"], *(model.state_dict().keys() - found.keys())}):
+        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} first; resume with its own model")
+    for name in model.state_dict():
+        targets[name].copy_(sharded_like(targets[name], found[name]))
 
 
 @torch.no_grad()

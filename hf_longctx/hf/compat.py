@@ -8,8 +8,9 @@ from transformers import PretrainedConfig, PreTrainedModel, __version__
 
 from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
 from hf_longctx.hf.rope import rope_problems
+from hf_longctx.hf.routers import router_problems
 
-# a class gets in with its row in tests/runtime/test_equality.py or test_families.py, never without
+# a class gets in with its row in tests/runtime/test_equality.py, test_families.py or test_moe.py, never without
 TESTED_MODELS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -33,6 +34,11 @@ TESTED_MODELS = (
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
     "YoutuForCausalLM",
+    "GptOssForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 # of these the layers without experts are tested
 _DENSE_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -64,7 +70,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
             f"tested; use the class of transformers"
         ]
-    problems = [*adapter_problems(model), *_pattern_problems(base), *_expert_problems(base)]
+    problems = [*adapter_problems(model), *_pattern_problems(base), *_expert_problems(base), *router_problems(config)]
     problems += [
         f"{field} is {value}; set it to 0.0, dropout is not supported yet"
         for field, value in sorted(config.to_dict().items())

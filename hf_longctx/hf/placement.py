@@ -25,6 +25,7 @@ from hf_longctx.hf.checkpoint import (
     load_optimizer,
     load_weights,
     load_whole_optimizer,
+    renamed_weights,
     save_optimizer,
 )
 from hf_longctx.hf.config import LongContextConfig
@@ -142,8 +143,12 @@ class PlacementMixin(_TrainerBase):
 
     @property
     def _reads_weights(self) -> bool:
-        """Whether `Trainer` would not do: it loads no shards, and makes adapters anew, in fp32, as inference does."""
-        return is_sharded(self.model) or is_adapted(self.model)
+        """Whether `Trainer` would not do.
+
+        It loads no shards, makes adapters anew, in fp32, as inference does, and passes over weights, as those of experts, that
+        have other names in files, with no more than a warning.
+        """
+        return is_sharded(self.model) or is_adapted(self.model) or bool(renamed_weights(self.model))
 
     def _read_weights(self, folder: str) -> None:
         model = self._placed_model()

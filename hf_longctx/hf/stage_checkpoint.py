@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from peft.utils import CONFIG_NAME
@@ -33,6 +32,7 @@ from hf_longctx.hf.checkpoint import (
     copy_weights,
     gather_weights,
     optimizer_states,
+    renamed_weights,
     set_optimizer_states,
 )
 from hf_longctx.hf.stages import find_pieces
@@ -87,8 +87,7 @@ def load_stage_weights(stage: StageModel, folder: str) -> None:
 
 def _check_shapes(model: Any) -> None:
     """Raises ValueError if transformers fuses or renames weights of the model when it reads them from files."""
-    weights = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in model.state_dict().items()}
-    if fused := sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys()):
+    if fused := renamed_weights(model):
         raise ValueError(
             f"{fused[0]} has other names or shapes in files, which cannot be read back by stages yet; start anew from the "
             f"checkpoint's weights with load_pipeline_stage, or resume with stages=1"

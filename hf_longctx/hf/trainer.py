@@ -35,6 +35,7 @@ from hf_longctx.hf.refusals import (
 )
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
+from hf_longctx.hf.routers import RouterRuntime
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.staged import StagedMixin, check_trained
@@ -49,6 +50,7 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
     # whether evaluation runs under plans too, or as in `Trainer`
     _plans_evaluation = True
     _executor: StepExecutor | None
+    _plans_of_step: list[Any]
 
     def __init__(
         self,
@@ -93,11 +95,13 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         finally:
             self._recorder.resume(None, self.args)
             self._activations.close()
+            self._routers.close()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
         """The plans of one optimizer step and the number of their label tokens over all ranks."""
         with self._explained():
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._plans_of_step = batches
             return batches, self._sum_over_ranks(sum(batch["num_label_tokens"] for batch in batches))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -113,6 +117,10 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         executor = self._training_executor()
         executor.engine = self._activations.engine(executor.model, rank_plan)
         with self._explained():
+            if len(self._plans_of_step) > 1:
+                # experts are balanced over all of them, before the first of them runs
+                executor.route([(b["step"].plan.for_rank(self._pool.rank), b["chunks"]) for b in self._plans_of_step])
+            self._plans_of_step = []
             result = executor.run(
                 rank_plan, inputs["chunks"], num_items_in_batch, self.accelerator.sync_gradients, plan.estimate.peak_bytes
             )
@@ -137,13 +145,21 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
             # within a training its steps go on under the same engine
             if not self.is_in_train:
                 self._activations.close()
+                self._routers.close()
 
     def _evaluate_plans(self, dataloader: DataLoader[Any], metric_key_prefix: str) -> EvalLoopOutput:
         model = self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
         self.callback_handler.eval_dataloader = dataloader
-        executor = StepExecutor(model, self._pool, self._num_attention_layers, self.args.device, stage=self._stage)
+        executor = StepExecutor(
+            model,
+            self._pool,
+            self._num_attention_layers,
+            self.args.device,
+            stage=self._stage,
+            routers=self._routers.balance(model),
+        )
         loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
         with self._explained():
             for batch in dataloader:
@@ -222,6 +238,9 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
             self._source.copies_take,
             has_head=self._pool.stage == setup.num_stages - 1,
         )
+        self._routers = RouterRuntime(self.args.device)
+        # of the present optimizer step, until its first plan runs
+        self._plans_of_step = []
         self._recorder = DataRecorder()
         # before the report, which lets the other ranks go on after a checkpoint
         self.add_callback(self._recorder)
@@ -235,7 +254,13 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         if self._executor is None or self._executor.model is not model:
             fp32_gradients = self.longctx_config.fp32_gradients
             self._executor = StepExecutor(
-                model, self._pool, self._num_attention_layers, self.args.device, fp32_gradients, stage=self._stage
+                model,
+                self._pool,
+                self._num_attention_layers,
+                self.args.device,
+                fp32_gradients,
+                stage=self._stage,
+                routers=self._routers.balance(model),
             )
         return self._executor
 

@@ -1,0 +1,86 @@
+"""Mixtures of experts in the trainer: the trajectory of one plain process with one balance per optimizer step, and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows, reference_step
+from helpers.steps import whole
+from helpers.training import LossRecorder, make_trainer, resuming
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.hf.compat import model_problems
+from hf_longctx.hf.sampler import LengthAwareSampler
+
+CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)
+LENGTHS = [31, 7, 5, 19, 3, 12, 9, 26]
+NUM_STEPS = 2
+ARGUMENTS = {
+    **{"max_steps": NUM_STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"},
+    **{"warmup_steps": 0, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0, "learning_rate": 0.1},
+}
+
+
+def train(rows: Any, folder: str, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Losses of optimizer steps and the final weights of a run on this rank; `resume` names a checkpoint."""
+    resume = arguments.pop("resume", None)
+    trainer = make_trainer(CASE, rows, folder, config, {**ARGUMENTS, **arguments})
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    return [sum(recorder.losses[place : place + 2]) for place in range(0, len(recorder.losses), 2)], weights
+
+
+def plain_run(rows: Any) -> tuple[list[float], dict[str, Any]]:
+    model, losses = build_model(CASE), []
+    sampler = LengthAwareSampler(torch.tensor(LENGTHS).numpy(), sequences_per_step=4, seed=3)
+    for epoch in range(NUM_STEPS):
+        sampler.set_epoch(epoch)
+        losses.append(reference_step(model, [rows[i] for batch in sampler for i in batch])[0])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
+
+
+@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+def test_accumulated_plans_follow_one_plain_process(ranks, tmp_path: Path, parameters: str) -> None:
+    rows = random_rows(LENGTHS)
+    expected = plain_run(rows)
+    config = {"tokens_per_rank": 32, "parameters": parameters}
+    for losses, weights in ranks(2).run(train, rows, str(tmp_path), config, {}):
+        assert losses == pytest.approx(expected[0], rel=1e-10)
+        assert worst(weights, expected[1]) <= 1e-10
+
+
+@resuming
+@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> None:
+    rows, config = random_rows(LENGTHS), {"tokens_per_rank": 32, "parameters": parameters}
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    straight = ranks(2).run(train, rows, str(tmp_path), config, saving)[0]
+    resumed = ranks(2).run(train, rows, str(tmp_path / "more"), config, {"resume": str(tmp_path / "checkpoint-1")})[0]
+    assert resumed[0] == straight[0][1:]
+    assert all(torch.equal(resumed[1][name], weight) for name, weight in straight[1].items())
+    # an ordinary checkpoint
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float64)
+    assert all(torch.equal(weight, straight[1][name]) for name, weight in loaded.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "family,field,value,message",
+    [("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise is 0.1"), ("olmoe", "clip_qkv", 8.0, "clip_qkv is 8.0")],
+)
+def test_what_would_differ_is_refused(family: str, field: str, value: float, message: str) -> None:
+    model = build_model(ModelCase(family))
+    assert model_problems(model) == []
+    setattr(model.config, field, value)
+    assert any(message in problem for problem in model_problems(model))
