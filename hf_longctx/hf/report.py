@@ -39,7 +39,7 @@ class StepRecord:
     """One finished plan as rank `rank` saw it: plan number `place` of the `count` plans of an optimizer step.
 
     `loss` is that of the whole optimizer step. `predicted_memory` is what `memory` was expected to be, `predicted_idle` what
-    `idle_share` was; None where nothing was measured to predict from.
+    `idle_share` was; None where nothing was measured to predict from. `router_loss`, `router_load`: as in `StepResult`.
     """
 
     plan: StepPlan
@@ -51,6 +51,8 @@ class StepRecord:
     memory: StepMemory = NO_MEMORY
     predicted_memory: StepMemory = NO_MEMORY
     predicted_idle: float | None = None
+    router_loss: float | None = None
+    router_load: float | None = None
 
     @property
     def ends_step(self) -> bool:
@@ -207,7 +209,8 @@ class RunReport(TrainerCallback):
             rank, model = self.source.pool.rank, self.source.costs.model
             memory = result.memory, predicted_memory(plan, rank, model)
             idle = predicted_idle(plan, rank, self.source.costs)
-            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory, idle)
+            routing = (None if value is None else float(value) for value in (result.router_loss, result.router_load))
+            record = StepRecord(plan, rank, loss, tuple(result.intervals()), place, len(pending), *memory, idle, *routing)
             self._last.append(record)
             self._since_log.append(record)
             if record.error is not None:
@@ -257,6 +260,9 @@ class RunReport(TrainerCallback):
         ):
             if None not in values:
                 metrics[name] = mean(value for value in values if value is not None)
+        for name in ("router_loss", "router_load"):
+            if found := [getattr(record, name) for record in records if getattr(record, name) is not None]:
+                metrics[name] = mean(found)
         errors = [abs(record.error) for record in records if record.error is not None]
         if len(errors) == len(records):
             metrics["predicted_step_s"] = sum(record.plan.estimate.step_s for record in records) / num_steps

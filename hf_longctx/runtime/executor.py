@@ -134,10 +134,10 @@ class StepExecutor:
         """
         self.parameters.check(plan.parameters)
         self._check(plan)
+        is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce)
         clock = StepClock(self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         memory = StepMemory()
-        is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with self.parameters.in_step():

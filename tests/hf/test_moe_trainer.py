@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step
+from helpers.models import MOE_FAMILIES, ModelCase, balance_of, build_model, random_rows, reference_step
 from helpers.steps import whole
-from helpers.training import LossRecorder, make_trainer, resuming
-from transformers import AutoModelForCausalLM
+from helpers.training import LossRecorder, make_trainer, resuming, training_arguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
+from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.sampler import LengthAwareSampler
 
@@ -24,15 +27,19 @@ ARGUMENTS = {
 }
 
 
-def train(rows: Any, folder: str, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """Losses of optimizer steps and the final weights of a run on this rank; `resume` names a checkpoint."""
+def train(rows: Any, folder: str, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[list[float], dict[str, Any], Any]:
+    """Losses of optimizer steps, final weights and the log of a run on this rank; `resume` names a checkpoint."""
     resume = arguments.pop("resume", None)
     trainer = make_trainer(CASE, rows, folder, config, {**ARGUMENTS, **arguments})
     recorder = LossRecorder()
     recorder.attach(trainer)
     trainer.train(resume_from_checkpoint=resume)
     weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
-    return [sum(recorder.losses[place : place + 2]) for place in range(0, len(recorder.losses), 2)], weights
+    return (
+        [sum(recorder.losses[place : place + 2]) for place in range(0, len(recorder.losses), 2)],
+        weights,
+        trainer.state.log_history,
+    )
 
 
 def plain_run(rows: Any) -> tuple[list[float], dict[str, Any]]:
@@ -47,6 +54,14 @@ def plain_run(rows: Any) -> tuple[list[float], dict[str, Any]]:
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
+def first_balance(rows: Any) -> float:
+    """Of the first step, which has all rows."""
+    model = build_model(CASE)
+    with torch.no_grad():
+        routed = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).router_logits for row in rows]
+    return 0.5 * float(balance_of(routed, model.config))
+
+
 def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
 
@@ -56,7 +71,10 @@ def test_accumulated_plans_follow_one_plain_process(ranks, tmp_path: Path, param
     rows = random_rows(LENGTHS)
     expected = plain_run(rows)
     config = {"tokens_per_rank": 32, "parameters": parameters}
-    for losses, weights in ranks(2).run(train, rows, str(tmp_path), config, {}):
+    for losses, weights, log in ranks(2).run(train, rows, str(tmp_path), config, {"logging_steps": 1}):
+        logged = [(entry["router_loss"], entry["router_load"]) for entry in log if "router_loss" in entry]
+        assert logged[0][0] == pytest.approx(first_balance(rows), rel=1e-10)
+        assert len(logged) == NUM_STEPS and all(1 <= load <= 4 / 2 for _, load in logged)
         assert losses == pytest.approx(expected[0], rel=1e-10)
         assert worst(weights, expected[1]) <= 1e-10
 
@@ -75,12 +93,40 @@ def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> No
     assert all(torch.equal(weight, straight[1][name]) for name, weight in loaded.named_parameters())
 
 
+def test_evaluation_takes_the_cross_entropy_alone(ranks, tmp_path: Path) -> None:
+    rows = random_rows(LENGTHS)
+    expected = reference_step(build_model(replace(CASE, balance=None)), rows)[0]
+    assert ranks(2).run(evaluate, rows, str(tmp_path)) == [pytest.approx(expected, rel=1e-10)] * 2
+
+
+def evaluate(rows: Any, folder: str) -> float:
+    evaluated = {"eval_dataset": datasets.Dataset.from_list(rows)}
+    return make_trainer(CASE, rows, folder, {"tokens_per_rank": 32}, ARGUMENTS, **evaluated).evaluate()["eval_loss"]
+
+
+def test_a_callback_alone_refuses_a_balance_of_experts(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(random_rows(LENGTHS))
+    arguments = training_arguments(str(tmp_path), max_steps=1)
+    callback = LongContextCallback(LongContextConfig(report_steps=False))
+    collator = DataCollatorWithFlattening()
+    trainer = Trainer(build_model(CASE), arguments, collator, rows, callbacks=[callback])
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        trainer.train()
+    stock = build_model(replace(CASE, balance=None))
+    Trainer(stock, arguments, collator, rows, callbacks=[LongContextCallback(callback.config)]).train()
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_class_is_admitted(family: str) -> None:
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    assert model_problems(build_model(ModelCase(family, attention=attention, balance=0.5))) == []
+
+
 @pytest.mark.parametrize(
     "family,field,value,message",
     [("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise is 0.1"), ("olmoe", "clip_qkv", 8.0, "clip_qkv is 8.0")],
 )
 def test_what_would_differ_is_refused(family: str, field: str, value: float, message: str) -> None:
     model = build_model(ModelCase(family))
-    assert model_problems(model) == []
     setattr(model.config, field, value)
     assert any(message in problem for problem in model_problems(model))

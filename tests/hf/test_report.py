@@ -198,6 +198,8 @@ class Finished:
     loss: torch.Tensor
     measured: tuple[Interval, ...]
     memory: StepMemory = NO_MEMORY
+    router_loss: None = None
+    router_load: None = None
 
     def intervals(self) -> list[Interval]:
         return list(self.measured)
