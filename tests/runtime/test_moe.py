@@ -26,10 +26,11 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.hf.routers import router_balance
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, StepResult
 from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.offload import HostTier
 
 CPU = torch.device("cpu")
 LENGTHS = [30, 7, 17, 1]
@@ -48,7 +49,7 @@ def case_of(family: str, **changes: Any) -> ModelCase:
 def lone_step(case: ModelCase, plan: StepPlan, rows: Any, has_engine: bool = False) -> tuple[StepResult, dict[str, Any]]:
     model = build_model(case)
     patch_model(model)
-    engine = ActivationEngine(layer_modules(model)) if has_engine else None
+    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**22)) if has_engine else None
     routers = router_balance(model, CPU)
     executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), CPU, engine=engine, routers=routers)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
@@ -65,6 +66,9 @@ def test_the_reference_balances_as_transformers_does() -> None:
     assert float(balance_of(routed, model.config)) == pytest.approx(float(load_balancing_loss_func(of_layers, 4, 2)), rel=1e-6)
 
 
+OFFLOADED = LayerPolicy((TensorShare("layer_input", host=1.0), TensorShare("mlp", recompute=0.3, host=0.4, device=0.3)))
+
+
 @pytest.mark.parametrize("plan", ["packed", "slices", "mixed", "recomputed"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_class_matches_with_the_balance_of_the_step(family: str, plan: str) -> None:
@@ -73,7 +77,7 @@ def test_every_class_matches_with_the_balance_of_the_step(family: str, plan: str
         "packed": sliced_plan(LENGTHS, WHOLE),
         "slices": sliced_plan(LENGTHS, SLICES),
         "mixed": sliced_plan(LENGTHS, SLICES, MIXED),
-        "recomputed": with_policies(sliced_plan(LENGTHS, SLICES, MIXED), (recomputing(0.5, 0.5), recomputing()), 16),
+        "recomputed": with_policies(sliced_plan(LENGTHS, SLICES, MIXED), (recomputing(0.5, 0.5), OFFLOADED), 16),
     }
     result, gradients = lone_step(case, steps[plan], rows, has_engine=plan == "recomputed")
     assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
