@@ -186,6 +186,9 @@ def shaped_config(spec: ModelSpec) -> PretrainedConfig:
 def build_model(config: PretrainedConfig, device: torch.device, precision: str) -> PreTrainedModel:
     """A model of random weights that runs plans. Raises ValueError for one whose attention would be silently wrong."""
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    if getattr(config, "output_router_logits", False):
+        # a balance of experts is no part of what a chunk costs
+        config.output_router_logits = False
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     if problems := model_problems(model):
