@@ -1,0 +1,149 @@
+"""Small plans that together use what plans of a run may use: its largest groups in every shape, and slices, recomputed.
+
+They are not fast and nobody would choose them. Each runs a pack of documents on one group and lone documents on single ranks
+(with label counts of their own), so that what goes wrong between documents, inside a group or between ranks shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.pipeline import pipelined
+from hf_longctx.plan.specs import PlannerConfig
+from hf_longctx.plan.traffic import group_shapes
+from hf_longctx.plan.types import (
+    ActivationPolicy,
+    Chunk,
+    GroupShape,
+    LayerPolicy,
+    LayerRange,
+    MicroBatch,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+    TensorShare,
+)
+from hf_longctx.plan.validate import validate_plan
+
+# of the documents of `probe_lengths`: those that one group packs, the long one last, and those that are alone on their ranks
+PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)
+_NUM_SLICES = 3
+_TILE_TOKENS = 16
+# everything that may be run again is, attention's output in part
+_REPLAYED = (TensorShare("qkv", recompute=1.0), TensorShare("mlp", recompute=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """A plan and what it is there for, such as "ring of 4" or "slices on 2 ranks, recomputed"."""
+
+    name: str
+    plan: StepPlan
+
+
+def probe_lengths(long_tokens: int) -> tuple[int, ...]:
+    """Tokens of the documents of every probe, of which `LONG` has `long_tokens` (at least 8)."""
+    return (max(2, long_tokens // 3), max(2, long_tokens // 8), long_tokens, 7, 4)
+
+
+def probe_plans(
+    lengths: Sequence[int], costs: CostModel, config: PlannerConfig, num_layers: Sequence[int], has_policies: bool
+) -> tuple[ProbePlan, ...]:
+    """The plans for documents of `probe_lengths` on a run of these costs and limits.
+
+    num_layers: of every stage of the model that runs them. has_policies: whether activation policies may be planned. Slices
+    are there where plans may have them: under policies, and in pipelines.
+    """
+    ranks_per_stage = costs.cluster.num_ranks // len(num_layers)
+    cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
+    degree = max(degree for degree in config.degrees if degree <= ranks_per_stage)
+    shapes = group_shapes(degree, costs.method, costs.model, cluster) or (GroupShape(1),)
+    firsts = [0, *accumulate(num_layers)]
+    parts = [(LayerRange(first, count),) for first, count in zip(firsts, num_layers, strict=False)]
+    whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
+    probes = [ProbePlan(_name(shape), _plan(_group(shape, whole), lengths, ranks_per_stage, parts, costs)) for shape in shapes]
+    if has_policies or len(num_layers) > 1:
+        shape = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
+        plan = _plan(_group(shape, _slices(lengths)), lengths, ranks_per_stage, parts, costs)
+        name = f"slices, {_name(shape)}"
+        probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
+    return tuple(probes)
+
+
+def _name(shape: GroupShape) -> str:
+    if shape.degree == 1:
+        return "one rank"
+    inner = f" in blocks of {shape.ulysses}" if shape.method == "hybrid" else ""
+    return f"{shape.method} of {shape.degree}{inner}"
+
+
+def _group(shape: GroupShape, chunks: tuple[Chunk, ...]) -> SequenceGroup:
+    ulysses = shape.ulysses if shape.method == "hybrid" else 0
+    return SequenceGroup(tuple(range(shape.degree)), shape.method, chunks, (), ulysses)
+
+
+def _slices(lengths: Sequence[int]) -> tuple[Chunk, ...]:
+    """The long document in slices, the last one together with another document; the third alone."""
+    cuts = [lengths[LONG] * place // _NUM_SLICES for place in range(_NUM_SLICES + 1)]
+    spans = [[Span(LONG, start, stop)] for start, stop in pairwise(cuts)]
+    spans[-1].append(Span(0, 0, lengths[0]))
+    spans.append([Span(1, 0, lengths[1])])
+    return tuple(Chunk(index, tuple(each)) for index, each in enumerate(spans))
+
+
+def _plan(
+    group: SequenceGroup,
+    lengths: Sequence[int],
+    num_ranks: int,
+    parts: Sequence[tuple[LayerRange, ...]],
+    costs: CostModel,
+) -> StepPlan:
+    """The group, then the lone documents on the first and the last rank; ranks without any run dummy chunks in the same order."""
+    group = pipelined(group, parts)
+    # under sharded parameters all ranks run the same order of kinds
+    idle = [
+        SequenceGroup((position,), "local", tuple(Chunk(chunk.index) for chunk in group.chunks), group.stages)
+        for position in range(group.degree, num_ranks)
+    ]
+    members: dict[int, list[int]] = {position: [] for position in range(num_ranks)}
+    for place, sequence in enumerate(LONE):
+        members[(num_ranks - 1) * place].append(sequence)
+    lone = [
+        pipelined(SequenceGroup((position,), "local", (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in each)),), ()), parts)
+        for position, each in members.items()
+    ]
+    return validate_plan(
+        StepPlan(
+            step=0,
+            lengths=tuple(lengths),
+            num_stages=len(parts),
+            ranks_per_stage=num_ranks,
+            parameters=costs.parameters,
+            micro_batches=(MicroBatch((group, *idle)), MicroBatch(tuple(lone))),
+            shard_ranks=costs.shards,
+        )
+    )
+
+
+def _recomputed(plan: StepPlan) -> StepPlan:
+    """The plan with a policy for every chunk that has everything run again, half of attention's output and in tiles."""
+    shares = (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
+
+    def with_policies(stage: StagePlan, num_chunks: int) -> StagePlan:
+        layers = (LayerPolicy(shares),) * stage.num_layers
+        return replace(stage, activations=tuple(ActivationPolicy(i, 0, layers, _TILE_TOKENS) for i in range(num_chunks)))
+
+    micro_batches = tuple(
+        MicroBatch(
+            tuple(
+                replace(group, stages=tuple(with_policies(stage, len(group.chunks)) for stage in group.stages))
+                for group in micro_batch.groups
+            )
+        )
+        for micro_batch in plan.micro_batches
+    )
+    return validate_plan(replace(plan, micro_batches=micro_batches))

@@ -1,0 +1,60 @@
+"""Probe plans: valid on every run, with what its plans may use in them, documents of their own on the first and last rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.probe_plans import LONE, LONG, PACKED, probe_lengths, probe_plans
+from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, PlannerConfig, default_degrees
+from hf_longctx.plan.types import Span
+
+MODEL = ModelSpec(8, 32, 48, 4, 2, 8, 64, 512)
+LENGTHS = probe_lengths(61)
+
+
+def probes(num_ranks: int, num_layers: tuple[int, ...] = (2,), has_policies: bool = True, degrees=(), **costs):
+    cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_CPU)
+    priced = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster))
+    ranks_per_stage = num_ranks // len(num_layers)
+    config = PlannerConfig(64, degrees or default_degrees(ranks_per_stage, 4))
+    return {
+        probe.name: probe.plan for probe in probe_plans(LENGTHS, replace(priced, **costs), config, num_layers, has_policies)
+    }
+
+
+@pytest.mark.parametrize(
+    "num_ranks,settings,names",
+    [
+        (1, {}, ["one rank", "slices, one rank, recomputed"]),
+        (1, {"has_policies": False}, ["one rank"]),
+        (2, {}, ["ulysses of 2", "ring of 2", "slices, ulysses of 2, recomputed"]),
+        (2, {"method": "ring"}, ["ring of 2", "slices, one rank, recomputed"]),
+        (2, {"degrees": (1,)}, ["one rank", "slices, one rank, recomputed"]),
+        (4, {"has_policies": False}, ["ulysses of 4", "hybrid of 4 in blocks of 2", "ring of 4"]),
+        (4, {"degrees": (1, 3)}, ["ring of 3", "slices, one rank, recomputed"]),
+        (4, {"num_layers": (1, 3), "method": "ulysses"}, ["ulysses of 2", "slices, ulysses of 2, recomputed"]),
+        (2, {"num_layers": (1, 1), "method": "ulysses", "has_policies": False}, ["one rank", "slices, one rank"]),
+        (8, {"parameters": "sharded", "shard_ranks": 4}, ["hybrid of 8 in blocks of 2", "ring of 8", "slices, one rank, recomputed"]),
+    ],
+)
+def test_probes_use_what_plans_of_the_run_may(num_ranks: int, settings, names: list[str]) -> None:
+    # they were validated where they were made
+    found = probes(num_ranks, **settings)
+    assert list(found) == names
+    for name, plan in found.items():
+        packed, lone = plan.micro_batches
+        spans = [span for group in packed.groups for chunk in group.chunks for span in chunk.spans]
+        assert {span.sequence for span in spans} == set(PACKED)
+        assert ("slices" in name) == any(span.start for span in spans)
+        assert ("recomputed" in name) == any(stage.activations for stage in packed.groups[0].stages)
+        ranks = {span.sequence: group.positions for group in lone.groups for chunk in group.chunks for span in chunk.spans}
+        assert ranks == {LONE[0]: (0,), LONE[1]: (plan.ranks_per_stage - 1,)}
+
+
+def test_the_long_document_is_the_last_of_its_pack_so_that_it_would_see_the_others() -> None:
+    (chunk,) = probes(2)["ulysses of 2"].micro_batches[0].groups[0].chunks
+    assert chunk.spans[-1] == Span(LONG, 0, 61)
+    assert LENGTHS[LONG] == max(LENGTHS)
