@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, cast
 
+import torch.distributed as dist
 from accelerate import PartialState
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -19,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.activations import ActivationRuntime
-from hf_longctx.hf.agreement import control_group
+from hf_longctx.hf.agreement import control_group, gather_objects
 from hf_longctx.hf.attention import NAMES, attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.exchange import SequenceExchange
@@ -27,6 +29,7 @@ from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.refusals import argument_problems
 from hf_longctx.hf.resume import check_resumed
 from hf_longctx.hf.routers import has_balance
+from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stock_collators import collator_problems
 from hf_longctx.hf.trainer import LongContextMixin
@@ -128,6 +131,11 @@ class LongContextCallback(TrainerCallback):
         undo.callback(source.pool.close)
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
+        opening = opening_line(setup, args, model)
+        test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
+        if test is not None:
+            passed = test.run(source.pool, None, args.device, config.fp32_gradients, partial(_sum_over_ranks, control))
+            opening = f"{opening}\n{passed}"
         budget = setup.planner.activations
         host_bytes = budget.host_bytes if budget is not None else 0
         activations = ActivationRuntime(args.device, host_bytes, source.copies_take)
@@ -142,7 +150,7 @@ class LongContextCallback(TrainerCallback):
         ):
             undo.callback(handle.remove)
         if args.process_index == 0 and config.report_steps:
-            tqdm.write(opening_line(setup, args, model))
+            tqdm.write(opening)
         if args.process_index == 0 and (idle := _without_effect(config)):
             logger.warning("%s: no effect on a callback that is not attached to its trainer", ", ".join(idle))
 
@@ -255,6 +263,10 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
             f"long_sequences={config.long_sequences!r} needs the trainer's loader; call attach(trainer), or cut the dataset"
         )
     return problems
+
+
+def _sum_over_ranks(control: dist.ProcessGroup | None, own: int) -> int:
+    return sum(gather_objects(own, control))
 
 
 def _without_effect(config: LongContextConfig) -> list[str]:

@@ -191,6 +191,14 @@ class LongContextConfig:
             "away in bf16. Without effect on fp32 weights."
         },
     )
+    self_test: bool = field(
+        default=True,
+        metadata={
+            "help": "Seconds at start: a copy of the model with one layer of every kind runs small plans of every shape and is "
+            "compared with plain transformers, in fp64; the run stops where they differ. Left out, with a logged line, where "
+            "each rank loads its own pipeline stage or memory has no room for the copy."
+        },
+    )
     report_steps: bool = field(default=True, metadata={"help": "Print one line per step on rank 0."})
     timeline_steps: int = field(
         default=3,

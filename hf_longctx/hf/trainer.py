@@ -36,6 +36,7 @@ from hf_longctx.hf.refusals import (
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.routers import RouterRuntime
+from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.staged import StagedMixin, check_trained
@@ -210,6 +211,8 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         self._prepare_data(setup, model, args, datasets)
         patch_model(model)
         self._num_attention_layers = num_attention_layers(model)
+        # before the model is cut or placed
+        self._self_test = SelfTest.of(model, setup, args.device, args.bf16, self._control) if config.self_test else None
         self._stage = self._own_stage(setup, model)
         if self._stage is not None:
             check_trained(self._stage, self._control)
@@ -245,6 +248,12 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         # before the report, which lets the other ranks go on after a checkpoint
         self.add_callback(self._recorder)
         opening = opening_line(setup, self.args, self.model)
+        if (test := self._self_test) is not None:
+            # its copies go with it
+            self._self_test = None
+            fp32_gradients = self.longctx_config.fp32_gradients
+            passed = test.run(self._pool, self._mesh, self.args.device, fp32_gradients, self._sum_over_ranks)
+            opening = f"{opening}\n{passed}"
         self._report = RunReport(self.longctx_config, self._source, opening)
         self.add_callback(self._report)
 

@@ -75,7 +75,7 @@ def make_trainer(
     """A trainer on a list of rows or on a dataset; a step has 8 sequences on any number of ranks unless `arguments` differ."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     args = training_arguments(folder, **{"per_device_train_batch_size": 8 // num_ranks, **(arguments or {})})
-    settings = {"report_steps": False, "timeline_steps": 0, **(config or {})}
+    settings = {"report_steps": False, "timeline_steps": 0, "self_test": False, **(config or {})}
     return LongContextTrainer(
         model=build_model(case),
         args=args,

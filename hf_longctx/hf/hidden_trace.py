@@ -1,0 +1,100 @@
+"""Hidden states behind embedding and layers, and their gradients, token by token, wherever a plan puts the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+# what is recorded
+Kind = Literal["values", "gradients"]
+# tokens [start, stop) of a sequence, which lie from `first` on in the row that a model gets
+Part = tuple[int, int, int, int]
+
+
+class HiddenTrace:
+    """Records what leaves `modules` while `recording` names the tokens that run, and what gradients come back to it.
+
+    Keys of `modules` are the sites' names. Runs of a module outside of `recording`, as in a replay, are not recorded.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self.records: dict[tuple[Kind, int], dict[tuple[int, int, int], Tensor]] = {}
+        self._parts: Sequence[Part] | None = None
+        self._modules = modules
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Inside, the modules have hooks."""
+        with ExitStack() as undo:
+            for site, module in self._modules.items():
+                undo.callback(module.register_forward_hook(self._hook(site)).remove)
+            yield
+
+    @contextmanager
+    def recording(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Inside, forwards run the tokens of `parts`."""
+        self._parts = parts
+        try:
+            yield
+        finally:
+            self._parts = None
+
+    def whole(self, kind: Kind, site: int, sequence: int) -> Tensor | None:
+        """What was recorded of a sequence that ran in one piece, [tokens, hidden size]; None if nothing was."""
+        pieces = [tensor for key, tensor in self.records.get((kind, site), {}).items() if key[0] == sequence]
+        return pieces[0] if pieces else None
+
+    def _hook(self, site: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if (parts := self._parts) is None:
+                return
+            hidden_1TC: Tensor = output if isinstance(output, Tensor) else output[0]
+            self._keep("values", site, parts, hidden_1TC)
+            if not torch.is_grad_enabled():
+                return
+            if not hidden_1TC.requires_grad:
+                # of a frozen embedding
+                hidden_1TC.requires_grad_()
+            hidden_1TC.register_hook(lambda gradient: self._keep("gradients", site, parts, gradient))
+
+        return hook
+
+    def _keep(self, kind: Kind, site: int, parts: Sequence[Part], tensor_1TC: Tensor) -> None:
+        record = self.records.setdefault((kind, site), {})
+        for sequence, start, stop, first in parts:
+            record[sequence, start, stop] = tensor_1TC.detach()[0, first : first + stop - start].to(torch.float64, copy=True)
+
+
+def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, stop: int | None = None) -> float:
+    """The largest distance of a token's vector from the plain one, over the longest of these; of tokens before `stop`.
+
+    Only what `found` has of them is compared; what plain has no record of counts as zero.
+    """
+    reference = plain.records.get((kind, site), {})
+    scale = max((float(tensor.norm(dim=-1).max()) for tensor in reference.values()), default=0.0)
+    worst = 0.0
+    for (sequence, start, end), tensor in found.records.get((kind, site), {}).items():
+        num_tokens = (end if stop is None else min(stop, end)) - start
+        if num_tokens <= 0:
+            continue
+        expected = plain.whole(kind, site, sequence)
+        gap = tensor if expected is None else tensor - expected[start:end]
+        distance = float(gap[:num_tokens].norm(dim=-1).max())
+        # not a number is the worst of all
+        worst = max(worst, distance if distance == distance else float("inf"))
+    return worst / scale if scale else worst
+
+
+def largest(trace: HiddenTrace, kind: Kind, site: int, sequences: Sequence[int], stop: int | None = None) -> float:
+    """The largest element of what was recorded of `sequences`, of tokens before `stop`."""
+    tensors = [
+        tensor[: None if stop is None else max(0, stop - start)]
+        for (sequence, start, _), tensor in trace.records.get((kind, site), {}).items()
+        if sequence in sequences
+    ]
+    values = [float(tensor.abs().max()) for tensor in tensors if tensor.numel()]
+    return max((value if value == value else float("inf") for value in values), default=0.0)

@@ -1,0 +1,122 @@
+"""What the runs of a self-test say: errors of all ranks to named findings, the first layer that differs before all.
+
+Forward, the first site whose hidden states differ is where it went wrong; all behind it differ too. Where all hidden states
+agree, gradients are followed from the loss back: the first site whose gradient differs lies below the layer whose backward is
+wrong. Where those agree too, only the sum over chunks and ranks is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+# the site of the embedding; layers have their numbers, and all other weights this one
+EMBEDDING, ENDS = -1, 10**9
+_ZEROS = ("documents", "window")
+Measure = tuple[str, int]
+Errors = dict[Measure, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. check: its name; text: where, and by how much."""
+
+    check: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far plans may be off: `floor`, or `factor` times what `yardstick` has for a measure if that is more."""
+
+    floor: float
+    factor: float = 0.0
+    yardstick: Mapping[Measure, float] | None = None
+
+    def of(self, measure: Measure) -> float:
+        """The limit of one measure; what is masked is exactly zero."""
+        return 0.0 if measure[0] in _ZEROS else max(self.floor, self.factor * (self.yardstick or {}).get(measure, 0.0))
+
+    def is_kept(self, errors: Errors, measure: Measure) -> bool:
+        """Whether an error is within its limit, or was not measured."""
+        return measure not in errors or errors[measure] <= self.of(measure)
+
+
+def merged(everyone: Sequence[Errors]) -> Errors:
+    """The largest error of every measure over all ranks."""
+    result: Errors = {}
+    for errors in everyone:
+        for measure, error in errors.items():
+            result[measure] = max(result.get(measure, 0.0), error)
+    return result
+
+
+def findings(errors: Errors, limits: Limits, describe: Callable[[int], str], windows: Mapping[int, int]) -> list[Finding]:
+    """What is wrong, the cause first; empty if every error is within its limit.
+
+    Measures: "loss", "values" and "gradients" of a site, "early" (values of its first tokens, which its window does not touch),
+    "weights" of a layer, all over the reference's norm; "token 0", "documents" and "window" as `self_test` says. describe: a site
+    in words.
+    """
+    found = [*_hidden(errors, limits, describe, windows)]
+    has_cause = bool(found)
+    if not limits.is_kept(errors, ("loss", 0)):
+        why = "" if has_cause else " though all hidden states agree: labels, or the division by their number"
+        found.append(Finding("loss", f"differs by {_of(errors, limits, ('loss', 0))}{why}"))
+    if not has_cause:
+        found += _gradients(errors, limits, describe)
+    found += _weights(errors, limits, describe)
+    for check, text in (
+        ("token 0", "the last token's gradient at token 0 of its document differs by"),
+        ("documents", "the loss of one document has a gradient at tokens of another, up to"),
+        ("window", "a token's loss has a gradient at tokens that no window lets it see, up to"),
+    ):
+        if not limits.is_kept(errors, (check, 0)):
+            found.append(Finding(check, f"{text} {_of(errors, limits, (check, 0))}"))
+    return found
+
+
+def _hidden(errors: Errors, limits: Limits, describe: Callable[[int], str], windows: Mapping[int, int]) -> list[Finding]:
+    sites = sorted(site for kind, site in errors if kind == "values")
+    bad = next((site for site in sites if not limits.is_kept(errors, ("values", site))), None)
+    if bad is None:
+        return []
+    size = _of(errors, limits, ("values", bad))
+    if windows.get(bad) and limits.is_kept(errors, ("early", bad)):
+        return [Finding("window", f"{describe(bad)} differs by {size}, from token {windows[bad]} of a document on only")]
+    return [Finding("hidden states", f"{describe(bad)} is the first that differs, by {size}")]
+
+
+def _gradients(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:
+    """The last site whose gradient differs: the layer behind it, which took the right one, gave back a wrong one."""
+    sites = sorted(site for kind, site in errors if kind == "gradients")
+    bad = next((site for site in reversed(sites) if not limits.is_kept(errors, ("gradients", site))), None)
+    if bad is None:
+        return []
+    size = _of(errors, limits, ("gradients", bad))
+    behind = next((site for site in sites if site > bad), None)
+    if behind is None:
+        return [Finding("gradients", f"what comes back to {describe(bad)}, the last, differs by {size}: head or loss")]
+    return [
+        Finding("gradients", f"{describe(behind)} gets the right gradient of its output and gives one back that is off by {size}")
+    ]
+
+
+def _weights(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:
+    sites = sorted(site for kind, site in errors if kind == "weights")
+    bad = [site for site in sites if not limits.is_kept(errors, ("weights", site))]
+    if not bad:
+        return []
+    worst = max(bad, key=lambda site: errors["weights", site])
+    others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return [
+        Finding(
+            "gradient per layer",
+            f"of {describe(bad[0])} differs by {_of(errors, limits, ('weights', bad[0]))} of its norm{others}, the worst "
+            f"{describe(worst)} by {errors['weights', worst]:.1e}",
+        )
+    ]
+
+
+def _of(errors: Errors, limits: Limits, measure: Measure) -> str:
+    return f"{errors[measure]:.1e} (limit {limits.of(measure):.0e})"

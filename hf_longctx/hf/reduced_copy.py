@@ -1,0 +1,226 @@
+"""A copy of a model with few of its layers and few of its token ids, at full width: as the model in all that plans touch.
+
+Layers are of one kind if their modules are of the same classes and agree in every setting and in the shapes of all weights. The
+copy has the first layer of every kind, and two at least, under their own numbers; the others hand on what they get. Embedding
+and head keep the first token ids. Windows and chunks of attention that are too long to be filled are shortened, in the config
+and in every module alike. The model itself is left as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_longctx.hf.adapters import base_of
+from hf_longctx.hf.stages import Identity, Pieces, find_pieces
+
+# token ids that the copy knows
+NUM_TOKEN_IDS = 1024
+# settings of layers and configs by which attention sees less than all tokens before
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+# differ from layer to layer without a difference in what is computed
+_NUMBERS = ("layer_idx", "training")
+_PLAIN = (bool, int, float, str, type(None))
+_NOISE = 0.02
+
+
+class SkippedLayer(Identity):
+    """In the place of a layer that the copy does without; decoders read plain settings of their layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, _PLAIN)})
+
+
+@dataclass(frozen=True)
+class ReducedCopy:
+    """The copy, its layers by their numbers in the whole model, and what each of them attends to, in words.
+
+    windows: of every layer of the copy, the tokens that attention sees at most, 0 for all. num_token_ids: ids below it may be
+    used. whole_layers: of the model. was_shortened: whether windows are shorter than the model's.
+    """
+
+    model: Any
+    layers: dict[int, nn.Module]
+    patterns: dict[int, str]
+    windows: dict[int, int]
+    num_token_ids: int
+    whole_layers: int
+    was_shortened: bool
+
+    @property
+    def embedding(self) -> nn.Module:
+        """What turns token ids into hidden states."""
+        module: nn.Module = base_of(self.model).get_input_embeddings()
+        return module
+
+
+def reduced_copy(
+    model: Any, boundaries: Sequence[int], longest_window: int, dtype: torch.dtype | None, seed: int = 0
+) -> ReducedCopy:
+    """A copy of `model`, whose weights it shares no memory with, in `dtype` (None: the model's own).
+
+    boundaries: numbers of layers at which pipeline stages begin, each of which keeps a layer. longest_window: longer windows
+    become so long. Weights that are all zero, which would hide what passes through them, get noise.
+    """
+    layers, kept = _layers_and_kept(model, boundaries)
+    memo: dict[int, Any] = {id(layer): SkippedLayer(layer) for place, layer in enumerate(layers) if place not in kept}
+    num_token_ids = _cut_vocabulary(base_of(model), memo)
+    copied = copy.deepcopy(model, memo)
+    # a forward under autocast, which accelerate left on a model that was trained before
+    copied = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
+    was_shortened = _shorten_windows(copied, longest_window)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in copied.parameters():
+        if not parameter.any():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * _NOISE
+            parameter.data.copy_(noise)
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    _, own = decoder_layers(copied)
+    config = base_of(copied).config.get_text_config()
+    if dtype is not None:
+        _make_plain(base_of(copied))
+    types = layer_types(copied, len(layers))
+    windows = {place: _window(own[place], config, types[place]) for place in kept}
+    return ReducedCopy(
+        copied.train(),
+        {place: own[place] for place in kept},
+        {place: _words(types[place], windows[place]) for place in kept},
+        windows,
+        num_token_ids,
+        len(layers),
+        was_shortened,
+    )
+
+
+def num_elements(model: Any, boundaries: Sequence[int]) -> int:
+    """Elements of the weights that a copy has."""
+    layers, kept = _layers_and_kept(model, boundaries)
+    left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
+    memo: dict[int, Any] = {}
+    _cut_vocabulary(base_of(model), memo)
+    return sum(memo.get(id(p), p).numel() for p in model.parameters() if id(p) not in left_out)
+
+
+def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[list[nn.Module], Sequence[int]]:
+    pieces, layers = decoder_layers(model)
+    if pieces is None:
+        return layers, range(len(layers))
+    return layers, chosen_layers(layers, layer_types(model, len(layers)), boundaries)
+
+
+def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
+    """Where the model could be cut (None: nowhere, so that all of its layers are needed), and its layers in order."""
+    try:
+        pieces = find_pieces(model)
+    except ValueError:
+        return None, [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return pieces, list(getattr(pieces.decoder, pieces.layers))
+
+
+def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:
+    """The first layer of every kind, one of every stage, and two at least if there are."""
+    kinds: dict[Any, int] = {}
+    for place, layer in enumerate(layers):
+        kinds.setdefault((types[place], _kind(layer)), place)
+    kept = set(kinds.values())
+    for first, stop in zip(boundaries, [*boundaries[1:], len(layers)], strict=True):
+        if not kept & set(range(first, stop)):
+            kept.add(first)
+    if len(kept) == 1 and len(layers) > 1:
+        kept.add(len(layers) - 1 if 0 in kept else 0)
+    return tuple(sorted(kept))
+
+
+def layer_types(model: Any, num_layers: int) -> list[str]:
+    """What the config calls each layer; empty where it does not say."""
+    types = getattr(base_of(model).config.get_text_config(), "layer_types", None) or ()
+    return list(types) if len(types) == num_layers else [""] * num_layers
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """All that makes two layers the same but their weights and numbers."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        settings = [
+            (key, repr(value))
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") and key not in _NUMBERS and _is_plain(value)
+        ]
+        weights = [(key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)]
+        parts.append((name, type(module).__qualname__, tuple(settings), tuple(weights)))
+    return tuple(parts)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(each, _PLAIN) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(isinstance(each, _PLAIN) for each in value)
+    return isinstance(value, _PLAIN)
+
+
+def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
+    """Puts the first rows of embedding and head into `memo`, where both are plain modules; how many there are."""
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    num_ids: int = embedding.weight.shape[0]
+    if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and not hasattr(head, "base_layer")):
+        return num_ids
+    if hasattr(embedding, "base_layer") or head.weight.shape[0] != num_ids:
+        return num_ids
+    kept = min(num_ids, max(NUM_TOKEN_IDS, (embedding.padding_idx or 0) + 1))
+    for parameter in (embedding.weight, head.weight, head.bias):
+        if isinstance(parameter, nn.Parameter):
+            memo[id(parameter)] = nn.Parameter(parameter.detach()[:kept].clone(), parameter.requires_grad)
+    return kept
+
+
+def _make_plain(base: Any) -> None:
+    """Leaves out what a copy in another precision cannot do: experts by fused kernels, statistics of routers."""
+    for config in {id(each): each for each in (base.config, base.config.get_text_config())}.values():
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
+    if getattr(base.config, "_experts_implementation", None) not in (None, "eager"):
+        base.set_experts_implementation("eager")
+
+
+def _shorten_windows(model: Any, longest: int) -> bool:
+    """Whether some window or chunk of `model` was longer than `longest` tokens, as which it is set everywhere."""
+    config = base_of(model).config
+    owners = [*model.modules(), *{id(each): each for each in (config, config.get_text_config())}.values()]
+    long = [
+        (owner, name)
+        for owner in owners
+        for name in _WINDOWS
+        if isinstance(value := vars(owner).get(name), int) and not isinstance(value, bool) and value > longest
+    ]
+    for owner, name in long:
+        setattr(owner, name, longest)
+    return bool(long)
+
+
+def _window(layer: nn.Module, config: Any, layer_type: str) -> int:
+    """Tokens that the layer's attention sees at most; 0 for all."""
+    if layer_type.startswith("full"):
+        return 0
+    own = [vars(module)[name] for module in layer.modules() for name in _WINDOWS if name in vars(module)]
+    if own:
+        return max(int(value or 0) for value in own)
+    name = _WINDOWS[1] if layer_type.startswith("chunked") else _WINDOWS[0]
+    return int(getattr(config, name, None) or 0)
+
+
+def _words(layer_type: str, window: int) -> str:
+    """Such as "sliding_attention, window 6"."""
+    kind = layer_type or ("sliding_attention" if window else "full_attention")
+    if not window:
+        return kind
+    return f"{kind}, {'chunks of' if layer_type.startswith('chunked') else 'window'} {window}"

@@ -1,0 +1,457 @@
+"""The parity self-test at start: a reduced copy of the user's model, under small plans and as plain transformers.
+
+What runs is real but the depth: the model's own class, config, adapters and weights at full width, one layer of every kind
+(`reduced_copy`), placed as the model will be (replicated, sharded, in stages), through collator, group pool, executor and
+activation engine, on the largest groups that plans may use in every shape, and on slices where plans may have them
+(`plan.probe_plans`). The plain side is the copy's forward on one document at a time, as transformers runs it, and autograd.
+
+In fp64 everything must agree to 1e-5 of a norm: what transformers computes in fp32 inside (norms, rotary embeddings, softmax
+of eager attention) is rounded at 6e-8, and some hundred roundings may differ. Where memory is short it is fp32 and 2e-3, two
+fp32 sums of some thousand terms in different orders, TF32 included. The bugs it is there for are not as small. Weights in other
+precisions, and autocast, run once more as they are: the yardstick is how far the plain model is then from the fp64 one, and
+plans may be four times as far (the loss, which may be right by chance, as far as hidden states).
+
+What is compared, each by name: the loss; hidden states behind embedding and every layer and their gradients, token by token,
+which names the layer; the gradient of every layer's weights; the gradient of a long document's last token at its token 0; that
+this token has no gradient at other documents, exactly, nor at tokens beyond what all windows together let through. The real
+model is never run or written to.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.hf.activations import ActivationRuntime
+from hf_longctx.hf.adapters import base_of
+from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.hidden_trace import HiddenTrace, Part, difference, largest
+from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings, merged
+from hf_longctx.hf.reduced_copy import ReducedCopy, decoder_layers, num_elements, reduced_copy
+from hf_longctx.hf.sampler import SequenceIndex
+from hf_longctx.hf.setup import PlanningSetup
+from hf_longctx.hf.stage_choice import loaded_ranges
+from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.plan.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans
+from hf_longctx.plan.sharding import rank_pieces
+from hf_longctx.plan.types import StepPlan
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.sharded import shard_model
+from hf_longctx.runtime.stage_model import StageModel, whole_model
+
+logger = logging.getLogger(__name__)
+
+_EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}
+_WORKING_FLOOR, _WORKING_FACTOR = 1e-5, 4.0
+# of the long document: at least, for each rank of a group, and as far as windows are filled rather than shortened
+_LEAST_TOKENS, _TOKENS_PER_RANK, _MOST_TOKENS = 64, 6, 256
+# weights, gradients, those of the plain side, and what is gathered or cut besides
+_COPIES = 4
+_MASKED_SHARE = 0.2
+
+Rows = list[dict[str, list[int]]]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What is needed of the model before it is cut into stages or placed. exact, working: its copies in two precisions."""
+
+    exact: ReducedCopy
+    working: ReducedCopy | None
+    setup: PlanningSetup
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+    is_autocast: bool
+
+    @classmethod
+    def of(
+        cls, model: Any, setup: PlanningSetup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
+    ) -> SelfTest | None:
+        """Copies of `model`, which runs on plans of `setup`; None, with a logged line, where the test cannot run.
+
+        `model` has its attention switched already. Collective over the ranks of `control`.
+        """
+        if loaded_ranges(model) is not None:
+            _left_out("every rank loaded its own pipeline stage, so that no rank has the plain model to compare with", control)
+            return None
+        boundaries = [ranges[0].first_layer for ranges in setup.ranges]
+        needed_bytes = _COPIES * num_elements(model, boundaries)
+        free_bytes = min(gather_objects(_free_bytes(model, device, setup), control))
+        dtype = next((each for each in _EXACT if needed_bytes * each.itemsize <= free_bytes), None)
+        if dtype is None:
+            _left_out(
+                f"a copy of a layer of every kind takes {needed_bytes * 4 / 2**30:.1f} GiB with its gradients, of which "
+                f"{free_bytes / 2**30:.1f} GiB are free",
+                control,
+            )
+            return None
+        most = model.config.max_position_embeddings
+        degree = max(setup.planner.degrees)
+        long_tokens = min(most, max(_LEAST_TOKENS, _TOKENS_PER_RANK * degree))
+        longest_window = min(most, max(long_tokens, _MOST_TOKENS)) * 2 // 3
+        exact = reduced_copy(model, boundaries, longest_window, dtype)
+        # so that the window matters to a third of the tokens
+        long_tokens = max(long_tokens, max(exact.windows.values(), default=0) * 3 // 2)
+        is_working = dtype == torch.float64 and (is_autocast or model.dtype != dtype) and not _has_routers(exact.model)
+        working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
+        return cls(exact, working, setup, probe_lengths(min(most, long_tokens)), dtype, is_autocast)
+
+    def run(
+        self,
+        pool: GroupPool,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        fp32_gradients: bool,
+        count: Callable[[int], int],
+    ) -> str:
+        """One line about what agrees. Raises ValueError, the same on every rank, for what does not.
+
+        `mesh`: over which parameters are sharded. count: the sum over all ranks. Collective over all ranks of the pool.
+        """
+        start_s = time.monotonic()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            settings = (self.setup, pool, mesh, device, fp32_gradients, count)
+            exact = _Specimen(self.exact, False, *settings)
+            rows = _rows(self.lengths, self.exact.num_token_ids)
+            probes = exact.probes(self.lengths)
+            plain = exact.plain(rows)
+            floor = _EXACT[self.dtype]
+            bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
+            if self.working is not None and not bad:
+                working = _Specimen(self.working, self.is_autocast, *settings)
+                # fp64 is the truth for both
+                yardstick = _agreed(_differences(working.plain(rows), plain, self.exact.windows), pool.control)
+                # a loss may be right by chance
+                yardstick["loss", 0] = max(error for (kind, _), error in yardstick.items() if kind in ("loss", "values"))
+                limits = Limits(_WORKING_FLOOR, _WORKING_FACTOR, yardstick)
+                bad, _ = self._judge(working, probes, rows, plain, limits, pool, has_probes=False)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if bad:
+            raise ValueError(self._refusal(bad, probes))
+        return self._line(probes, worst, time.monotonic() - start_s)
+
+    def _judge(
+        self,
+        specimen: _Specimen,
+        probes: Sequence[ProbePlan],
+        rows: Rows,
+        plain: _Run,
+        limits: Limits,
+        pool: GroupPool,
+        has_probes: bool = True,
+    ) -> tuple[dict[str, list[Finding]], float]:
+        """What is wrong under each plan, by the plan's name, and the largest error of all; the same on every rank."""
+        bad: dict[str, list[Finding]] = {}
+        worst = 0.0
+        last = _only_last(rows, LONG)
+        alone = specimen.plain(last, (LONG,)) if has_probes else None
+        for probe in probes:
+            measured = _differences(specimen.planned(probe.plan, rows), plain, self.exact.windows)
+            if alone is not None:
+                # the group's micro-batch only
+                packed = replace(probe.plan, micro_batches=probe.plan.micro_batches[:1])
+                measured.errors.update(self._sight(specimen.planned(packed, last), alone))
+            errors = _agreed(measured, pool.control)
+            worst = max([worst, *errors.values()])
+            if found := findings(errors, limits, self._site, self.exact.windows):
+                bad[probe.name] = found
+        return bad, worst
+
+    def _sight(self, run: _Run, plain: _Run) -> Errors:
+        """Errors of what the last token of the long document sees."""
+        first = plain.trace.whole("gradients", EMBEDDING, LONG)
+        assert first is not None
+        others = [number for number in PACKED if number != LONG]
+        errors: Errors = {("documents", 0): largest(run.trace, "gradients", EMBEDDING, others)}
+        scale = float(first[0].norm())
+        for (sequence, start, _), tensor in run.trace.records.get(("gradients", EMBEDDING), {}).items():
+            if sequence == LONG and start == 0:
+                gap = float((tensor[0] - first[0]).norm())
+                errors["token 0", 0] = gap / scale if scale else gap
+        windows = list(self.exact.windows.values())
+        if all(windows):
+            # the last label is that of the token before
+            unseen = max(0, self.lengths[LONG] - 2 - sum(window - 1 for window in windows))
+            errors["window", 0] = largest(run.trace, "gradients", EMBEDDING, (LONG,), unseen)
+        return errors
+
+    def _site(self, site: int) -> str:
+        if site == EMBEDDING:
+            return "the embedding"
+        return "embedding, norm and head" if site == ENDS else f"layer {site} ({self.exact.patterns[site]})"
+
+    def _refusal(self, bad: dict[str, list[Finding]], probes: Sequence[ProbePlan]) -> str:
+        lines = [f"- {name}: {each.check}: {each.text}" for name, found in bad.items() for each in found]
+        good = [probe.name for probe in probes if probe.name not in bad]
+        remedy = f"restrict `method` and `degrees` to what passed ({', '.join(good)})" if good else "no plan passed"
+        return (
+            f"the parity self-test failed before step 1: under plans {type(base_of(self.exact.model)).__name__} does not compute "
+            f"what it computes as plain transformers (plans by their name, documents of {_listed(self.lengths)} tokens):\n"
+            + "\n".join(lines)
+            + f"\n{remedy}, and report this message; self_test=False trains without the check, on gradients that are wrong"
+        )
+
+    def _line(self, probes: Sequence[ProbePlan], worst: float, seconds: float) -> str:
+        layers = ", ".join(f"{number} ({pattern})" for number, pattern in self.exact.patterns.items())
+        shortened = ", windows shortened to be filled" if self.exact.was_shortened else ""
+        precision = str(self.dtype).removeprefix("torch.") + ("" if self.working is None else " and the run's precision")
+        return (
+            f"self-test passed in {seconds:.1f} s: plans ({'; '.join(probe.name for probe in probes)}) against the plain model, "
+            f"layers {layers} of {self.exact.whole_layers}{shortened}, {sum(self.lengths)} tokens in {precision}, largest error "
+            f"{worst:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a step left: its loss, gradients by name, whole or this rank's shards, hidden states; what layer a weight is of."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    trace: HiddenTrace
+    places: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Errors of this rank, and of every layer's gradient the squares of distance and norm, to be added over shards."""
+
+    errors: Errors
+    squares: dict[int, tuple[float, float]]
+    is_sharded: bool
+
+
+class _Specimen:
+    """A copy as plain transformers runs it, and as plans do, placed as the model will be."""
+
+    def __init__(
+        self,
+        reduced: ReducedCopy,
+        is_autocast: bool,
+        setup: PlanningSetup,
+        pool: GroupPool,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        fp32_gradients: bool,
+        count: Callable[[int], int],
+    ) -> None:
+        self.reduced, self.setup, self.pool, self.device = reduced, setup, pool, device
+        self._fp32_gradients, self._count = fp32_gradients, count
+        self.model, self.layers = reduced.model, reduced.layers
+        self._sites: dict[int, Any] = {EMBEDDING: reduced.embedding, **reduced.layers}
+        self._own_sites, self.stage = self._sites, whole_model(self.model, len(self.layers))
+        # the plain side sums over all ranks that share a shard
+        self._copies_summed = 1
+        if setup.num_stages > 1:
+            self.stage, self._own_sites = self._cut()
+        owned = self.stage.model
+        if mesh is not None:
+            # in shards to the device, as the model itself
+            shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, fp32_gradients)
+        for model in {id(each): each for each in (self.model, owned)}.values():
+            if mesh is None or model is not owned:
+                model.to(device)
+        if mesh is not None and owned is self.model:
+            self._copies_summed = mesh.size(mesh.ndim - 1)
+        if is_autocast:
+            for model in {id(each): each for each in (self.model, owned)}.values():
+                model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
+        self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head=self.stage.stage == setup.num_stages - 1)
+
+    def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
+        """The plans that the copy runs."""
+        counts = [
+            sum(each.first_layer <= place < each.first_layer + each.num_layers for place in self.layers for each in ranges)
+            for ranges in self.setup.ranges
+        ]
+        return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, self.setup.planner.activations is not None)
+
+    def plain(self, rows: Rows, members: Sequence[int] | None = None) -> _Run:
+        """Loss, gradients and hidden states of `members` (None: all) of `rows`, one by one, with the model's own code."""
+        trace = HiddenTrace(self._sites)
+        num_labels = sum(label != IGNORE_INDEX for row in rows for label in row["labels"][1:])
+        total = 0.0
+        with trace.hooked():
+            for number in range(len(rows)) if members is None else members:
+                ids = torch.tensor([rows[number]["input_ids"]], device=self.device)
+                labels = torch.tensor(rows[number]["labels"][1:], device=self.device)
+                with trace.recording([(number, 0, ids.shape[1], 0)]):
+                    logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
+                wide = torch.promote_types(logits_TV.dtype, torch.float32)
+                loss = F.cross_entropy(logits_TV.to(wide), labels, ignore_index=IGNORE_INDEX, reduction="sum") / num_labels
+                loss.backward()
+                total += float(loss.detach())
+        return _Run(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
+
+    def planned(self, plan: StepPlan, rows: Rows) -> _Run:
+        """The same under a plan, of what this rank holds of it; gradients are those of the whole step. Collective."""
+        trace = HiddenTrace(self._own_sites)
+        rank_plan = plan.for_rank(self.pool.rank)
+        lengths = np.array([len(row["input_ids"]) for row in rows])
+        dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
+        batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
+        executor = _TracedExecutor(
+            self.stage.model, self.pool, len(self.layers), self.device, self._fp32_gradients, stage=self.stage
+        )
+        executor.trace, executor.waiting = trace, self._forwards(plan)
+        executor.engine = self._activations.engine(executor.model, rank_plan)
+        try:
+            with trace.hooked():
+                result = executor.run(rank_plan, batch["chunks"], self._count(batch["num_label_tokens"]))
+        finally:
+            self._activations.close()
+        own = {site: module for site, module in self._own_sites.items() if site != EMBEDDING}
+        return _Run(float(result.loss), self._take_gradients(self.stage.model, 1), trace, self._places(self.stage.model, own))
+
+    def _cut(self) -> tuple[StageModel, dict[int, Any]]:
+        """This rank's stage of another copy, and the embedding and layers that it has."""
+        model, ranges, stage = copy.deepcopy(self.model), self.setup.ranges, self.pool.stage
+        sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
+        cut_model(model, ranges, stage)
+        _, layers = decoder_layers(model)
+        own = [place for place in self.layers for each in ranges[stage] if place - each.first_layer in range(each.num_layers)]
+        sites |= {place: layers[place] for place in own}
+        return replace(stage_model(model, ranges, stage), attention_layers=(len(own),)), sites
+
+    def _forwards(self, plan: StepPlan) -> list[list[Part]]:
+        """The tokens of this rank in every forward, in the order of its plan."""
+        rank_plan = plan.for_rank(self.pool.rank)
+        forwards = []
+        for group, stage in rank_plan.rounds:
+            place = group.positions.index(self.pool.position)
+            for action in stage.actions:
+                if action.kind == "F":
+                    chunk = group.chunks[action.chunk]
+                    parts: list[Part] = []
+                    for piece in rank_pieces(chunk, group.shape)[place]:
+                        if piece.document < len(chunk.spans):
+                            span = chunk.spans[piece.document]
+                            parts.append((span.sequence, span.start + piece.start, span.start + piece.stop, piece.first))
+                    forwards.append(parts)
+        return forwards
+
+    def _take_gradients(self, model: Any, divisor: int) -> dict[str, Tensor]:
+        """Gradients of all trained weights, which are left without."""
+        taken = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                taken[name] = gradient.double() / divisor
+        model.zero_grad(set_to_none=True)
+        return taken
+
+    def _places(self, model: Any, layers: dict[int, Any]) -> dict[str, int]:
+        """The layer of every weight."""
+        owners = {id(parameter): place for place, layer in layers.items() for parameter in layer.parameters()}
+        return {name: owners.get(id(p), ENDS) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+class _TracedExecutor(StepExecutor):
+    """Tells the trace which tokens run; `waiting` are those of all forwards to come."""
+
+    trace: HiddenTrace
+    waiting: list[list[Part]]
+
+    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
+        with self.trace.recording(self.waiting.pop(0)):
+            return super().forward_chunk(chunk, context, part, hidden_1TC)
+
+
+def _differences(run: _Run, plain: _Run, windows: dict[int, int]) -> _Measured:
+    """How far a run is off the plain one, by measure. Collective where only one of them has shards."""
+    errors: Errors = {("loss", 0): abs(run.loss - plain.loss) / max(abs(plain.loss), 1e-30)}
+    for kind, site in run.trace.records:
+        errors[kind, site] = difference(run.trace, plain.trace, kind, site)
+        if kind == "values" and windows.get(site):
+            errors["early", site] = difference(run.trace, plain.trace, kind, site, stop=windows[site])
+    squares: dict[int, tuple[float, float]] = {}
+    is_sharded = False
+    for name, gradient in run.gradients.items():
+        expected = plain.gradients[name]
+        if isinstance(gradient, DTensor) and isinstance(expected, DTensor):
+            is_sharded = True
+            gradient, expected = gradient.to_local(), expected.to_local()
+        elif isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        gap, norm = squares.get(run.places[name], (0.0, 0.0))
+        gap += float((gradient - expected).square().sum())
+        squares[run.places[name]] = gap, norm + float(expected.square().sum())
+    return _Measured(errors, squares, is_sharded)
+
+
+def _agreed(own: _Measured, control: dist.ProcessGroup | None) -> Errors:
+    """The largest errors over all ranks, the same on every rank."""
+    everyone: list[_Measured] = gather_objects(own, control)
+    for measured in everyone:
+        # every rank has another part of all gradients, or the whole of its layers'
+        parts = everyone if measured.is_sharded else [measured]
+        for place in measured.squares:
+            gap, norm = (sum(part.squares[place][column] for part in parts) for column in (0, 1))
+            error = (gap / norm if norm else gap) ** 0.5
+            measured.errors["weights", place] = error if error == error else float("inf")
+    return merged([measured.errors for measured in everyone])
+
+
+def _rows(lengths: Sequence[int], num_token_ids: int) -> Rows:
+    """Documents of random tokens, the same on every rank, some without labels, so that ranks have different numbers of them."""
+    generator = random.Random(0)
+    rows = []
+    for length in lengths:
+        ids = [generator.randrange(num_token_ids) for _ in range(length)]
+        labels = [IGNORE_INDEX if generator.random() < _MASKED_SHARE else token for token in ids]
+        rows.append({"input_ids": ids, "labels": [*labels[:-1], ids[-1]]})
+    return rows
+
+
+def _only_last(rows: Rows, document: int) -> Rows:
+    """The rows with one label, that of the document's last token."""
+    return [
+        {**row, "labels": [IGNORE_INDEX] * (len(row["labels"]) - 1) + [row["labels"][-1] if number == document else IGNORE_INDEX]}
+        for number, row in enumerate(rows)
+    ]
+
+
+def _free_bytes(model: Any, device: torch.device, setup: PlanningSetup) -> int:
+    """Bytes for the copies on this rank."""
+    free = int(psutil.virtual_memory().available // setup.costs.cluster.ranks_per_node)
+    if device.type != "cuda":
+        return free
+    on_device = int(torch.cuda.mem_get_info(device)[0])
+    if model.device.type != "cuda" and setup.costs.parameters == "replicated":
+        on_device -= sum(p.nbytes for p in model.parameters())
+    return min(free, on_device)
+
+
+def _has_routers(model: Any) -> bool:
+    """Whether rounding may send a token to other experts, so that no yardstick holds."""
+    config = base_of(model).config.get_text_config()
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _left_out(why: str, control: dist.ProcessGroup | None) -> None:
+    if control is None or dist.get_rank() == 0:
+        logger.warning("self-test left out: %s", why)
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
