@@ -11,9 +11,13 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from hf_longctx.hf import collator
-from hf_longctx.runtime import executor, mesh
+from hf_longctx.hf import attention, collator
+from hf_longctx.runtime import executor, mesh, ring, sequence_parallel
+from hf_longctx.runtime.patterns import CAUSAL
+from hf_longctx.runtime.reduction import ReplicatedParameters
+from hf_longctx.runtime.slices import KVBook
 
+# those that every test of equality notices; `plant` knows more
 BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the cut", "rounds in another order on one rank")
 
 
@@ -28,6 +32,12 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "documents leak": _one_document,
         "labels shifted after the cut": _late_shift,
         "rounds in another order on one rank": lambda: _reversed_rounds(rank),
+        "positions of the shard": _own_positions,
+        "windows ignored": lambda: patch.object(attention, "AttentionPattern", lambda **settings: CAUSAL),
+        "neighbour's keys": _neighbours_keys,
+        "neighbour's keys in rings": _neighbours_block,
+        "gradients of keys and values dropped": _dropped_gradients,
+        "gradients of one rank": lambda: patch.object(ReplicatedParameters, "reduce", lambda self, group, tied=None: None),
     }
     with makers[bug]():
         yield
@@ -69,3 +79,43 @@ def _reversed_rounds(rank: int) -> Any:
         return original(self, plan, inputs, num_label_tokens)
 
     return patch.object(executor.StepExecutor, "run", run)
+
+
+def _own_positions() -> Any:
+    original = collator.chunk_inputs
+
+    def inputs(*args: Any) -> Any:
+        shard = original(*args)
+        return replace(shard, position_ids=torch.arange(shard.input_ids.shape[1]).unsqueeze(0))
+
+    return patch.object(collator, "chunk_inputs", inputs)
+
+
+def _neighbours_keys() -> Any:
+    original = sequence_parallel.join_tokens
+
+    def joined(received: Any, tokens: Any, *sizes: Any) -> Any:
+        q, k, v = original(received, tokens, *sizes)
+        return q, k.roll(tokens[0], dims=1), v.roll(tokens[0], dims=1)
+
+    return patch.object(sequence_parallel, "join_tokens", joined)
+
+
+def _neighbours_block() -> Any:
+    original = ring._around
+
+    def around(own: Any, where: Any) -> Any:
+        for block, kv in original(own, where):
+            yield block, kv if block == where.index else kv.roll(1, dims=2)
+
+    return patch.object(ring, "_around", around)
+
+
+def _dropped_gradients() -> Any:
+    original = KVBook.gradients
+
+    def gradients(self: Any, layer: Any, part: Any) -> Any:
+        front, own = original(self, layer, part)
+        return front, own.zero_()
+
+    return patch.object(KVBook, "gradients", gradients)

@@ -20,9 +20,7 @@ def probes(num_ranks: int, num_layers: tuple[int, ...] = (2,), has_policies: boo
     priced = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster))
     ranks_per_stage = num_ranks // len(num_layers)
     config = PlannerConfig(64, degrees or default_degrees(ranks_per_stage, 4))
-    return {
-        probe.name: probe.plan for probe in probe_plans(LENGTHS, replace(priced, **costs), config, num_layers, has_policies)
-    }
+    return {probe.name: probe.plan for probe in probe_plans(LENGTHS, replace(priced, **costs), config, num_layers, has_policies)}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +35,11 @@ def probes(num_ranks: int, num_layers: tuple[int, ...] = (2,), has_policies: boo
         (4, {"degrees": (1, 3)}, ["ring of 3", "slices, one rank, recomputed"]),
         (4, {"num_layers": (1, 3), "method": "ulysses"}, ["ulysses of 2", "slices, ulysses of 2, recomputed"]),
         (2, {"num_layers": (1, 1), "method": "ulysses", "has_policies": False}, ["one rank", "slices, one rank"]),
-        (8, {"parameters": "sharded", "shard_ranks": 4}, ["hybrid of 8 in blocks of 2", "ring of 8", "slices, one rank, recomputed"]),
+        (
+            8,
+            {"parameters": "sharded", "shard_ranks": 4},
+            ["hybrid of 8 in blocks of 2", "ring of 8", "slices, one rank, recomputed"],
+        ),
     ],
 )
 def test_probes_use_what_plans_of_the_run_may(num_ranks: int, settings, names: list[str]) -> None:

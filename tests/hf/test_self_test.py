@@ -1,0 +1,279 @@
+"""The parity self-test: planted bugs stop a run by name, sound models pass, and nothing of it is left in the run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from helpers.models import ModelCase, build_model, random_rows
+from helpers.planted import plant
+from helpers.stock import make_stock_trainer
+from helpers.training import make_trainer, train_on_rank, training_arguments
+from transformers import Trainer
+
+from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
+from hf_longctx.hf import reduced_copy as copies
+from hf_longctx.hf import self_test
+from hf_longctx.hf.reduced_copy import reduced_copy
+
+ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
+ON = {"self_test": True, "tokens_per_rank": 96}
+LORA = (("r", 2), ("target_modules", ["q_proj", "v_proj"]))
+MIXED = ModelCase("qwen3_window")
+
+
+def start(case: ModelCase, config: dict[str, Any], arguments: dict[str, Any], bug: str, zero: str = "") -> str:
+    """What a trainer says at start on this rank, or why it does not start."""
+    import torch.distributed as dist
+
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with tempfile.TemporaryDirectory() as folder, plant(bug, rank, num_ranks):
+        try:
+            trainer = make_trainer(case, ROWS, folder, {**ON, **config}, arguments)
+        except ValueError as error:
+            return str(error)
+        return trainer._report.opening
+
+
+# bug -> (settings, what is said of it)
+PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "positions of the shard": ({}, ["- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs"]),
+    "windows ignored": (
+        {},
+        [
+            "- ulysses of 2: window: layer 1 (sliding_attention, window 6) differs by",
+            "from token 6 of a document on only",
+            "- ring of 2: window: layer 1",
+            "- slices, ulysses of 2, recomputed: window: layer 1",
+        ],
+    ),
+    "neighbour's keys": (
+        {},
+        [
+            "- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs",
+            "restrict `method` and `degrees` to what passed (ring of 2)",
+        ],
+    ),
+    "neighbour's keys in rings": (
+        {},
+        [
+            "- ring of 2: hidden states: layer 0 (full_attention) is the first that differs",
+            "- ring of 2: token 0: the last token's gradient at token 0 of its document differs",
+            "to what passed (ulysses of 2, slices, ulysses of 2, recomputed)",
+        ],
+    ),
+    "gradients of keys and values dropped": (
+        {},
+        [
+            "- slices, ulysses of 2, recomputed: gradients: layer 1 (sliding_attention, window 6) gets the right gradient of its "
+            "output and gives one back that is off by",
+            "to what passed (ulysses of 2, ring of 2)",
+        ],
+    ),
+    "loss normalised per rank": ({}, ["- ulysses of 2: loss: differs by", "though all hidden states agree: labels, or"]),
+    "documents leak": (
+        {"method": "ulysses", "activations": "keep"},
+        [
+            "- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs",
+            "- ulysses of 2: documents: the loss of one document has a gradient at tokens of another, up to",
+            "(limit 0e+00)",
+        ],
+    ),
+    "gradients of one rank": ({}, ["- ulysses of 2: gradient per layer: of layer 0 (full_attention) differs by"]),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
+    config, said = PLANTED[bug]
+    messages = ranks(2).run(start, MIXED, config, {}, bug)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("the parity self-test failed before step 1: under plans Qwen3ForCausalLM does not compute")
+    for text in said:
+        assert text in messages[0], messages[0]
+
+
+# name -> (ranks, model, settings, arguments, what is said of it)
+PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[str]]] = {
+    "one rank, windows in some layers": (
+        1,
+        ModelCase("gemma3"),
+        {},
+        {},
+        ["plans (one rank; slices, one rank, recomputed)", "layers 0 (sliding_attention, window 6), 1 (full_attention) of 2"],
+    ),
+    "a kind of layers once more than needed, tied, sharded": (
+        2,
+        ModelCase("llama", num_layers=4, tied=True),
+        {"parameters": "sharded"},
+        {},
+        [
+            "plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed)",
+            "layers 0 (full_attention), 3 (full_attention) of 4",
+        ],
+    ),
+    "adapters, gathered": (2, replace(MIXED, lora=LORA), {"parameters": "gathered_per_round"}, {}, ["layers 0 (full"]),
+    "autocast": (
+        2,
+        replace(MIXED, dtype=torch.float32),
+        {"activations": "keep"},
+        {"bf16": True},
+        ["plans (ulysses of 2; ring of 2)", "104 tokens in float64 and the run's precision"],
+    ),
+    "bf16 weights": (1, replace(MIXED, dtype=torch.bfloat16), {}, {}, ["in float64 and the run's precision"]),
+    "stages": (
+        2,
+        replace(MIXED, tied=True),
+        {"stages": 2},
+        {},
+        ["plans (one rank; slices, one rank, recomputed)", "layers 0 (full_attention), 1 (sliding_attention, window 6) of 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_sound_models_pass_and_say_what_was_covered(ranks, name: str) -> None:
+    num_ranks, case, config, arguments, said = PASSING[name]
+    for opening in ranks(num_ranks).run(start, case, config, arguments, ""):
+        line = opening.splitlines()[-1]
+        assert line.startswith("self-test passed in "), opening
+        for text in said:
+            assert text in line, line
+        assert float(line.split("largest error ")[1]) <= 1e-6
+
+
+def traces(parameters: str, is_on: bool) -> tuple[list[torch.Tensor], bool]:
+    """What a start leaves of all random states and of the model, and whether weights have no gradient."""
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(MIXED, ROWS, folder, {**ON, "self_test": is_on, "parameters": parameters}, {})
+    left = [torch.rand(3), torch.from_numpy(np.random.rand(3)), torch.tensor(random.random())]
+    left += [tensor.clone() for tensor in trainer.model.state_dict().values()]
+    left += [tensor.clone() for tensor in trainer.model.buffers()]
+    left.append(torch.tensor([module.training for module in trainer.model.modules()]))
+    num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules())
+    left.append(torch.tensor([num_hooks, trainer.model.config.sliding_window]))
+    return left, all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+def test_nothing_of_it_is_left_in_the_run(ranks, parameters: str) -> None:
+    with_test, without = (ranks(2).run(traces, parameters, is_on) for is_on in (True, False))
+    for (left, has_none), (expected, _) in zip(with_test, without, strict=True):
+        assert has_none
+        assert all(torch.equal(a, b) for a, b in zip(left, expected, strict=True))
+
+
+def test_weights_after_three_steps_are_the_same_bits(ranks) -> None:
+    runs = [
+        ranks(2).run(
+            train_on_rank, MIXED, ROWS, {**ON, "self_test": is_on, "solver": "static", "static_degree": 2}, {"max_steps": 3}
+        )
+        for is_on in (True, False)
+    ]
+    for (losses, _, weights), (expected_losses, _, expected) in zip(*runs, strict=True):
+        assert losses == expected_losses
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("gib,said", [(1e-9, "self-test left out: a copy of a layer of every kind takes"), (1.0, "in float64")])
+def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: float, said: str) -> None:
+    monkeypatch.setattr(self_test, "_free_bytes", lambda *args: int(gib * 2**30))
+    with caplog.at_level(logging.WARNING):
+        opening = start(MIXED, {}, {}, "")
+    assert said in opening + caplog.text
+    assert ("self-test passed" in opening) == (gib == 1.0)
+
+
+def test_without_room_for_fp64_it_is_fp32_and_still_notices(monkeypatch) -> None:
+    elements = self_test.num_elements(build_model(MIXED), [0])
+    monkeypatch.setattr(self_test, "_free_bytes", lambda *args: 4 * 4 * elements)
+    assert "tokens in float32, largest error" in start(MIXED, {}, {}, "")
+    assert "window: layer 1 (sliding_attention, window 6)" in start(MIXED, {}, {}, "windows ignored")
+
+
+def test_windows_too_long_to_be_filled_are_shortened_in_the_copy_alone() -> None:
+    model = build_model(ModelCase("mistral_window"))
+    model.config.sliding_window = 300
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = LongContextTrainer(
+            model=model,
+            args=training_arguments(folder),
+            train_dataset=datasets.Dataset.from_list(ROWS),
+            longctx_config=LongContextConfig(),
+        )
+    assert "layers 0 (sliding_attention, window 170), 1 (sliding_attention, window 170) of 2, windows shortened" in (
+        trainer._report.opening
+    )
+    assert model.config.sliding_window == 300
+
+
+def test_layers_that_differ_in_any_setting_are_all_run() -> None:
+    model = build_model(ModelCase("llama", num_layers=5))
+    model.model.layers[2].self_attn.scaling = 0.5
+    model.model.layers[3].mlp.up_proj.weight.requires_grad_(False)
+    reduced = reduced_copy(model, [0], 64, torch.float64)
+    assert list(reduced.layers) == [0, 2, 3]
+    assert reduced.layers[2].self_attn.scaling == 0.5
+    # a layer of every stage
+    assert list(reduced_copy(model, [0, 1, 4], 64, torch.float64).layers) == [0, 2, 3, 4]
+    assert list(reduced_copy(build_model(ModelCase()), [0], 64, None).layers) == [0, 1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_copy_knows_few_token_ids_and_shares_nothing(monkeypatch, tied: bool) -> None:
+    monkeypatch.setattr(copies, "NUM_TOKEN_IDS", 16)
+    model = build_model(ModelCase("llama", num_layers=4, tied=tied, dtype=torch.float32))
+    model.model.layers[0].self_attn.q_proj.weight.data.zero_()
+    reduced = reduced_copy(model, [0], 64, torch.float64)
+    assert reduced.num_token_ids == 16
+    assert reduced.embedding.weight.shape == reduced.model.lm_head.weight.shape == (16, 32)
+    assert (reduced.embedding.weight is reduced.model.lm_head.weight) == tied
+    assert {p.dtype for p in reduced.model.parameters()} == {torch.float64}
+    own = {p.data_ptr() for p in model.parameters()}
+    assert not own & {p.data_ptr() for p in reduced.model.parameters()}
+    # what is all zero would hide what comes through it
+    assert reduced.layers[0].self_attn.q_proj.weight.any()
+    assert not model.model.layers[0].self_attn.q_proj.weight.any()
+    elements = copies.num_elements(model, [0])
+    assert elements == sum(p.numel() for p in reduced.model.parameters())
+
+
+def run_stock(is_attached: bool, bug: str) -> tuple[str, str, bool]:
+    """What a stock trainer prints or raises at start under the callback, and whether it is stock behind it."""
+    import torch.distributed as dist
+
+    callback = LongContextCallback(LongContextConfig(timeline_steps=0, tokens_per_rank=96))
+    error, printed = "", io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, plant(bug, dist.get_rank(), dist.get_world_size()), redirect_stdout(printed):
+        callbacks = [] if is_attached else [callback]
+        trainer = make_stock_trainer(MIXED, ROWS, folder, {"max_steps": 1}, callbacks=callbacks)
+        try:
+            if is_attached:
+                callback.attach(trainer)
+            trainer.train()
+        except ValueError as problem:
+            error = str(problem)
+            callback.detach()
+    is_stock = type(trainer) is Trainer and trainer.model.config._attn_implementation == "sdpa"
+    return error, printed.getvalue(), is_stock
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:
+    passed = ranks(2).run(run_stock, is_attached, "")
+    assert "self-test passed" in passed[0][1] and "ring of 2" in passed[0][1]
+    for error, _, is_stock in passed:
+        assert not error and is_stock
+    for error, _, is_stock in ranks(2).run(run_stock, is_attached, "windows ignored"):
+        assert "ulysses of 2: window: layer 1 (sliding_attention, window 6) differs" in error
+        assert is_stock
