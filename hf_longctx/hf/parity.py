@@ -47,7 +47,8 @@ def merged(everyone: Sequence[Errors]) -> Errors:
     result: Errors = {}
     for errors in everyone:
         for measure, error in errors.items():
-            result[measure] = max(result.get(measure, 0.0), error)
+            # not a number is the worst of all
+            result[measure] = max(result.get(measure, 0.0), error if error == error else float("inf"))
     return result
 
 

@@ -277,3 +277,11 @@ def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:
     for error, _, is_stock in ranks(2).run(run_stock, is_attached, "windows ignored"):
         assert "ulysses of 2: window: layer 1 (sliding_attention, window 6) differs" in error
         assert is_stock
+
+
+def test_ranks_that_loaded_their_own_stage_are_told_that_it_is_left_out(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(self_test, "loaded_ranges", lambda model: ((0, 1),))
+    with caplog.at_level(logging.WARNING):
+        opening = start(MIXED, {}, {}, "")
+    assert "self-test left out: every rank loaded its own pipeline stage" in caplog.text
+    assert "self-test" not in opening
