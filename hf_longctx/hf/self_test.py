@@ -81,6 +81,7 @@ class SelfTest:
     lengths: tuple[int, ...]
     dtype: torch.dtype
     is_autocast: bool
+    name: str
 
     @classmethod
     def of(
@@ -111,9 +112,11 @@ class SelfTest:
         exact = reduced_copy(model, boundaries, longest_window, dtype)
         # so that the window matters to a third of the tokens
         long_tokens = max(long_tokens, max(exact.windows.values(), default=0) * 3 // 2)
+        # sharding gives the class another one
+        name = type(base_of(model)).__name__
         is_working = dtype == torch.float64 and (is_autocast or model.dtype != dtype) and not _has_routers(exact.model)
         working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
-        return cls(exact, working, setup, probe_lengths(min(most, long_tokens)), dtype, is_autocast)
+        return cls(exact, working, setup, probe_lengths(min(most, long_tokens)), dtype, is_autocast, name)
 
     def run(
         self,
@@ -203,12 +206,16 @@ class SelfTest:
     def _refusal(self, bad: dict[str, list[Finding]], probes: Sequence[ProbePlan]) -> str:
         lines = [f"- {name}: {each.check}: {each.text}" for name, found in bad.items() for each in found]
         good = [probe.name for probe in probes if probe.name not in bad]
-        remedy = f"restrict `method` and `degrees` to what passed ({', '.join(good)})" if good else "no plan passed"
+        remedy = (
+            f"what passed ({', '.join(good)}) may be planned alone (`method`, `degrees`, activations='keep')"
+            if good
+            else "none of the plans passed"
+        )
         return (
-            f"the parity self-test failed before step 1: under plans {type(base_of(self.exact.model)).__name__} does not compute "
-            f"what it computes as plain transformers (plans by their name, documents of {_listed(self.lengths)} tokens):\n"
+            f"the parity self-test failed before step 1: under plans {self.name} does not compute what it computes as plain "
+            f"transformers (plans by their name, documents of {_listed(self.lengths)} tokens):\n"
             + "\n".join(lines)
-            + f"\n{remedy}, and report this message; self_test=False trains without the check, on gradients that are wrong"
+            + f"\n{remedy}; please report this message. self_test=False trains without the check, on gradients that are wrong"
         )
 
     def _line(self, probes: Sequence[ProbePlan], worst: float, seconds: float) -> str:

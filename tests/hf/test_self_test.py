@@ -60,7 +60,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {},
         [
             "- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs",
-            "restrict `method` and `degrees` to what passed (ring of 2)",
+            "what passed (ring of 2) may be planned alone",
         ],
     ),
     "neighbour's keys in rings": (
@@ -68,7 +68,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "- ring of 2: hidden states: layer 0 (full_attention) is the first that differs",
             "- ring of 2: token 0: the last token's gradient at token 0 of its document differs",
-            "to what passed (ulysses of 2, slices, ulysses of 2, recomputed)",
+            "what passed (ulysses of 2, slices, ulysses of 2, recomputed)",
         ],
     ),
     "gradients of keys and values dropped": (
@@ -76,7 +76,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "- slices, ulysses of 2, recomputed: gradients: layer 1 (sliding_attention, window 6) gets the right gradient of its "
             "output and gives one back that is off by",
-            "to what passed (ulysses of 2, ring of 2)",
+            "what passed (ulysses of 2, ring of 2)",
         ],
     ),
     "loss normalised per rank": ({}, ["- ulysses of 2: loss: differs by", "though all hidden states agree: labels, or"]),
