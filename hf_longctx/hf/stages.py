@@ -342,9 +342,17 @@ def _check_passes(pieces: Pieces) -> None:
     probe_1TC = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     positions = torch.arange(1, _PROBE_TOKENS + 1, device=weight.device).unsqueeze(0)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
+    calls: list[str] = []
     with _only(pieces, LayerRange(0, 0), has_norm=False):
+        for name in pieces.last:
+            getattr(pieces.decoder, name).register_forward_hook(lambda *_, name=name: calls.append(name))
         output = pieces.decoder(
             inputs_embeds=probe_1TC, position_ids=positions, attention_mask=mask, use_cache=False, return_dict=True
+        )
+    if repeated := [name for name in pieces.last if calls.count(name) > 1]:
+        raise ValueError(
+            f"{type(pieces.model).__name__} cannot be cut into pipeline stages: it runs {', '.join(repeated)} before its first "
+            f"layer too, which only the last stage has; use stages=1"
         )
     found: Tensor = output.last_hidden_state
     if found.shape != probe_1TC.shape or not torch.equal(found, probe_1TC):
