@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from hf_longctx.hf.attention import num_attention_layers
 from hf_longctx.hf.layers import head_problem, layer_modules, output_head
 from hf_longctx.plan.types import RankPlan
 from hf_longctx.runtime.checkpointing import ActivationEngine
@@ -75,10 +77,12 @@ def slab_rate(tier: HostTier, device: torch.device) -> float:
     return home.numel() / slowest_s
 
 
-def activation_problem(model: nn.Module) -> str:
+def activation_problem(model: PreTrainedModel) -> str:
     """Why this model cannot run activation policies; empty if it can."""
     try:
-        layer_modules(model)
+        layers = layer_modules(model)
     except ValueError as error:
         return str(error)
+    if len(layers) > (num_layers := num_attention_layers(model)):
+        return f"{type(model).__name__} has {len(layers)} layers, of which its decoder runs {num_layers}"
     return head_problem(model)

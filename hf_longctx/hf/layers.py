@@ -69,7 +69,7 @@ def head_problem(model: nn.Module) -> str:
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in sorted(part.to_dict().items()):
             is_ours = any(word in name for word in _LOGIT_WORDS) and not any(word in name for word in _OTHER_WORDS)
-            if is_ours and not isinstance(value, bool) and isinstance(value, int | float | str) and value != 1:
+            if is_ours and not isinstance(value, bool) and isinstance(value, int | float | str):
                 return f"{type(inner).__name__} changes its logits behind the head ({name}={value})"
     return ""
 

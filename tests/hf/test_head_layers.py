@@ -18,7 +18,7 @@ CHANGING = {
     "Gemma2ForCausalLM": ("Gemma2Config", "final_logit_softcapping=30.0"),
     "Gemma3ForCausalLM": ("Gemma3TextConfig", ""),
     "CohereForCausalLM": ("CohereConfig", "logit_scale=0.0625"),
-    "GraniteForCausalLM": ("GraniteConfig", ""),
+    "GraniteForCausalLM": ("GraniteConfig", "logits_scaling=1.0"),
     "LlamaForCausalLM": ("LlamaConfig", ""),
     "MistralForCausalLM": ("MistralConfig", ""),
     "Qwen2ForCausalLM": ("Qwen2Config", ""),
@@ -36,7 +36,7 @@ def test_models_that_change_their_logits_are_named(name: str) -> None:
     assert output_head(model) is model.get_output_embeddings()
 
 
-def test_a_scale_of_logits_that_is_not_one_is_named() -> None:
+def test_a_scale_of_logits_is_named_with_its_value() -> None:
     model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=4.0))
     assert head_problem(model) == "GraniteForCausalLM changes its logits behind the head (logits_scaling=4.0)"
 
