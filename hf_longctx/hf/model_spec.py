@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.adapters import adapter_spec
 from hf_longctx.hf.layers import has_plain_projections
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
 
+# the width of the MLP; of configs in parts, the parts that have sizes of layers
+_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
+_NESTED = ("attn_config", "ffn_config")
 _QK_NORMS = (".q_norm", ".q_layernorm")
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     """The shapes of `model` as the planner sees them; `is_autocast`: attention runs in bf16 whatever the weights are."""
-    spec = ModelSpec.from_config(model.config.to_dict(), bytes_per_element=model.dtype.itemsize)
+    spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=model.dtype.itemsize)
     return replace(
         spec,
         bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0,
@@ -26,6 +30,19 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         can_keep_qkv=has_plain_projections(model),
         adapters=adapter_spec(model),
     )
+
+
+def _fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a config by the names that most classes have for them."""
+    text = config.get_text_config()
+    fields = text.to_dict()
+    nested = {name: value for part in _NESTED for name, value in (fields.get(part) or {}).items()}
+    mapped = {name: getattr(text, name, None) for name in text.attribute_map}
+    fields = {**nested, **fields, **{name: value for name, value in mapped.items() if value is not None}}
+    widths = [fields[name] for name in _WIDTHS if fields.get(name) is not None]
+    # where nothing is said, transformers takes four times the hidden size
+    width = widths[0] if widths else 4 * fields["hidden_size"]
+    return {**fields, "intermediate_size": max(width) if isinstance(width, list) else width}
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:

@@ -279,20 +279,21 @@ def setup_problems(
     problems = model_problems(model)
     if problems and problems[0].startswith(("model class", "adapters")):
         return problems
-    positions = model.config.max_position_embeddings
+    text = model.config.get_text_config()
+    positions = text.max_position_embeddings
     if config.max_length is not None and config.max_length > positions:
         problems.append(
             f"max_length {config.max_length} is above the model's max_position_embeddings {positions}; lower max_length, or "
             f"load the model with a config that extend_positions(config, {config.max_length}) made"
         )
     vocabulary = len(processing_class) if hasattr(processing_class, "__len__") else 0
-    if vocabulary > model.config.vocab_size:
+    if vocabulary > text.vocab_size:
         problems.append(
-            f"the tokenizer has {vocabulary} tokens, the model's vocabulary {model.config.vocab_size}; use the model's own "
+            f"the tokenizer has {vocabulary} tokens, the model's vocabulary {text.vocab_size}; use the model's own "
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
     try:
-        check_degrees(degrees, stage_ranks(config, num_ranks), model.config.num_attention_heads, config.method)
+        check_degrees(degrees, stage_ranks(config, num_ranks), text.num_attention_heads, config.method)
     except ValueError as error:
         problems.append(str(error))
     problems += stage_setting_problems(model, config, num_ranks)

@@ -117,6 +117,9 @@ def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tupl
     kind = (parameters[layer_type] if layer_type else parameters).get("rope_type", "default")
     make: Callable[..., tuple[Tensor, float]]
     make = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    # heads may be of another size in layers of one type
+    if layer_type and (layers := getattr(config, "per_layer_config", None)):
+        config = layers[layer_type]
     frequencies, _ = make(config, device="cpu", **({"layer_type": layer_type} if layer_type else {}))
     return frequencies, kind
 
