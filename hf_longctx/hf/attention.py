@@ -25,10 +25,9 @@ NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 # keywords that say nothing about which tokens are attended to, or how: any value, or only the one given here
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
-# those that are a pattern
-_PATTERN = {"sliding_window": "window"}
-_SINKS = "s_aux"
-_SOFTCAP = "softcap"
+_WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
+# attention whose window is in its masks alone: what its config says is for all layers
+_WINDOW_OF_CONFIG = ("PhimoeAttention",)
 
 
 def patch_model(model: PreTrainedModel) -> None:
@@ -65,7 +64,7 @@ def restore_attention(model: Any, name: str | None) -> None:
 
 def num_attention_layers(model: PreTrainedModel) -> int:
     """Attention calls of one forward."""
-    return int(model.config.num_hidden_layers)
+    return int(model.config.get_text_config().num_hidden_layers)
 
 
 def longctx_attention(
@@ -91,24 +90,46 @@ def longctx_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return output
+    name = type(module).__name__
     if dropout:
-        raise ValueError(f"{type(module).__name__}: attention dropout {dropout} is not supported yet; set it to 0.0")
-    for name, setting in kwargs.items():
-        harmless = setting is None or name in _INERT or (name in _HARMLESS and setting is _HARMLESS[name])
-        if not harmless and name not in _PATTERN and name not in (_SINKS, _SOFTCAP):
+        raise ValueError(f"{name}: attention dropout {dropout} is not supported yet; set it to 0.0")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{name} lets tokens see later ones (is_causal=False), where only causal attention is supported")
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise ValueError(
+            f"{name} makes an attention mask of its own, of shape {tuple(attention_mask.shape)}, which would be left out; use a "
+            f"model without it"
+        )
+    for keyword, setting in kwargs.items():
+        harmless = setting is None or keyword in _INERT or (keyword in _HARMLESS and setting is _HARMLESS[keyword])
+        if not harmless and keyword not in (_WINDOW, _SINKS, _SOFTCAP):
             raise ValueError(
-                f"{type(module).__name__} passes {name}={setting!r} to attention, which is not supported yet and would change "
-                f"the result; use a model without it"
+                f"{name} passes {keyword}={setting!r} to attention, which is not supported yet and would change the result; use "
+                f"a model without it"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    pattern = AttentionPattern(**{field: kwargs.get(name) or 0 for name, field in _PATTERN.items()})
+    pattern = layer_pattern(module, **{keyword: setting for keyword, setting in kwargs.items() if keyword == _WINDOW})
     sinks, softcap = kwargs.get(_SINKS), float(kwargs.get(_SOFTCAP) or 0.0)
     if softcap < 0 or (softcap and sinks is not None):
         raise ValueError(
-            f"{type(module).__name__} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' beside sinks'}; a cap "
+            f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' beside sinks'}; a cap "
             f"must be positive, and is not supported beside sinks"
         )
     return sequence_parallel_attention(query, key, value, scale, longctx, module, pattern, sinks, softcap), None
+
+
+def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
+    """What an attention layer is besides causal: by the window that it passes, or else by what its masks are made from."""
+    config: Any = getattr(module, "config", None)
+    layer, layer_types = getattr(module, "layer_idx", None), getattr(config, "layer_types", None) or ()
+    layer_type = layer_types[layer] if layer is not None and layer < len(layer_types) else ""
+    if type(module).__name__ in _WINDOW_OF_CONFIG:
+        window = config.sliding_window
+    elif _WINDOW in passed:
+        window = passed[_WINDOW]
+    else:
+        window = getattr(module, _WINDOW, None) if layer_type != "full_attention" else None
+    return AttentionPattern(window=window or 0)
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

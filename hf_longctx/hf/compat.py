@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
 from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
+from hf_longctx.hf.model_classes import class_problem
 from hf_longctx.hf.rope import rope_problems
 from hf_longctx.hf.routers import router_problems
 
-# a class gets in with its row in tests/runtime/test_equality.py, test_families.py or test_moe.py, never without
-TESTED_MODELS = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "CohereForCausalLM",
-    "Cohere2ForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeLiteForCausalLM",
-    "GraniteForCausalLM",
-    "MiniCPM3ForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "PhiForCausalLM",
-    "Phi3ForCausalLM",
-    "SmolLM3ForCausalLM",
-    "Starcoder2ForCausalLM",
-    "YoutuForCausalLM",
-    "GptOssForCausalLM",
-    "MixtralForCausalLM",
-    "OlmoeForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-# of these the layers without experts are tested
-_DENSE_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
-TESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+TESTED_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 _MINIMUM = "5.17"
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# words in names of config fields: chances that are drawn anew in every forward, and so for other tokens under every plan
+_CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
+# named elsewhere, or only read by heads for other tasks
+_UNUSED_CHANCES = (
+    "router_jitter_noise",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "summary_first_dropout",
+    "summary_last_dropout",
+)
+# field -> the value that means what was tested, and the remedy for others
+_TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
+    "is_encoder_decoder": (False, "use a decoder-only model"),
+    "add_cross_attention": (False, "set it to False, cross attention is not supported"),
+}
 
 
 def version_problems() -> list[str]:
@@ -60,22 +47,15 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         return kinds
     base = base_of(model)
     name, config = type(base).__name__, base.config
-    if name not in TESTED_MODELS:
-        return [
-            f"model class {name} is not in the tested list ({', '.join(TESTED_MODELS)}): its attention may have a pattern that "
-            f"would be silently wrong; use one of these classes"
-        ]
+    if problem := class_problem(base):
+        return [problem]
     if not type(base).__module__.startswith("transformers."):
         return [
             f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
             f"tested; use the class of transformers"
         ]
-    problems = [*adapter_problems(model), *_pattern_problems(base), *_expert_problems(base), *router_problems(config)]
-    problems += [
-        f"{field} is {value}; set it to 0.0, dropout is not supported yet"
-        for field, value in sorted(config.to_dict().items())
-        if field.endswith(("dropout", "pdrop")) and isinstance(value, float) and value
-    ]
+    problems = [*adapter_problems(model), *_pattern_problems(base), *router_problems(base)]
+    problems += _setting_problems(config)
     problems += [
         f"rope type {rope_type!r} depends on the longest position of each forward and is not supported yet; use one of "
         f"{', '.join(TESTED_ROPE_TYPES)}"
@@ -116,14 +96,21 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         return ["use_bidirectional_attention is set, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
     problems = [
-        f"layer_types has {layer_type!r}, which is not supported yet; use a model of full_attention and sliding_attention"
-        for layer_type in sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+        f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; build the model with "
+        f"is_decoder=True in its config"
+        for name, module in model.named_modules()
+        if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
+    ][:1]
+    problems += [
+        f"layer_types has {layer_type!r}, which is not supported yet; use a model of {' and '.join(_LAYER_TYPES)}"
+        for layer_type in sorted(set(layer_types) - set(_LAYER_TYPES))
     ]
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if not hasattr(module, "sliding_window") or layer is None or layer >= len(layer_types):
             continue
-        if (layer_types[layer] == "sliding_attention") != bool(module.sliding_window):
+        has_window = bool(module.sliding_window) and getattr(module, "is_sliding", True)
+        if (layer_types[layer] == "sliding_attention") != has_window:
             problems.append(
                 f"layer {layer} is {layer_types[layer]!r} in layer_types, but its window is {module.sliding_window}; "
                 f"let sliding_window, use_sliding_window and layer_types say the same"
@@ -131,22 +118,23 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
     return problems
 
 
-def _expert_problems(model: PreTrainedModel) -> list[str]:
-    """Layers with experts in a class of which only dense layers are tested."""
-    name = type(model).__name__
-    if name not in _DENSE_MODELS:
-        return []
-    experts = [path for path, module in model.named_modules() if type(module).__name__.endswith("Experts")]
-    if not experts:
-        return []
-    return [
-        f"{experts[0]} is a layer of experts, of which {name} has {len(experts)}, and they are not supported yet; use a "
-        f"config whose layers are all dense (first_k_dense_replace or mlp_layer_types)"
+def _setting_problems(config: PretrainedConfig) -> list[str]:
+    """Fields of a tested class's config with values that were not tested."""
+    values = config.get_text_config().to_dict()
+    problems = [
+        f"{field} is {value}; set it to 0.0, {'dropout' if 'drop' in field else 'noise'} is not supported yet"
+        for field, value in sorted(values.items())
+        if any(word in field for word in _CHANCES) and field not in _UNUSED_CHANCES and isinstance(value, float) and value
+    ]
+    return problems + [
+        f"{field} is {values[field]!r}, which is not supported; {remedy}"
+        for field, (tested, remedy) in _TESTED_SETTINGS.items()
+        if field in values and values[field] is not None and values[field] != tested
     ]
 
 
 def _rope_types(config: PretrainedConfig) -> set[str]:
     """The rope types of all layers; some models have one for each type of layer."""
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     return {each.get("rope_type", "default") for each in per_layer_type or [parameters]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
 from hf_longctx.hf.adapters import base_of
 from hf_longctx.runtime.routers import RouterBalance
@@ -13,9 +13,14 @@ from hf_longctx.runtime.routers import RouterBalance
 _ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "GptOssTopKRouter")
 
 
-def router_problems(config: PretrainedConfig) -> list[str]:
+def router_problems(model: PreTrainedModel) -> list[str]:
     """Settings of a mixture of experts under which plans would not give what the model alone gives, by name."""
-    problems = []
+    problems, config = [], model.config
+    if has_balance(model) and not any(type(module).__name__ in _ROUTERS for module in model.modules()):
+        problems.append(
+            f"output_router_logits is set, but the routers of {type(model).__name__} are not among those whose balance plans take "
+            f"({', '.join(_ROUTERS)}); set it to False, which trains without that loss"
+        )
     if noise := getattr(config, "router_jitter_noise", 0.0):
         problems.append(
             f"router_jitter_noise is {noise}, drawn anew in every forward, so that no two plans would agree; set it to 0.0"

@@ -1,0 +1,298 @@
+"""Which model classes run, and why others do not: the only list, which the sweep over all classes of transformers proves.
+
+A class is tested where tiny models of it, with every kind of layer that its configs may have, give the loss and all gradients of
+plain Hugging Face: packed, in slices, recomputed, in stages, on groups, on rings and sharded, or are refused there by name.
+`docs/models.md` says how exactly each of them was met.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+TESTED_MODELS: tuple[str, ...] = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "AXK1ForCausalLM",
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "AriaTextForCausalLM",
+    "BeamForCausalLM",
+    "BioGptForCausalLM",
+    "BitNetForCausalLM",
+    "Cohere2ForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "CohereCompassForCausalLM",
+    "CohereForCausalLM",
+    "CwmForCausalLM",
+    "DbrxForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Dots1ForCausalLM",
+    "ElectraForCausalLM",
+    "Emu3ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "ErnieForCausalLM",
+    "Exaone4ForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "FlexOlmoForCausalLM",
+    "FlintForCausalLM",
+    "FuyuForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GlmForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "GraniteSWAForCausalLM",
+    "HYV3ForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "Jais2ForCausalLM",
+    "JetMoeForCausalLM",
+    "Kolibri1ForCausalLM",
+    "LagunaForCausalLM",
+    "MellumForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MiniMaxM3VLForCausalLM",
+    "Ministral3ForCausalLM",
+    "MinistralForCausalLM",
+    "Mistral4ForCausalLM",
+    "MixtralForCausalLM",
+    "ModernBertDecoderForCausalLM",
+    "MoshiForCausalLM",
+    "NanoChatForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoForCausalLM",
+    "OlmoeForCausalLM",
+    "PersimmonForCausalLM",
+    "Phi3ForCausalLM",
+    "Phi4MultimodalForCausalLM",
+    "PhiForCausalLM",
+    "PhimoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "RoCBertForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "SolarOpenForCausalLM",
+    "Starcoder2ForCausalLM",
+    "VaultGemmaForCausalLM",
+    "YoutuForCausalLM",
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why classes are refused: what `layer`, a pattern of names and classes of modules, does; without it, the class itself."""
+
+    summary: str
+    text: str
+    classes: tuple[str, ...]
+    layer: str = ""
+
+
+REFUSALS = (
+    Refusal(
+        "declares no attention backend",
+        "declares no attention backend: its attention is written out in its own file",
+        (
+            "BigBirdForCausalLM",
+            "BloomForCausalLM",
+            "ClvpForCausalLM",
+            "CodeGenForCausalLM",
+            "CpmAntForCausalLM",
+            "FalconForCausalLM",
+            "GPTJForCausalLM",
+            "GPTNeoForCausalLM",
+            "GPTNeoXJapaneseForCausalLM",
+            "MegatronBertForCausalLM",
+            "MptForCausalLM",
+            "MvpForCausalLM",
+            "ProphetNetForCausalLM",
+            "RemBertForCausalLM",
+            "RoFormerForCausalLM",
+            "TrOCRForCausalLM",
+            "XGLMForCausalLM",
+        ),
+    ),
+    Refusal(
+        "linear attention, SSM, convolution or another state along the sequence",
+        "carries a state from token to token (linear attention, SSM, convolution), which would run on across documents and ranks",
+        (
+            "BailingHybridForCausalLM",
+            "BambaForCausalLM",
+            "FalconH1ForCausalLM",
+            "FalconMambaForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+            "InklingForCausalLM",
+            "Inkling2ForCausalLM",
+            "JambaForCausalLM",
+            "KimiLinearForCausalLM",
+            "Lfm2ForCausalLM",
+            "Lfm2MoeForCausalLM",
+            "Lfm3ForCausalLM",
+            "MambaForCausalLM",
+            "Mamba2ForCausalLM",
+            "MiniMaxForCausalLM",
+            "NemotronHForCausalLM",
+            "OlmoHybridForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen4ExpForCausalLM",
+            "RecurrentGemmaForCausalLM",
+            "RwkvForCausalLM",
+            "ZambaForCausalLM",
+            "Zamba2ForCausalLM",
+            "ZayaForCausalLM",
+            "xLSTMForCausalLM",
+        ),
+        r"Mamba|DeltaNet|DeltaAttention|LinearAttention|LightningAttention|ShortConv|Conv1d|Recurrent|RgLru|xLSTM|[ms]LSTM|Rwkv|TimeMix|CCA|Mixer$",
+    ),
+    Refusal(
+        "cross attention",
+        "reads a second sequence (cross attention), and the class takes no positions that begin anew at each document",
+        (
+            "BartForCausalLM",
+            "BigBirdPegasusForCausalLM",
+            "BlenderbotForCausalLM",
+            "BlenderbotSmallForCausalLM",
+            "BltForCausalLM",
+            "MBartForCausalLM",
+            "MarianForCausalLM",
+            "MllamaForCausalLM",
+            "MusicgenForCausalLM",
+            "PLBartForCausalLM",
+            "PegasusForCausalLM",
+            "WhisperForCausalLM",
+        ),
+        r"encoder_attn|[cC]ross_?[aA]tt",
+    ),
+    Refusal(
+        "sparse attention by an index",
+        "chooses the keys that a token sees by an index or compresses them (sparse attention), which is not implemented",
+        (
+            "AXK2ForCausalLM",
+            "DeepseekV32ForCausalLM",
+            "DeepseekV4ForCausalLM",
+            "Dots3NoteForCausalLM",
+            "GlmMoeDsaForCausalLM",
+            "HYV4ForCausalLM",
+        ),
+        r"Indexer|[cC]ompress",
+    ),
+    Refusal(
+        "a mask made from the values",
+        "makes a mask of its own from keys or values, which would be left out",
+        ("DogeForCausalLM",),
+        r"Attention$",
+    ),
+    Refusal(
+        "positions counted from the padding token",
+        "counts positions from its padding token on and not from 0, which packed documents do",
+        (
+            "CamembertForCausalLM",
+            "Data2VecTextForCausalLM",
+            "RobertaForCausalLM",
+            "RobertaPreLayerNormForCausalLM",
+            "XLMRobertaForCausalLM",
+            "XLMRobertaXLForCausalLM",
+            "XmodForCausalLM",
+        ),
+        r"Embeddings$",
+    ),
+    Refusal(
+        "queries scaled by their place in the row",
+        "scales queries by their place in the row and not in their document",
+        ("Llama4ForCausalLM",),
+        r"Attention$",
+    ),
+    Refusal(
+        "attention that runs several times per layer",
+        "calls attention several times in one forward, where slices expect one set of keys and values for each layer",
+        (
+            "DiffLlamaForCausalLM",
+            "HrmTextForCausalLM",
+            "LongcatFlashForCausalLM",
+        ),
+        r"Attention$|MLA$",
+    ),
+    Refusal(
+        "drops extra keywords",
+        "drops extra keywords on their way to attention, so that a plan would never arrive there",
+        (
+            "NemotronForCausalLM",
+            "StableLmForCausalLM",
+        ),
+        r"DecoderLayer$",
+    ),
+    Refusal(
+        "inputs beside tokens and positions",
+        "reads more than token ids and positions (codebooks, images, hidden states of another model)",
+        (
+            "CsmDepthDecoderForCausalLM",
+            "Gemma4AssistantForCausalLM",
+            "Gemma4UnifiedAssistantForCausalLM",
+            "GitForCausalLM",
+            "MusicgenMelodyForCausalLM",
+        ),
+    ),
+)
+_REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM"
+
+
+def class_problem(model: nn.Module) -> str:
+    """Why models of this class cannot run, by class and layer; empty for a tested class."""
+    name = type(model).__name__
+    if name in TESTED_MODELS:
+        return ""
+    refusal = refusal_of(name)
+    if refusal is None:
+        hint = next((found for found in map(lambda each: layer_of(model, each), REFUSALS) if found), "")
+        return (
+            f"model class {name} is not in the tested list, so its attention may have a pattern that would be silently "
+            f"wrong{f' ({hint})' if hint else ''}; {_REMEDY}"
+        )
+    layer = layer_of(model, refusal)
+    return f"model class {name} is not supported: {f'{layer} ' if layer else 'it '}{refusal.text}; {_REMEDY}"
+
+
+def refusal_of(name: str) -> Refusal | None:
+    """Why a class of this name is refused; None for tested and unknown ones."""
+    return next((refusal for refusal in REFUSALS if name in refusal.classes), None)
+
+
+def layer_of(model: nn.Module, refusal: Refusal) -> str:
+    """The first module that does what is refused, by name and class; empty if there is none."""
+    if not refusal.layer:
+        return ""
+    found = (
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if re.search(refusal.layer, f"{name.rsplit('.', 1)[-1]} {type(module).__name__}")
+    )
+    return next(found, "")

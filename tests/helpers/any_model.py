@@ -1,0 +1,211 @@
+"""A tiny fp64 model of any causal language model class of transformers, with every kind of layer that its defaults have.
+
+Sizes are set by the names of the config's fields, wherever the class has them; a table holds what a few classes need beside.
+Windows, chunks and scales by position are set so small that every document of more than a few tokens meets them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 64
+WINDOW, CHUNK = 6, 8
+HEAD_DIM = 8
+
+# name of a config's field -> its value in a tiny model; attributes that map to others may be among them
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim_model_base"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("intermediate_size_mlp", "dense_intermediate_size", "shared_intermediate_size", "n_inner"), 48),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(("num_decoder_attention_heads", "encoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("num_query_groups",), 2),
+    **dict.fromkeys(("head_dim", "kv_channels", "swa_head_dim", "attention_head_dim", "global_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("qk_head_dim", "rotary_dim", "query_pre_attn_scalar"), HEAD_DIM),
+    **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 6),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), HEAD_DIM // 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "gated_norm_rank", "hc_lowrank"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "n_ctx"), 128),
+    **dict.fromkeys(("max_target_positions", "max_source_positions"), 128),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("moe_num_shared_experts", "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), 1),
+    **dict.fromkeys(("zero_expert_num", "mlp_only_layers_count"), 2),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "local_attention", "attention_window_size", "window_size"), WINDOW),
+    "attention_chunk_size": CHUNK,
+    **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 4),
+    **dict.fromkeys(("lru_width", "attention_hidden_size"), 32),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
+    "use_sliding_window": True,
+    "is_decoder": True,
+    "use_cache": False,
+}
+# what a class needs beside, or instead; a value of None leaves the class's default
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+_OF_CLASS: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "CohereCompassForCausalLM": {
+        "logit_scale": 0.0625,
+        "rope_parameters": {
+            layer_type: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            for layer_type in ("sliding_attention", "full_attention")
+        },
+    },
+    "DbrxForCausalLM": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.3},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "FlintForCausalLM": {"mlp_only_layers": [0]},
+    "FuyuForCausalLM": {
+        "text_config": {
+            **{"model_type": "persimmon", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "vocab_size": VOCAB_SIZE, "pad_token_id": 0},
+        },
+        "patch_size": 4,
+    },
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "Gemma3nForCausalLM": {
+        **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+        **{"intermediate_size": 48, "hidden_size_per_layer_input": 8},
+        **{"vocab_size_per_layer_input": VOCAB_SIZE, "laurel_rank": 4},
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "Gemma4ForCausalLM": {
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "global_head_dim": 16},
+        **{"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    },
+    "Gemma4UnifiedForCausalLM": {"use_bidirectional_attention": None},
+    "GraniteMoeHybridForCausalLM": _MAMBA | {"layer_types": ["mamba", "attention"]},
+    "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "LagunaForCausalLM": {"num_attention_heads_per_layer": [4, 4, 4]},
+    "Lfm2ForCausalLM": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+    "RoCBertForCausalLM": {
+        "pronunciation_vocab_size": 64,
+        "shape_vocab_size": 64,
+        "pronunciation_embed_dim": 8,
+        "shape_embed_dim": 8,
+    },
+    "Phi4MultimodalForCausalLM": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
+        "audio_config": {
+            **{"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 4, "ext_pw_out_channel": 32},
+            **{"depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
+        },
+    },
+    "MllamaForCausalLM": {"cross_attention_layers": [1]},
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+}
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers", "encoder_layers")
+_NOISE = ("dropout", "pdrop", "jitter", "layerdrop")
+_MOST_LAYERS = 6
+_MOST_PARAMETERS = 5_000_000
+
+
+def class_names() -> list[str]:
+    """Every class that transformers exports under a name that ends in ForCausalLM."""
+    return sorted(name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto"))
+
+
+def tiny_config(model_class: type[PreTrainedModel]) -> PretrainedConfig:
+    """The class's default config in small, with each kind of layer that its lists by layer name."""
+    config_class: Any = model_class.config_class
+    special = _OF_CLASS.get(model_class.__name__, {})
+    fields = {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
+    default = vars(config_class())
+    settings = {name: value for name, value in _SIZES.items() if name in fields}
+    settings |= _by_layer(default, fields)
+    settings |= {name: 0.0 for name in fields if any(word in name for word in _NOISE) and isinstance(default.get(name), float)}
+    if "qk_rope_head_dim" in fields:
+        # MLA: the head size of a config is that of its rotary part, and there are no fewer KV heads
+        settings |= {name: value for name, value in (("head_dim", HEAD_DIM // 2), ("num_key_value_heads", 4)) if name in fields}
+    settings |= special
+    return config_class(**copy.deepcopy(settings))
+
+
+def _by_layer(default: dict[str, Any], fields: set[str]) -> dict[str, Any]:
+    """Number of layers and lists with one entry for each, so that every combination of entries is there once."""
+    count = next((default[name] for name in _NUM_LAYERS if isinstance(default.get(name), int)), 0)
+    lists = {
+        name: list(default[name])
+        for name in sorted(fields)
+        if isinstance(default.get(name), list | tuple) and count > 1 and len(default[name]) == count
+    }
+    if set(lists.get("layer_types", ())) in ({"full_attention"}, {"sliding_attention"}) and "sliding_window" in fields:
+        # what its configs may say, too
+        half = ["sliding_attention", "full_attention"] * count
+        lists["layer_types"] = half[:count]
+    kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))[:_MOST_LAYERS] if lists else []
+    number = max(2, len(kinds))
+    chosen = [kinds[place % len(kinds)] for place in range(number)] if kinds else []
+    found = {name: [kind[place] for kind in chosen] for place, name in enumerate(lists)}
+    return found | {name: number for name in _NUM_LAYERS if name in fields}
+
+
+def kinds_of(name: str) -> set[str]:
+    """Classes of all modules that a model of the class's default config has, beside those of other modalities."""
+    model_class = getattr(transformers, name)
+    config = model_class.config_class()
+    with torch.device("meta"):
+        return {type(module).__name__ for module in model_class(config).modules()}
+
+
+def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: bool = True) -> PreTrainedModel:
+    """A model of the class in training mode, fp64, every weight random: biases, norms and sinks too."""
+    model_class = getattr(transformers, name)
+    config = tiny_config(model_class)
+    config._attn_implementation = attention
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if not is_random:
+        return model_class(config)
+    if size > _MOST_PARAMETERS:
+        raise ValueError(f"{name} has {size} parameters, which is not tiny; give its sizes in _OF_CLASS")
+    torch.manual_seed(seed)
+    model = model_class(config).double()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+        else:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.tie_weights()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.train()
+
+
+class wide_floats(TorchFunctionMode):
+    """Inside, what is asked for in fp32 is made in fp64: norms, rotary embeddings, routers and softmax have no fp32 islands."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is Tensor.backward:
+            gradient = kwargs.get("gradient", args[1] if args[1:] else None)
+            gradients = (torch.ones_like(args[0]) if gradient is None else gradient,)
+            # layers are run again in there; every public way to the engine would leave this mode
+            with self:
+                return _engine_run_backward(args[:1], gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if function is Tensor.float:
+            return args[0].double()
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if function in (Tensor.to, Tensor.type):
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return function(*args, **kwargs)

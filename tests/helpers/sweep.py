@@ -1,0 +1,221 @@
+"""Any class of transformers under plans against plain eager Hugging Face: on one rank, in stages and on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from helpers.any_model import build_any, wide_floats
+from helpers.models import random_rows, reference_step
+from helpers.ranks import RankPool
+from helpers.sliced import sliced_plan
+from helpers.staged import even_parts
+from helpers.steps import group_pool, mesh, plan_of, rank_inputs, whole
+from test_checkpointing import recomputing, with_policies
+from torch import Tensor
+
+from hf_longctx.hf.activations import activation_problem
+from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.layers import head_problem, layer_modules, output_head
+from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.refusals import setup_problems
+from hf_longctx.hf.stages import cut_model, stage_model, stage_problems
+from hf_longctx.plan.types import LayerRange, MicroBatch, StepPlan
+from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
+from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.output_head import OutputHead
+from hf_longctx.runtime.sharded import shard_model
+
+TOLERANCE = 1e-12
+ROUNDING = 1e-13
+CPU = torch.device("cpu")
+# far longer than windows and chunks; one of a single token
+LENGTHS = [30, 7, 17, 1]
+WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
+SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
+TILE_TOKENS = 16
+Step = tuple[float, dict[str, Tensor]]
+
+
+ROADS = ("packed", "slices", "ulysses", "ring", "recomputed", "sharded", "stages")
+# those that a tested class may be refused by name
+OPTIONAL = ("recomputed", "sharded", "stages")
+
+
+class Refused(ValueError):
+    """What the package says about a model before any work starts."""
+
+
+@dataclass
+class Outcome:
+    """What a class did: the worst relative error of loss and gradients of each road, and where the package refused it."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    def run(self, road: str, step: Callable[[], Step], expected: Step) -> None:
+        """Goes one road. A ValueError that the package raises is a refusal; of an optional road only, every other one is."""
+        try:
+            self.errors[road] = worst(step(), expected)
+        except ValueError as error:
+            is_ours = isinstance(error, Refused) or "/hf_longctx/" in traceback.extract_tb(error.__traceback__)[-1].filename
+            if road not in OPTIONAL or not is_ours:
+                raise
+            self.refusals[road] = str(error)
+
+
+def worst(found: Step, expected: Step) -> float:
+    """The largest relative error of loss and gradients; infinite where there are other gradients.
+
+    Gradients that are zero but for rounding, as of the bias of keys without rotary embedding, are measured by the largest one.
+    """
+    if found[1].keys() != expected[1].keys():
+        return float("inf")
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    errors = [abs(found[0] - expected[0]) / max(abs(expected[0]), 1.0)]
+    for name, gradient in expected[1].items():
+        scale = float(gradient.abs().max())
+        error = float((found[1][name] - gradient).abs().max())
+        errors.append(error / (scale if scale > ROUNDING * largest else largest))
+    return max(errors)
+
+
+def rows() -> list[dict[str, list[int]]]:
+    return random_rows(LENGTHS)
+
+
+def num_labels() -> int:
+    return sum(label != -100 for row in rows() for label in row["labels"][1:])
+
+
+def reference(name: str) -> Step:
+    """Loss and gradients of plain Hugging Face, eager, one document at a time."""
+    return reference_step(build_any(name), rows())
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plan_of_layers(plan: StepPlan, num_layers: int) -> StepPlan:
+    """A plan of one stage for so many layers."""
+
+    def of_group(group: Any) -> Any:
+        return replace(group, stages=tuple(replace(stage, parts=(LayerRange(0, num_layers),)) for stage in group.stages))
+
+    return replace(plan, micro_batches=tuple(MicroBatch(tuple(map(of_group, batch.groups))) for batch in plan.micro_batches))
+
+
+def lone_step(model: Any, plan: StepPlan, engine: ActivationEngine | None = None) -> Step:
+    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), CPU, engine=engine)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows(), 0)["chunks"], num_labels())
+    return float(result.loss), gradients_of(model)
+
+
+def patched(name: str) -> Any:
+    model = build_any(name)
+    patch_model(model)
+    return model
+
+
+def recomputed_step(name: str) -> Step:
+    """Slices of which every layer is run again, in tiles; logits are whole only where the class changes them."""
+    model = patched(name)
+    if (problem := activation_problem(model)) != head_problem(model):
+        raise Refused(problem)
+    layers = layer_modules(model)
+    policies = tuple((recomputing(0.5, 0.5), recomputing())[place % 2] for place in range(len(layers)))
+    plan = plan_of_layers(with_policies(sliced_plan(LENGTHS, SLICES), policies, TILE_TOKENS), len(layers))
+    head = None if problem else OutputHead(output_head(model))
+    return lone_step(model, plan, ActivationEngine(layers, head=head))
+
+
+def staged_step(name: str) -> Step:
+    """Two stages of one packed row, one after the other in this process."""
+    whole_model = patched(name)
+    if problems := stage_problems(whole_model):
+        raise Refused(problems[0])
+    num_layers = num_attention_layers(whole_model)
+    parts = even_parts(2, 1, num_layers)
+    plan = sliced_plan(LENGTHS, WHOLE)
+    (group,) = plan.micro_batches[0].groups
+    (inputs,) = rank_inputs(plan, rows(), 0)["chunks"][0]
+    pool, hidden, gradients = GroupPool((1,), 1.0), None, {}
+    models = []
+    for stage in range(2):
+        own = copy.deepcopy(whole_model)
+        cut_model(own, parts, stage)
+        models.append(own)
+        context = pool.context(group, group.chunks[0])
+        hidden = stage_model(own, parts, stage).forward(0, inputs, hidden, torch.ones(1, 1, 1, 1, dtype=torch.bool), context)
+    loss = step_loss(summed_cross_entropy(hidden, inputs.shift_labels), num_labels())
+    loss.backward()
+    for own in models:
+        for key, gradient in gradients_of(own).items():
+            gradients[key] = gradients[key] + gradient if key in gradients else gradient
+    # the last stage keeps the weight of a tied head as its own
+    tied = whole_model.get_input_embeddings().weight is whole_model.get_output_embeddings().weight
+    if tied:
+        names = {id(p): n for n, p in whole_model.named_parameters()}
+        embedding = names[id(whole_model.get_input_embeddings().weight)]
+        head = next(key for key in gradients if key not in names.values())
+        gradients[embedding] = gradients[embedding] + gradients.pop(head)
+    return float(loss), gradients
+
+
+def local_outcome(name: str) -> Outcome:
+    """The roads of one process."""
+    outcome = Outcome()
+    model = build_any(name)
+    if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
+        raise AssertionError(f"{name} is refused: {problems}")
+    assert model_spec(model).num_layers == num_attention_layers(model)
+    with wide_floats():
+        expected = reference(name)
+        outcome.run("packed", lambda: lone_step(patched(name), sliced_plan(LENGTHS, WHOLE)), expected)
+        outcome.run("slices", lambda: lone_step(patched(name), sliced_plan(LENGTHS, SLICES)), expected)
+        outcome.run("recomputed", lambda: recomputed_step(name), expected)
+        outcome.run("stages", lambda: staged_step(name), expected)
+    return outcome
+
+
+def group_step(name: str, ulysses: int, is_sharded: bool) -> Step:
+    pool, model = group_pool(), patched(name)
+    plan = plan_of(
+        [[(2, tuple(range(len(LENGTHS))))]], LENGTHS, 2, ulysses=ulysses, parameters="sharded" if is_sharded else "replicated"
+    )
+    if is_sharded:
+        shard_model(model, tuple(model._no_split_modules or ()), mesh(2))
+    executor = StepExecutor(model, pool, num_attention_layers(model), CPU)
+    result = executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows(), pool.rank)["chunks"], num_labels())
+    return float(result.loss), gradients_of(model)
+
+
+def group_outcome(name: str) -> Outcome:
+    """The roads of two ranks, on each of them."""
+    outcome = Outcome()
+    with wide_floats():
+        expected = reference(name)
+        outcome.run("ulysses", lambda: group_step(name, 0, False), expected)
+        outcome.run("ring", lambda: group_step(name, 1, False), expected)
+        outcome.run("sharded", lambda: group_step(name, 0, True), expected)
+    return outcome
+
+
+def sweep(name: str, pool: RankPool) -> Outcome:
+    """All roads of a class: two ranks go theirs while this process goes its own."""
+    with ThreadPoolExecutor(1) as waiting:
+        ranks = waiting.submit(pool.run, group_outcome, name)
+        total = local_outcome(name)
+        for outcome in ranks.result():
+            total.refusals |= outcome.refusals
+            total.errors |= {road: max(error, total.errors.get(road, 0.0)) for road, error in outcome.errors.items()}
+    return total

@@ -1,0 +1,70 @@
+"""Every `ForCausalLM` class of transformers is exact under plans or refused by name, as `docs/models.md` says.
+
+Only a few classes by default; `pytest -m sweep tests/hf/test_model_sweep.py` takes them all, in minutes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from helpers.any_model import build_any, class_names, kinds_of
+from helpers.model_table import cells_of, read_page
+from helpers.sweep import OPTIONAL, ROADS, TOLERANCE, sweep
+
+from hf_longctx.hf.layers import head_problem
+from hf_longctx.hf.model_classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
+
+# learned positions, a window in masks alone, experts, sinks, biases without RoPE, shared keys, scaled logits, norms used twice
+FAST = ("OPTForCausalLM", "PhimoeForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM", "NanoChatForCausalLM")
+# whose configs cannot be made small by the names of their fields
+UNBUILT = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "Qwen4ExpForCausalLM", "ZambaForCausalLM")
+# whose default configs transformers itself cannot build; the tiny ones have both kinds of MLP and of attention
+NO_DEFAULT = (
+    *("CohereCompassForCausalLM", "DbrxForCausalLM", "Dots1ForCausalLM", "HunYuanDenseV1ForCausalLM"),
+    *("HunYuanMoEV1ForCausalLM", "MinistralForCausalLM"),
+)
+AT_LEAST_EXACT = 79
+
+
+def marked(names: tuple[str, ...] | list[str]) -> list:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.sweep) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(TESTED_MODELS))
+def test_a_tested_class_is_exact(ranks, name: str) -> None:
+    outcome = sweep(name, ranks(2))
+    assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
+    assert set(outcome.refusals) <= set(OPTIONAL) and set(outcome.errors) | set(outcome.refusals) == set(ROADS)
+    assert name in NO_DEFAULT or kinds_of(name) <= {type(module).__name__ for module in build_any(name).modules()}
+    said = read_page()[0][name][1:]
+    assert list(cells_of(outcome, head_problem(build_any(name))).values())[1:] == said
+
+
+def test_every_class_is_tested_or_refused_and_the_page_says_so() -> None:
+    exact, refused = read_page()
+    assert set(exact) == set(TESTED_MODELS) and len(TESTED_MODELS) >= AT_LEAST_EXACT
+    assert refused == {name: refusal_of(name).summary for refusal in REFUSALS for name in refusal.classes}
+    assert sorted([*exact, *refused]) == class_names()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for refusal in REFUSALS for name in refusal.classes if name not in UNBUILT])
+def test_a_refused_class_is_refused_by_class_and_layer(name: str) -> None:
+    refusal = refusal_of(name)
+    with torch.device("meta"):
+        model = build_any(name, is_random=False)
+    problem = class_problem(model)
+    assert (
+        problem.startswith(f"model class {name} is not supported: ") and refusal.text in problem and "docs/models.md" in problem
+    )
+    assert bool(refusal.layer) == bool(layer_of(model, refusal)) and layer_of(model, refusal) in problem
+
+
+def test_an_unknown_class_is_refused_with_what_its_layers_do() -> None:
+    class NewForCausalLM(transformers.MambaForCausalLM):
+        pass
+
+    model = NewForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=4))
+    problem = class_problem(model)
+    assert problem.startswith("model class NewForCausalLM is not in the tested list") and "MambaMixer" in problem
