@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import PreTrainedModel
 
 TESTED_MODELS: tuple[str, ...] = (
     "LlamaForCausalLM",
@@ -293,6 +294,7 @@ def layer_of(model: nn.Module, refusal: Refusal) -> str:
     found = (
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if re.search(refusal.layer, f"{name.rsplit('.', 1)[-1]} {type(module).__name__}")
+        if not isinstance(module, PreTrainedModel)
+        and re.search(refusal.layer, f"{name.rsplit('.', 1)[-1]} {type(module).__name__}")
     )
     return next(found, "")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 FILE = TESTS.parent / "docs" / "models.md"
-_FOLDERS = [str(TESTS), str(TESTS / "runtime")]
 _EXACT = """
 Exact means: a tiny fp64 model with every kind of layer that its configs have, windows of 6 tokens and documents of up to 30,
 gives the loss and every gradient of plain eager Hugging Face, one document at a time, to 1e-12: packed, in slices, in a Ulysses
@@ -80,8 +79,8 @@ def read_page() -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def main() -> None:
-    os.environ.update(PYTHONPATH=os.pathsep.join(_FOLDERS), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    sys.path[:0] = _FOLDERS
+    os.environ.update(PYTHONPATH=str(TESTS), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    sys.path.insert(0, str(TESTS))
     import transformers
     from helpers.any_model import build_any, class_names
     from helpers.ranks import RankPool

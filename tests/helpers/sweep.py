@@ -16,7 +16,6 @@ from helpers.ranks import RankPool
 from helpers.sliced import sliced_plan
 from helpers.staged import even_parts
 from helpers.steps import group_pool, mesh, plan_of, rank_inputs, whole
-from test_checkpointing import recomputing, with_policies
 from torch import Tensor
 
 from hf_longctx.hf.activations import activation_problem
@@ -26,7 +25,7 @@ from hf_longctx.hf.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.hf.refusals import setup_problems
 from hf_longctx.hf.stages import cut_model, stage_model, stage_problems
-from hf_longctx.plan.types import LayerRange, MicroBatch, StepPlan
+from hf_longctx.plan.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
@@ -105,13 +104,25 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def plan_of_layers(plan: StepPlan, num_layers: int) -> StepPlan:
-    """A plan of one stage for so many layers."""
+def recomputing_plan(num_layers: int) -> StepPlan:
+    """Slices, of which every layer is run again: half or all of its attention kept, half or none of its MLP."""
+    plan = sliced_plan(LENGTHS, SLICES)
+    (group,) = plan.micro_batches[0].groups
+    layers = tuple(replayed(0.5 * (place % 2 == 0)) for place in range(num_layers))
+    policies = tuple(ActivationPolicy(chunk.index, 0, layers, TILE_TOKENS) for chunk in group.chunks)
+    stage = replace(group.stages[0], parts=(LayerRange(0, num_layers),), activations=policies)
+    return replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
 
-    def of_group(group: Any) -> Any:
-        return replace(group, stages=tuple(replace(stage, parts=(LayerRange(0, num_layers),)) for stage in group.stages))
 
-    return replace(plan, micro_batches=tuple(MicroBatch(tuple(map(of_group, batch.groups))) for batch in plan.micro_batches))
+def replayed(half: float) -> LayerPolicy:
+    """A replayed layer of whose attention output the share `half` is recomputed, and of whose MLP that is kept."""
+    return LayerPolicy(
+        (
+            TensorShare("attention_output", recompute=half, device=1 - half),
+            TensorShare("qkv", recompute=1.0),
+            TensorShare("mlp", recompute=1 - half, device=half),
+        )
+    )
 
 
 def lone_step(model: Any, plan: StepPlan, engine: ActivationEngine | None = None) -> Step:
@@ -132,8 +143,7 @@ def recomputed_step(name: str) -> Step:
     if (problem := activation_problem(model)) != head_problem(model):
         raise Refused(problem)
     layers = layer_modules(model)
-    policies = tuple((recomputing(0.5, 0.5), recomputing())[place % 2] for place in range(len(layers)))
-    plan = plan_of_layers(with_policies(sliced_plan(LENGTHS, SLICES), policies, TILE_TOKENS), len(layers))
+    plan = recomputing_plan(len(layers))
     head = None if problem else OutputHead(output_head(model))
     return lone_step(model, plan, ActivationEngine(layers, head=head))
 

@@ -15,8 +15,8 @@ from helpers.sweep import OPTIONAL, ROADS, TOLERANCE, sweep
 from hf_longctx.hf.layers import head_problem
 from hf_longctx.hf.model_classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
 
-# learned positions, a window in masks alone, experts, sinks, biases without RoPE, shared keys, scaled logits, norms used twice
-FAST = ("OPTForCausalLM", "PhimoeForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM", "NanoChatForCausalLM")
+# learned positions and biases without RoPE, a window in masks alone, sinks and experts, norms used twice
+FAST = ("OPTForCausalLM", "PhimoeForCausalLM", "GptOssForCausalLM", "NanoChatForCausalLM")
 # whose configs cannot be made small by the names of their fields
 UNBUILT = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM", "Qwen4ExpForCausalLM", "ZambaForCausalLM")
 # whose default configs transformers itself cannot build; the tiny ones have both kinds of MLP and of attention
