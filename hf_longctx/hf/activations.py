@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_longctx.hf.attention import num_attention_layers
 from hf_longctx.hf.layers import head_problem, layer_modules, output_head
+from hf_longctx.hf.stages import StageLayers
 from hf_longctx.plan.types import RankPlan
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.offload import HostTier
@@ -83,6 +84,7 @@ def activation_problem(model: PreTrainedModel) -> str:
         layers = layer_modules(model)
     except ValueError as error:
         return str(error)
-    if len(layers) > (num_layers := num_attention_layers(model)):
-        return f"{type(model).__name__} has {len(layers)} layers, of which its decoder runs {num_layers}"
+    is_cut = any(isinstance(module, StageLayers) for module in model.modules())
+    if len(layers) != (num_layers := num_attention_layers(model)) and not is_cut:
+        return f"{type(model).__name__} has {len(layers)} layers, but calls attention {num_layers} times"
     return head_problem(model)

@@ -72,6 +72,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "JetMoeForCausalLM",
     "Kolibri1ForCausalLM",
     "LagunaForCausalLM",
+    "LongcatFlashForCausalLM",
     "MellumForCausalLM",
     "MiMoV2FlashForCausalLM",
     "MiniCPM3ForCausalLM",
@@ -238,7 +239,6 @@ REFUSALS = (
         (
             "DiffLlamaForCausalLM",
             "HrmTextForCausalLM",
-            "LongcatFlashForCausalLM",
         ),
         r"Attention$|MLA$",
     ),

@@ -42,6 +42,8 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     widths = [fields[name] for name in _WIDTHS if fields.get(name) is not None]
     # where nothing is said, transformers takes four times the hidden size
     width = widths[0] if widths else 4 * fields["hidden_size"]
+    # a property of some configs
+    fields["num_hidden_layers"] = text.num_hidden_layers
     return {**fields, "intermediate_size": max(width) if isinstance(width, list) else width}
 
 

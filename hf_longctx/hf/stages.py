@@ -103,7 +103,12 @@ def stage_problems(model: nn.Module) -> list[str]:
         if any(word in field for word in _SHARING_WORDS) and value
     ]
     try:
-        find_pieces(model)
+        num_layers = find_pieces(model).num_layers
+        if num_layers != (num_calls := config.get_text_config().num_hidden_layers):
+            problems.append(
+                f"{name} cannot be cut into pipeline stages: it has {num_layers} layers, but calls attention {num_calls} times; "
+                f"use stages=1"
+            )
     except ValueError as error:
         problems.append(str(error))
     return problems
