@@ -115,7 +115,9 @@ def longctx_attention(
             f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' beside sinks'}; a cap "
             f"must be positive, and is not supported beside sinks"
         )
-    return sequence_parallel_attention(query, key, value, scale, longctx, module, pattern, sinks, softcap), None
+    output_BTHD = sequence_parallel_attention(query, key, value, scale, longctx, module, pattern, sinks, softcap)
+    # as transformers' own functions return it: some classes take a view of it, the others would copy it themselves
+    return output_BTHD.contiguous(), None
 
 
 def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
