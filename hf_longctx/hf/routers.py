@@ -18,8 +18,8 @@ def router_problems(model: PreTrainedModel) -> list[str]:
     problems, config = [], model.config
     if has_balance(model) and not any(type(module).__name__ in _ROUTERS for module in model.modules()):
         problems.append(
-            f"output_router_logits is set, but the routers of {type(model).__name__} are not among those whose balance plans take "
-            f"({', '.join(_ROUTERS)}); set it to False, which trains without that loss"
+            f"output_router_logits is set, but the routers of {type(model).__name__} are not among those whose balance is "
+            f"taken ({', '.join(_ROUTERS)}); set it to False, which trains without that loss"
         )
     if noise := getattr(config, "router_jitter_noise", 0.0):
         problems.append(
