@@ -4,6 +4,9 @@ A forward pre-hook reads the documents out of the batch that the rank's loader m
 plans one micro-batch, and one all-to-all moves token ids and labels to the ranks that the plan gives them to. The trainer's
 own normalisation stays right: it divides by the label tokens of all ranks, whoever holds them.
 
+TRL's trainers ask for numbers per token (`fused_lm_head=True`) and make their losses of these, over whole sequences and pairs
+of them. Such numbers travel back to the rank that loaded the token, as their gradients do in backward.
+
 Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 token id and label.
 """
 
@@ -28,19 +31,27 @@ from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.executor import no_mask
 from hf_longctx.runtime.loss import IGNORE_INDEX
 from hf_longctx.runtime.output_head import check_untouched
+from hf_longctx.runtime.sequence_parallel import all_to_all
 
 # what a batch may hold besides: kept as it is, or replaced by what the plan says
 _KEPT = ("num_items_in_batch", "return_dict", "use_cache")
 _REPLACED = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "seq_idx")
 _REPLACED_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# TRL's keyword for a forward that returns numbers per token, and what it calls them
+_FUSED = "fused_lm_head"
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 @dataclass(frozen=True)
 class LocalDocuments:
-    """The documents of one rank's batch behind each other: rows_T2 are token ids and next-token labels, int64."""
+    """The documents of one rank's batch behind each other: rows_T2 are token ids and next-token labels, int64.
+
+    kept_BS: where in the batch they come from.
+    """
 
     rows_T2: Tensor
     lengths: list[int]
+    kept_BS: Tensor
 
 
 def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
@@ -64,11 +75,11 @@ def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
     (bounds,) = torch.nonzero(starts_BS[kept_BS], as_tuple=True)
     ends = [*bounds.tolist(), int(kept_BS.sum())]
     lengths = [end - start for start, end in pairwise(ends)]
-    return LocalDocuments(torch.stack([input_ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths)
+    return LocalDocuments(torch.stack([input_ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths, kept_BS)
 
 
 def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
-    known = (*_KEPT, *_REPLACED, *_REPLACED_FLASH)
+    known = (*_KEPT, *_REPLACED, *_REPLACED_FLASH, _FUSED)
     if unknown := [name for name, value in inputs.items() if value is not None and name not in known]:
         raise ValueError(
             f"the batch holds {', '.join(unknown)}, which a plan does not carry to other ranks; remove it from the dataset or "
@@ -79,7 +90,8 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
             f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
             f"DataCollatorWithFlattening"
         )
-    if inputs.get("num_items_in_batch") is None:
+    # of numbers per token the trainer takes the mean itself
+    if inputs.get("num_items_in_batch") is None and not inputs.get(_FUSED):
         raise ValueError(
             "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would weigh ranks, not "
             "tokens; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, with 'labels' in the batch"
@@ -136,20 +148,48 @@ class TokenExchange:
     def run(self, documents: LocalDocuments, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """This rank's rows_T2 in the order of its shard, and their positions [T]. Every rank of `group` calls it."""
         device = documents.rows_T2.device
-        sent = [[span for span in shard if self._owner(span) == self.rank] for shard in self.shards]
-        index = [torch.arange(start, stop) + self.offsets[number] for spans in sent for number, start, stop in spans]
-        outgoing_T2 = documents.rows_T2[torch.cat([torch.zeros(0, dtype=torch.int64), *index]).to(device)]
-        mine = self.shards[self.rank]
-        sources = [[place for place, span in enumerate(mine) if self._owner(span) == owner] for owner in range(len(self.shards))]
-        counts = [sum(mine[place][2] - mine[place][1] for place in places) for places in sources]
+        index_T, sent_sizes = self._sent()
+        outgoing_T2 = documents.rows_T2[index_T.to(device)]
+        sources = self._sources()
+        counts = self._counts(sources)
         incoming_T2 = outgoing_T2.new_empty(sum(counts), 2)
         if group is None:
             incoming_T2 = outgoing_T2
         else:
-            dist.all_to_all_single(
-                incoming_T2, outgoing_T2, counts, [sum(stop - start for _, start, stop in spans) for spans in sent], group=group
-            )
+            dist.all_to_all_single(incoming_T2, outgoing_T2, counts, sent_sizes, group=group)
         return self._in_order(incoming_T2, sources), self._positions().to(device)
+
+    def back(self, values_T: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Numbers of this rank's shard to their owners: those of the tokens that this rank loaded, in their order.
+
+        Differentiable; every rank of `group` calls it, and its backward.
+        """
+        index_T, sent_sizes = self._sent()
+        sources = self._sources()
+        mine = self.shards[self.rank]
+        begins = list(accumulate((stop - start for _, start, stop in mine), initial=0))
+        places_T = torch.cat([torch.zeros(0, dtype=torch.int64), *_ranges(begins, [p for places in sources for p in places])])
+        outgoing_T = values_T[places_T.to(values_T.device)]
+        incoming_T = outgoing_T if group is None else all_to_all(outgoing_T, self._counts(sources), sent_sizes, group)
+        # every token of this rank is in one shard: the inverse of the order in which they were sent
+        return incoming_T[torch.argsort(index_T).to(values_T.device)]
+
+    def _sent(self) -> tuple[Tensor, list[int]]:
+        """Which of this rank's tokens go out, by receiving rank and in the order of its shard, and how many to each."""
+        sent = [[span for span in shard if self._owner(span) == self.rank] for shard in self.shards]
+        index = [torch.arange(start, stop) + self.offsets[number] for spans in sent for number, start, stop in spans]
+        sizes = [sum(stop - start for _, start, stop in spans) for spans in sent]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *index]), sizes
+
+    def _sources(self) -> list[list[int]]:
+        """For every rank, the places in this rank's shard whose tokens come from it."""
+        mine = self.shards[self.rank]
+        return [[place for place, span in enumerate(mine) if self._owner(span) == owner] for owner in range(len(self.shards))]
+
+    def _counts(self, sources: list[list[int]]) -> list[int]:
+        """Tokens that come from every rank."""
+        mine = self.shards[self.rank]
+        return [sum(mine[place][2] - mine[place][1] for place in places) for places in sources]
 
     def _in_order(self, incoming_T2: Tensor, sources: list[list[int]]) -> Tensor:
         """Received rows, which come by source, in the order of the shard; dummy tokens have id 0 and no label."""
@@ -166,6 +206,11 @@ class TokenExchange:
     def _owner(self, span: tuple[int, int, int]) -> int:
         """The rank that loaded a span; -1 for a dummy token."""
         return self.owners[span[0]] if span[0] >= 0 else -1
+
+
+def _ranges(begins: Sequence[int], places: Sequence[int]) -> list[Tensor]:
+    """The numbers of the tokens at every place, where place p holds [begins[p], begins[p + 1])."""
+    return [torch.arange(begins[place], begins[place + 1]) for place in places]
 
 
 def _shard_of(plan: StepPlan, position: int) -> list[tuple[int, int, int]]:
@@ -212,6 +257,8 @@ class SequenceExchange:
         # what a tiled loss is divided by (nothing where the model makes its own), and what lasts for one forward
         self._num_items: Any = None
         self._during = ExitStack()
+        # how numbers per token come back, where the forward returns these
+        self._returning: tuple[TokenExchange, LocalDocuments] | None = None
 
     def before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -223,11 +270,14 @@ class SequenceExchange:
         with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
             documents, owned = self._agree(args, kwargs)
             plan = self._plan([length for lengths in owned for length in lengths])
-            rows_T2, positions_T = TokenExchange(plan, owned, self.pool.rank).run(documents, self.pool.everyone)
+            exchange = TokenExchange(plan, owned, self.pool.rank)
+            rows_T2, positions_T = exchange.run(documents, self.pool.everyone)
         labels_1T = rows_T2[:, 1].unsqueeze(0)
-        self._context, is_summed = self._begin(model, plan, labels_1T)
+        is_fused = bool(kwargs.get(_FUSED))
+        self._returning = (exchange, documents) if is_fused else None
+        self._context, is_summed = self._begin(model, plan, labels_1T, is_fused)
         # models compute a loss only if there are labels, and do not shift where there are shifted ones
-        names = ("return_dict",) if is_summed else ("num_items_in_batch", "return_dict")
+        names = ("return_dict",) if is_summed else ("num_items_in_batch", "return_dict", _FUSED)
         kept: dict[str, Any] = {name: kwargs[name] for name in names if name in kwargs}
         self._num_items = kwargs["num_items_in_batch"] if is_summed else None
         return (), {
@@ -254,31 +304,55 @@ class SequenceExchange:
         if context is None:
             return None
         context.check_calls(self.num_attention_layers)
+        if self._returning is not None:
+            return self._returned(output, *self._returning)
         if self._num_items is None:
             return None
         check_untouched(output.logits)
         return type(output)(loss=output.logits / self._num_items)
 
-    def _begin(self, model: nn.Module, plan: StepPlan, labels_1T: Tensor) -> tuple[GroupContext, bool]:
-        """The context of this rank's chunk under its activation policy, and whether the head sums the loss."""
+    def _returned(self, output: Any, exchange: TokenExchange, documents: LocalDocuments) -> Any:
+        """The output of a fused head as the batch's own forward would have returned it: [B, S - 1], zero without a label."""
+        kept_BS = documents.kept_BS
+        found: dict[str, Any] = {}
+        with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
+            for name in _PER_TOKEN:
+                if (values_1T := getattr(output, name, None)) is not None:
+                    # backends do not send booleans
+                    sent_T = values_1T.reshape(-1).to(torch.uint8 if values_1T.dtype == torch.bool else values_1T.dtype)
+                    values_T = exchange.back(sent_T, self.pool.everyone).to(values_1T.dtype)
+                    values_BS = values_T.new_zeros(kept_BS.shape).masked_scatter(kept_BS, values_T)
+                    found[name] = values_BS[:, :-1]
+        labels_BS = torch.full_like(kept_BS, IGNORE_INDEX, dtype=torch.int64)
+        labels_BS[kept_BS] = documents.rows_T2[:, 1]
+        mask_BS = (labels_BS != IGNORE_INDEX)[:, :-1]
+        return type(output)(loss=-found["log_probs"].sum() / mask_BS.sum().clamp(min=1), label_mask=mask_BS, **found)
+
+    def _begin(self, model: nn.Module, plan: StepPlan, labels_1T: Tensor, is_fused: bool) -> tuple[GroupContext, bool]:
+        """The context of this rank's chunk under its activation policy, and whether the head sums the loss.
+
+        A fused head makes its own tiles. Where no backward follows, nothing is saved for it.
+        """
         rank_plan = plan.for_rank(self.pool.rank)
         group, chunk = _only_chunk(plan, self.pool.rank)
         context, engine = self.pool.context(group, chunk), self.activations.engine(model, rank_plan)
         ((_, stage),) = rank_plan.rounds
-        if engine is None or not stage.activations:
+        if engine is None or not stage.activations or not torch.is_grad_enabled():
             return context, False
         (policy,) = stage.activations
-        if policy.tile_tokens:
+        is_summed = policy.tile_tokens > 0 and not is_fused
+        if is_summed:
             assert engine.head is not None
             # backward follows at once: a stock trainer makes one forward at a time
             self._during.enter_context(engine.head.summing(labels_1T, policy.tile_tokens, keep_gradients=True))
         activations = engine.begin(policy)
         self._during.enter_context(activations.running())
-        return replace(context, activations=activations), policy.tile_tokens > 0
+        return replace(context, activations=activations), is_summed
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
         """This rank's documents and the lengths of every rank's; a rank's problem is raised on all of them."""
-        documents, problem = LocalDocuments(torch.zeros(0, 2, dtype=torch.int64), []), ""
+        nothing = torch.zeros(0, 2, dtype=torch.int64)
+        documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
         try:
             if args:
                 raise ValueError("the model was called with positional arguments; call it with keywords, as Trainer does")

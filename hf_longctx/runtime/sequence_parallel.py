@@ -170,7 +170,12 @@ def _gather_heads(out_1ShE: Tensor, shares: tuple[HeadShare, ...], context: Grou
 
 def _exchange(send: Tensor, send_sizes: list[int], receive_sizes: list[int], context: GroupContext) -> Tensor:
     """All-to-all of flat parts over the ranks of the block, differentiable."""
-    received: Tensor = _AllToAll.apply(send, send_sizes, receive_sizes, context.block.process_group)
+    return all_to_all(send, send_sizes, receive_sizes, context.block.process_group)
+
+
+def all_to_all(send: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """All-to-all of flat parts over the ranks of `group`, differentiable: every rank of it calls this, and its backward."""
+    received: Tensor = _AllToAll.apply(send, send_sizes, receive_sizes, group)
     return received
 
 

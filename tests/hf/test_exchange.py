@@ -95,7 +95,8 @@ def exchange_on_rank(layout: Any, owned: list[list[int]], ulysses: int) -> tuple
     plan = plan_of(layout, [n for lengths in owned for n in lengths], pool.num_ranks, ulysses)
     first = sum(len(lengths) for lengths in owned[:rank])
     tokens = [100 * (first + i) + place for i, length in enumerate(owned[rank]) for place in range(length)]
-    documents = LocalDocuments(torch.tensor([[t, t + 1] for t in tokens], dtype=torch.int64).view(-1, 2), owned[rank])
+    rows_T2 = torch.tensor([[t, t + 1] for t in tokens], dtype=torch.int64).view(-1, 2)
+    documents = LocalDocuments(rows_T2, owned[rank], torch.ones(1, len(tokens), dtype=torch.bool))
     exchange = TokenExchange(plan, owned, rank)
     rows, positions = exchange.run(documents, pool.everyone)
     return rows.tolist(), positions.tolist(), exchange.shards[rank]
