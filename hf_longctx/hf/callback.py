@@ -33,6 +33,7 @@ from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stock_collators import collator_problems
 from hf_longctx.hf.trainer import LongContextMixin
+from hf_longctx.hf.trl import alone_problems, read_columns, trainer_problems
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class LongContextCallback(TrainerCallback):
         config = self.config
         PartialState().wait_for_everyone()
         control = control_group(config.collective_timeout_s)
-        problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config)
+        problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
         if attention_name(model) in NAMES.values():
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         if has_balance(model):
@@ -188,10 +189,12 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
     undo.callback(_unprepare, trainer)
     undo.callback(_remove_attributes, trainer, lent)
     undo.callback(setattr, trainer, "__class__", stock)
+    undo.callback(setattr, trainer, "train_dataset", trainer.train_dataset)
     trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
     planned = cast(AttachedMixin, trainer)
     try:
         planned._longctx_callback = callback
+        trainer.train_dataset = read_columns(stock, trainer.train_dataset)
         datasets = {"train_dataset": trainer.train_dataset}
         setup = planned._check_run(callback.config, trainer.model, trainer.args, trainer.processing_class, datasets, problems)
         planned._start_planning(setup)
@@ -221,6 +224,8 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """What a built trainer has that plans would ignore."""
     arguments = {"compute_loss_func": trainer.compute_loss_func, "model_init": trainer.model_init}
     problems = argument_problems(trainer.args, arguments)
+    if outside := trainer_problems(type(trainer), trainer.args, config):
+        return problems + outside
     problems += collator_problems(trainer.data_collator, trainer.train_dataset)
     if config.parameters != "replicated":
         problems.append(

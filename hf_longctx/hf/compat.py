@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from hf_longctx.hf.routers import router_problems
 TESTED_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 _MINIMUM = "5.17"
+# its trainers' methods are known by what they did in this version
+_TRL = "1.16"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # words in names of config fields: chances that are drawn anew in every forward, and so for other tokens under every plan
 _CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
@@ -38,6 +41,14 @@ def version_problems() -> list[str]:
     """What is wrong with the installed transformers."""
     if Version(__version__) < Version(_MINIMUM):
         return [f"transformers {__version__} is installed, {_MINIMUM} or newer is needed; pip install -U transformers"]
+    return []
+
+
+def trl_problems() -> list[str]:
+    """What is wrong with the installed TRL, where one of its trainers is used."""
+    installed = version("trl")
+    if Version(installed).release[:2] != Version(_TRL).release:
+        return [f"trl {installed} is installed, its trainers are tested with {_TRL}; pip install 'trl=={_TRL}.*'"]
     return []
 
 

@@ -26,6 +26,7 @@ from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.streaming import PlannedStream, StreamBatches, StreamRules, is_stream, stream_problems
+from hf_longctx.hf.trl import read_columns
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class PlannedDataMixin(_TrainerBase):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
+        dataset = read_columns(type(self), dataset)
         index = self._index("eval_dataset", dataset)
         per_step = self.args.per_device_eval_batch_size * self.args.world_size
         sampler = LengthAwareSampler(index.lengths, per_step, self.longctx_config.tokens_per_step, shuffle=False)

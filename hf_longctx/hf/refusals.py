@@ -11,6 +11,7 @@ from hf_longctx.hf.compat import model_problems, version_problems
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.stage_choice import loaded_ranges
 from hf_longctx.hf.stages import stage_problems
+from hf_longctx.hf.trl import is_planned, is_replaced, trl_class
 from hf_longctx.plan.specs import check_degrees
 from hf_longctx.runtime.sharded import is_sharded
 
@@ -19,7 +20,10 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "its loss scaling is not supported; use bf16=True or float32"),
     "bf16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
     "fp16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
-    "gradient_checkpointing": ((False, None), "leave it out: plans recompute where memory needs it (activations='auto')"),
+    "gradient_checkpointing": (
+        (False, None),
+        "set it to False (TRL's default is True): plans recompute where memory needs it (activations='auto')",
+    ),
     "activation_checkpointing": ((False, None), "leave it out: plans recompute where memory needs it (activations='auto')"),
     "deepspeed": ((None, ""), "start without a DeepSpeed config and set LongContextConfig(parameters='sharded')"),
     "torch_compile": ((False,), "leave it out, compiled models are not supported yet"),
@@ -156,15 +160,18 @@ _REPLACED_IN_EVALUATION = {
 
 
 def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> list[str]:
-    """Methods of a Trainer subclass that would never be called.
+    """Methods of a Trainer subclass that would never be called, where these are not known to mean the same.
 
     `plans_evaluation`: those for evaluation neither; false where a callback lends the mixin to a trainer.
     """
     replaced = [_REPLACED_IN_TRAINING] + ([_REPLACED_IN_EVALUATION] if plans_evaluation else [])
-    mro = trainer.__mro__
+    mro = [cls for cls in trainer.__mro__ if not is_replaced(cls)]
     known = (Trainer, mixin)
     behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not any(issubclass(base, cls) for base in known)]
-    problems = []
+    problems: list[str] = []
+    if trl_class(trainer) is not None and not is_planned(trainer):
+        # refused as a whole
+        return problems
     for name in (name for names in replaced for name in names["anywhere"]):
         owner = next((cls for cls in mro if name in vars(cls)), None)
         if owner is not None and not owner.__module__.startswith("transformers."):

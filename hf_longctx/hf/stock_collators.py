@@ -19,6 +19,8 @@ from hf_longctx.runtime.loss import IGNORE_INDEX
 
 _BATCH_ROWS = 1000
 _PADDING = (transformers.DataCollatorWithPadding, transformers.DefaultDataCollator)
+# of its labels a row's own column or the ids, as plans
+_TRL = ("trl.trainer.sft_trainer", "DataCollatorForLanguageModeling")
 _KNOWN = "default_data_collator, DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorWithFlattening and \
 DataCollatorForLanguageModeling(mlm=False)"
 
@@ -35,6 +37,9 @@ def collator_problems(collator: Any, dataset: Any) -> list[str]:
         return _label_problems(name, dataset) + _seq2seq_problems(collator)
     if kind is transformers.DataCollatorForLanguageModeling:
         return _language_modeling_problems(collator, dataset)
+    if (kind.__module__, kind.__name__) == _TRL:
+        # pads on the right, without labels, or flattens and masks every document's first label
+        return []
     if kind in _PADDING or collator is default_data_collator:
         return _label_problems(name, dataset)
     return [

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_longctx.hf.activations import ActivationRuntime
-from hf_longctx.hf.agreement import control_group, explain_lost_ranks
+from hf_longctx.hf.agreement import control_group, explain_lost_ranks, raise_together
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planned_data import PlannedDataMixin
@@ -41,6 +41,7 @@ from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_s
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.staged import StagedMixin, check_trained
 from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.hf.trl import read_columns, trainer_problems, trl_class
 from hf_longctx.runtime.executor import StepExecutor, forward_only
 from hf_longctx.runtime.stage_model import StageModel
 
@@ -69,21 +70,26 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
 
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
-        args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         config = longctx_config if longctx_config is not None else LongContextConfig()
-        problems = argument_problems(args, {"data_collator": data_collator, **kwargs})
-        problems += placement_problems(model, config, args, kwargs) + evaluation_problems(args)
+        prepares_itself = trl_class(type(self)) is not None
+        arguments = {"data_collator": data_collator, **kwargs}
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        setup = self._check_run(config, model, args, processing_class, datasets, problems)
+        if prepares_itself:
+            self._check_early(config, args, arguments)
+        else:
+            args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+            problems = self._argument_problems(config, model, args, arguments)
+            setup = self._check_run(config, model, args, processing_class, datasets, problems)
         super().__init__(
             model=model,
             args=args,
             data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
             processing_class=processing_class,
+            **datasets,
             **kwargs,
         )
+        if prepares_itself:
+            setup = self._check_prepared(config, kwargs)
         self._start_planning(setup)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -187,6 +193,42 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
             logs = {**logs, **self._report.take_metrics()}
         super().log(logs, start_time)
 
+    def _argument_problems(
+        self, config: LongContextConfig, model: Any, args: TrainingArguments, arguments: dict[str, Any]
+    ) -> list[str]:
+        problems = argument_problems(args, arguments) + trainer_problems(type(self), args, config)
+        return problems + placement_problems(model, config, args, arguments) + evaluation_problems(args)
+
+    def _check_early(self, config: LongContextConfig, args: TrainingArguments | None, arguments: dict[str, Any]) -> None:
+        """What is wrong with the arguments of a trainer that makes its model and dataset ready itself, before it does."""
+        self._meet(config)
+        self._stage = None
+        if args is None:
+            args = TrainingArguments(output_dir="tmp_trainer")
+        problems = argument_problems(args, arguments) + trainer_problems(type(self), args, config)
+        problems += override_problems(type(self), LongContextMixin, self._plans_evaluation)
+        raise_together(problems, self._control)
+
+    def _check_prepared(self, config: LongContextConfig, arguments: dict[str, Any]) -> PlanningSetup:
+        """As `_check_run`, of the model, the arguments and the sets that such a trainer has made."""
+        self.train_dataset = read_columns(type(self), self.train_dataset)
+        self.eval_dataset = read_columns(type(self), self.eval_dataset)
+        model: Any = self.model
+        problems = self._argument_problems(config, model, self.args, arguments)
+        if loaded_ranges(model) is not None:
+            problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
+        datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        return self._check_run(config, model, self.args, self.processing_class, datasets, problems)
+
+    def _meet(self, config: LongContextConfig) -> None:
+        """Waits for all ranks and makes the group on which they agree, once."""
+        self.longctx_config = config
+        if "_control" in vars(self):
+            return
+        # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
+        PartialState().wait_for_everyone()
+        self._control = control_group(config.collective_timeout_s)
+
     def _check_run(
         self,
         config: LongContextConfig,
@@ -200,10 +242,7 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
 
         `problems` are those already found in the arguments. Raises ValueError on every rank, listing all problems.
         """
-        self.longctx_config = config
-        # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
-        PartialState().wait_for_everyone()
-        self._control = control_group(config.collective_timeout_s)
+        self._meet(config)
         problems = problems + config_problems(config, args)
         problems += override_problems(type(self), LongContextMixin, self._plans_evaluation)
         degrees = check_setup(config, model, args, processing_class, problems, self._control)

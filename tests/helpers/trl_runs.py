@@ -1,0 +1,109 @@
+"""Trainers of TRL on tiny models: stock on one process, and under plans in every way that there is."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import datasets
+import peft
+import torch
+import torch.distributed as dist
+from helpers.chats import conversation, word_tokenizer
+from helpers.models import ModelCase, build_model
+from helpers.steps import whole
+from helpers.stock import quiet_config
+from helpers.training import LossRecorder
+
+from hf_longctx import LongContextCallback, LongContextMixin
+
+_WORDS = ["the", "cat", "sat", "on", "mat", "and", "said", "hello", "to", "you", "what", "is", "it", "an", "answer", "question"]
+NUM_STEPS = 6
+
+
+def text(start: int, num_words: int) -> str:
+    return " ".join(_WORDS[(start * 7 + i * (1 + start % 3)) % len(_WORDS)] for i in range(num_words))
+
+
+# skewed, no two rows of a step alike
+LENGTHS = [(3, 40), (5, 6), (2, 9), (8, 3), (4, 14), (1, 5), (6, 21), (7, 2)] * 2
+
+
+def rows_of(kind: str) -> datasets.Dataset:
+    """16 rows of text, of prompts and completions, of conversations, or of prompts with a chosen and a rejected answer."""
+    pairs = [(text(i, n), text(i + 5, m)) for i, (n, m) in enumerate(LENGTHS)]
+    make: dict[str, Any] = {
+        "text": lambda a, b: {"text": f"{a} {b}"},
+        "completion": lambda a, b: {"prompt": a, "completion": f" {b}"},
+        "chat": lambda a, b: {"messages": conversation(a, b, a, "hello")},
+        "preference": lambda a, b: {"prompt": a, "chosen": f" {b}", "rejected": f" {b[: len(b) // 2]} hello"},
+    }
+    return datasets.Dataset.from_list([make[kind](a, b) for a, b in pairs])
+
+
+def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
+    """Arguments of a short quiet CPU run, 8 rows (`rows_per_step`) a step in the order of the dataset over all ranks."""
+    rows_per_step = changes.pop("rows_per_step", 8)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    settings: dict[str, Any] = {
+        **{"output_dir": folder, "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True},
+        **{
+            "max_steps": NUM_STEPS,
+            "per_device_train_batch_size": rows_per_step // num_ranks,
+            "train_sampling_strategy": "sequential",
+        },
+        **{"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 2},
+        **{"gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "max_length": None},
+    }
+    return config_class(**{**settings, **changes})
+
+
+def train_trl(
+    kind: str, how: str, case: ModelCase, config: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[list[float], list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Trains on this rank: losses of all steps, the log, and the weights.
+
+    case: adapters are made by the trainer. kind: of rows. how: "stock", "mixin", "attached" or "alone". config: of the plans.
+    """
+    import trl
+
+    losses: list[float] = []
+    is_dpo = kind == "preference"
+    base: Any = trl.DPOTrainer if is_dpo else trl.SFTTrainer
+    config_class: Any = trl.DPOConfig if is_dpo else trl.SFTConfig
+
+    class Kept(base):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    class Planned(LongContextMixin, base):
+        pass
+
+    settings: dict[str, Any] = {"longctx_config": quiet_config(**config)} if how == "mixin" else {}
+    callback = LongContextCallback(quiet_config(**config)) if how in ("attached", "alone") else None
+    trainer_class = {"mixin": Planned, "attached": base}.get(how, Kept)
+    model = build_model(replace(case, lora=()))
+    if case.lora:
+        settings["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", **dict(case.lora))
+    elif is_dpo:
+        settings["ref_model"] = build_model(case).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_class(
+            model=model,
+            args=trl_arguments(config_class, folder, **arguments),
+            train_dataset=rows_of(kind),
+            processing_class=word_tokenizer(),
+            callbacks=[callback] if how == "alone" else None,
+            **settings,
+        )
+        if how == "attached":
+            callback.attach(trainer)
+        recorder = LossRecorder()
+        if how in ("mixin", "attached"):
+            recorder.attach(trainer)
+        trainer.train()
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    return recorder.losses or losses, trainer.state.log_history, weights

@@ -1,0 +1,149 @@
+"""TRL's trainers under plans follow stock TRL on one process; what cannot is refused by name. CI installs TRL for this file."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.chats import word_tokenizer
+from helpers.models import ModelCase, build_model, relative_error
+from helpers.stock import quiet_config
+from helpers.trl_runs import rows_of, train_trl, trl_arguments
+
+from hf_longctx import LongContextCallback, LongContextMixin
+from hf_longctx.hf import compat
+from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.trl import alone_problems
+
+pytestmark = [
+    pytest.mark.trl,
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL (pip install trl==1.16.0)"),
+]
+# stock norms, and a head of TRL, compute in fp32
+TOLERANCE = 1e-6
+# 7 rows: ranks would take one of them twice at the end of the epoch
+PACKED = {"packing": True, "max_length": 48, "rows_per_step": 2, "max_steps": 3}
+LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
+
+
+def _tight(num_tokens: int) -> float:
+    """GiB of a device that keeps everything of so many tokens, fewer than its share of a step."""
+    spec = model_spec(build_model(ModelCase()))
+    return (spec.state_bytes() + num_tokens * spec.saved_bytes_per_token) / 2**30
+
+
+# name -> (ranks, rows, how, adapters, settings of plans, arguments)
+RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
+    "mixin": (1, "chat", "mixin", (), {"tokens_per_rank": 96}, {"assistant_only_loss": True}),
+    "mixin, two ranks together": (2, "completion", "mixin", LORA, {"tokens_per_rank": 48, "static_degree": 2}, {}),
+    "attached": (2, "completion", "attached", (), {"tokens_per_rank": 48}, {"completion_only_loss": False}),
+    "alone": (2, "chat", "alone", (), {"tokens_per_rank": 400}, {"assistant_only_loss": True}),
+    "alone, recomputing": (2, "chat", "alone", (), {"device_gib": _tight(90), "tile_tokens": 8}, {}),
+    "alone, packed": (2, "text", "alone", LORA, {"tokens_per_rank": 400}, PACKED),
+    "alone, dft": (2, "text", "alone", (), {"tokens_per_rank": 400}, {"loss_type": "dft"}),
+    "sharded": (2, "text", "mixin", (), {"tokens_per_rank": 64, "parameters": "sharded"}, {"max_length": 30}),
+    "stages": (2, "text", "mixin", (), {"tokens_per_rank": 96, "stages": 2}, {}),
+    "pairs": (2, "preference", "alone", (), {"tokens_per_rank": 800}, {}),
+    "pairs, adapters": (2, "preference", "alone", LORA, {"tokens_per_rank": 800}, {"loss_type": ["ipo"]}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_trainer_of_trl_follows_stock_trl_on_one_process(ranks, name: str) -> None:
+    num_ranks, kind, how, lora, config, arguments = RUNS[name]
+    if "static_degree" in config:
+        config = {**config, "solver": "static"}
+    losses, log, weights = train_trl(kind, "stock", ModelCase(lora=lora), {}, arguments)
+    results = ranks(num_ranks).run(train_trl, kind, how, ModelCase(lora=lora), config, arguments)
+    # alone, each rank returns what its own rows add to the mean
+    found = [statistics.fmean(parts) for parts in zip(*(each[0] for each in results), strict=True)]
+    assert found == pytest.approx(losses, rel=TOLERANCE)
+    # a pipeline's ranks have a part of the weights each
+    assert weights.keys() == set().union(*(each[2].keys() for each in results))
+    for _, found_log, found_weights in results:
+        assert max(relative_error(weight, weights[key]) for key, weight in found_weights.items()) <= TOLERANCE
+        if how == "alone":
+            for key in {"entropy", "mean_token_accuracy", "num_tokens", "rewards/margins", "logps/chosen"} & log[0].keys():
+                assert [each[key] for each in found_log[:-1]] == pytest.approx([each[key] for each in log[:-1]], rel=1e-5), key
+
+
+def make(
+    base: Any, folder: Path, config: dict[str, Any], arguments: dict[str, Any], kind: str = "completion", **kwargs: Any
+) -> Any:
+    """A trainer of TRL on this process, with the mixin in front of it unless `config` is None."""
+    import trl
+
+    settings = {} if config is None else {"longctx_config": quiet_config(**config)}
+    trainer_class = base if config is None else type("Planned", (LongContextMixin, base), {})
+    return trainer_class(
+        model=build_model(ModelCase()),
+        args=trl_arguments(trl.SFTConfig, str(folder), **arguments),
+        train_dataset=rows_of(kind),
+        processing_class=word_tokenizer(),
+        **settings,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("completion_only", [None, False])
+def test_evaluation_takes_the_sets_that_trl_takes(tmp_path: Path, completion_only: bool | None) -> None:
+    import trl
+
+    arguments, held_out = {"completion_only_loss": completion_only}, rows_of("completion").select(range(5))
+    expected = make(trl.SFTTrainer, tmp_path, None, arguments, eval_dataset=held_out).evaluate()["eval_loss"]
+    trainer = make(trl.SFTTrainer, tmp_path, {}, arguments, eval_dataset=held_out)
+    # rows of different lengths: stock evaluation weighs batches by their rows
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
+    assert trainer.evaluate(held_out)["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
+
+
+def own_loss(base: Any) -> Any:
+    return type("OwnLoss", (base,), {"compute_loss": lambda *args, **kwargs: 0})
+
+
+# name -> (trainer, settings of plans, arguments, part of the message)
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "pairs": ("DPOTrainer", {}, {}, "DPOTrainer makes its loss of whole sequences"),
+    "generation": ("GRPOTrainer", {}, {}, "SFTTrainer is the trainer of TRL that runs them"),
+    "packing": ("SFTTrainer", {}, {"packing": True, "max_length": 64}, "leave packing to the plans"),
+    "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
+    "offloading": ("SFTTrainer", {}, {"activation_offloading": True}, "activation_offloading=True would move"),
+    "cut before": ("SFTTrainer", {"max_length": 128}, {"max_length": 64}, "max_length=64 of the SFTConfig cuts every row"),
+    "checkpointing": ("SFTTrainer", {}, {"gradient_checkpointing": True}, "set it to False (TRL's default is True)"),
+    "own loss": ("OwnLoss", {}, {}, "OwnLoss.compute_loss would never be called"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_plans_cannot_mean_is_refused_before_trl_prepares_anything(tmp_path: Path, name: str) -> None:
+    import trl
+
+    trainer, config, arguments, message = REFUSED[name]
+    base: Any = own_loss(trl.SFTTrainer) if trainer == "OwnLoss" else getattr(trl, trainer)
+    with pytest.raises(ValueError, match="this run cannot start") as raised:
+        make(base, tmp_path, config, arguments)
+    assert message in str(raised.value)
+
+
+def test_attached_plans_are_refused_what_the_mixin_is_and_leave_the_trainer(tmp_path: Path) -> None:
+    import trl
+
+    trainer = make(trl.SFTTrainer, tmp_path, None, {"loss_type": "dft"})
+    with pytest.raises(ValueError, match=r"loss_type='dft'.*use the callback in callbacks=\[...\] alone"):
+        LongContextCallback(quiet_config()).attach(trainer)
+    assert type(trainer) is trl.SFTTrainer
+
+
+def test_other_trainers_and_versions_of_trl_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl
+
+    (problem,) = alone_problems(trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False))
+    assert "RewardConfig is for a trainer of TRL whose forwards are not tested" in problem
+    args = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    assert alone_problems(args) == []
+    monkeypatch.setattr(compat, "_TRL", "1.17")
+    (problem,) = alone_problems(args)
+    assert "its trainers are tested with 1.17" in problem
