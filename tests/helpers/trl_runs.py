@@ -19,7 +19,7 @@ from helpers.training import LossRecorder
 from hf_longctx import LongContextCallback, LongContextMixin
 
 _WORDS = ["the", "cat", "sat", "on", "mat", "and", "said", "hello", "to", "you", "what", "is", "it", "an", "answer", "question"]
-NUM_STEPS = 6
+NUM_STEPS = 4
 
 
 def text(start: int, num_words: int) -> str:
@@ -53,7 +53,7 @@ def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
             "per_device_train_batch_size": rows_per_step // num_ranks,
             "train_sampling_strategy": "sequential",
         },
-        **{"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 2},
+        **{"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "lr_scheduler_type": "linear"},
         **{"gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "max_length": None},
     }
     return config_class(**{**settings, **changes})

@@ -60,7 +60,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "fp16": (True, "fp16=True is not supported yet; its loss scaling is not supported; use bf16=True or float32"),
     "bf16_full_eval": (True, "bf16_full_eval=True is not supported yet; leave it out"),
     "fp16_full_eval": (True, "fp16_full_eval=True is not supported yet; leave it out"),
-    "gradient_checkpointing": (True, "checkpointing=True is not supported yet; set it to False (TRL's default is True): plans recompute"),
+    "gradient_checkpointing": (True, "checkpointing=True is not supported yet; set it to False (TRL's default"),
     "activation_checkpointing": (True, "activation_checkpointing=True is not supported yet; leave it out"),
     "torch_compile": (True, "torch_compile=True is not supported yet; leave it out"),
     "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet; leave it True"),
