@@ -266,14 +266,19 @@ def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, 
 
     Experts get a copy of a token and return one. Those of GPT-OSS clamp gate and up, which keeps three more inner tensors.
     """
-    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
     chosen = int(config.get("num_experts_per_tok") or 0)
     if not num_experts or not chosen:
         return dense_size, 0, 0
     size = int(config.get("moe_intermediate_size") or dense_size)
     dense, every = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
-    share = sum(layer not in dense and not (layer + 1) % every for layer in range(num_layers)) / num_layers
-    passed = chosen * size + int(config.get("shared_expert_intermediate_size") or 0)
+    first = int(config.get("first_k_dense_replace") or 0)
+    has_experts = [layer >= first and layer not in dense and not (layer + 1) % every for layer in range(num_layers)]
+    if types := config.get("mlp_layer_types"):
+        has_experts = [kind == "sparse" for kind in types]
+    share = sum(has_experts) / num_layers
+    shared = int(config.get("shared_expert_intermediate_size") or size * int(config.get("n_shared_experts") or 0))
+    passed = chosen * size + shared
     idle = 3 * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
     routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)
     return round(share * passed + (1 - share) * dense_size), round(share * idle), round(share * routed)

@@ -87,12 +87,18 @@ GPT_OSS_20B = {
     **{"num_local_experts": 32, "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8},
     **{"vocab_size": 201088, "max_position_embeddings": 131072},
 }
+DEEPSEEK_V3 = {
+    **{"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432},
+    **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+    **{"first_k_dense_replace": 3, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280},
+    "max_position_embeddings": 163840,
+}
+PUBLISHED = [(MIXTRAL_8X7B, 46.7, 12.9), (QWEN3_30B_A3B, 30.5, 3.3), (GPT_OSS_20B, 20.9, 4.2), (DEEPSEEK_V3, 671, 37)]
 
 
 # as their authors publish them, in billions: all of them, and those that a token passes with one embedding or two
-@pytest.mark.parametrize(
-    "config,total,active", [(MIXTRAL_8X7B, 46.7, 12.9), (QWEN3_30B_A3B, 30.5, 3.3), (GPT_OSS_20B, 20.9, 4.2)]
-)
+@pytest.mark.parametrize("config,total,active", PUBLISHED)
 def test_experts_count_whole_as_weights_and_by_choice_as_work(config: dict[str, Any], total: float, active: float) -> None:
     spec = ModelSpec.from_config(config)
     assert spec.num_parameters / 1e9 == pytest.approx(total, rel=0.01)
@@ -106,6 +112,8 @@ def test_layers_without_experts_are_weighed_in() -> None:
     layers = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
     spec = ModelSpec.from_config(LLAMA_7B | experts | layers | {"mlp_only_layers": [0, 2]})
     assert spec == ModelSpec.from_config(LLAMA_7B | experts | layers | {"decoder_sparse_step": 2})
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    assert spec == ModelSpec.from_config(LLAMA_7B | experts | layers | {"mlp_layer_types": kinds})
     assert spec.intermediate_size == (2 * (2 * 8 + 16) + 2 * 64) / 4
     assert spec.idle_parameters == (3 * 6 * 32 * 8 + 8 * 32) / 2
     assert spec.routed_elements == 2 * 2 * 32 / 2
