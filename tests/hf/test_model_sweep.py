@@ -67,4 +67,6 @@ def test_an_unknown_class_is_refused_with_what_its_layers_do() -> None:
 
     model = NewForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=4))
     problem = class_problem(model)
-    assert problem.startswith("model class NewForCausalLM is not in the tested list") and "backbone.layers.0 (MambaBlock)" in problem
+    assert (
+        problem.startswith("model class NewForCausalLM is not in the tested list") and "backbone.layers.0 (MambaBlock)" in problem
+    )
