@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from hf_longctx.hf.callback import LongContextCallback
     from hf_longctx.hf.chat import DataError
     from hf_longctx.hf.config import LongContextConfig
+    from hf_longctx.hf.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.mixture import mix_datasets
+    from hf_longctx.hf.needles import NeedleTask, passkeys
     from hf_longctx.hf.rope import extend_positions
     from hf_longctx.hf.stage_choice import load_pipeline_stage
     from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
@@ -25,12 +27,15 @@ _HOMES = {
     "DataError": "hf_longctx.hf.chat",
     "LongContextCallback": "hf_longctx.hf.callback",
     "LongContextConfig": "hf_longctx.hf.config",
+    "LongContextEvaluation": "hf_longctx.hf.long_evaluation",
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
+    "NeedleTask": "hf_longctx.hf.needles",
     "extend_positions": "hf_longctx.hf.rope",
     "load_pipeline_stage": "hf_longctx.hf.stage_choice",
     "mix_datasets": "hf_longctx.hf.mixture",
     "pack_sequences": "hf_longctx.plan.packing",
+    "passkeys": "hf_longctx.hf.needles",
     "tokenise_chat": "hf_longctx.hf.tokenise",
     "tokenise_completions": "hf_longctx.hf.tokenise",
     "tokenise_text": "hf_longctx.hf.tokenise",
@@ -40,13 +45,16 @@ __all__ = [
     "DataError",
     "LongContextCallback",
     "LongContextConfig",
+    "LongContextEvaluation",
     "LongContextMixin",
     "LongContextTrainer",
+    "NeedleTask",
     "__version__",
     "extend_positions",
     "load_pipeline_stage",
     "mix_datasets",
     "pack_sequences",
+    "passkeys",
     "tokenise_chat",
     "tokenise_completions",
     "tokenise_text",

@@ -77,7 +77,7 @@ class PlannedDataMixin(_TrainerBase):
                 f"{sampler.sequences_per_step}; set it to False or lower per_device_train_batch_size"
             )
         scan = self._scans["train_dataset"][1]
-        is_cut = bool((scan.lengths > self._longest).any())
+        is_cut = bool((scan.lengths > self.longest_sequence).any())
         self._check_resumed(scan.digest, sampler.seed if sampler.shuffle else None, is_cut)
         done = partial(self._batches_done, len(sampler))
         steps = PlannedBatchSampler(sampler, index.lengths, self._source, True, done)
@@ -88,8 +88,12 @@ class PlannedDataMixin(_TrainerBase):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
+        return self._eval_loader("eval_dataset", dataset)
+
+    def _eval_loader(self, name: str, dataset: Any) -> DataLoader[Any]:
+        """Planned steps of a set in its order; `name` is how messages call it."""
         dataset = read_columns(type(self), dataset)
-        index = self._index("eval_dataset", dataset)
+        index = self._index(name, dataset)
         per_step = self.args.per_device_eval_batch_size * self.args.world_size
         sampler = LengthAwareSampler(index.lengths, per_step, self.longctx_config.tokens_per_step, shuffle=False)
         return self._loader(dataset, index, PlannedBatchSampler(sampler, index.lengths, self._source, explore=False))
@@ -151,7 +155,7 @@ class PlannedDataMixin(_TrainerBase):
             problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self._control)
             raise_together(problems, self._control)
             self._scans[name] = (dataset, scan)
-        limit = self._longest
+        limit = self.longest_sequence
         index = SequenceIndex.build(scan.lengths, limit, self.longctx_config.long_sequences)
         if self.args.process_index == 0 and known is not None and name not in self._told:
             self._told.add(name)
@@ -174,7 +178,7 @@ class PlannedDataMixin(_TrainerBase):
         )
 
     @property
-    def _longest(self) -> int:
+    def longest_sequence(self) -> int:
         """Most tokens of a sequence: longer rows are errors, or are cut."""
         return min(self._max_length, self._room_tokens)
 
@@ -204,7 +208,9 @@ class PlannedDataMixin(_TrainerBase):
 
     def _check_resumed(self, train_dataset: str, shuffle_seed: int | None, is_cut: bool) -> None:
         """Tells the checkpoints to come which data this is; raises on every rank if the one resumed from had other data."""
-        settings = data_settings(self.args, self.longctx_config, train_dataset, shuffle_seed, self._longest if is_cut else None)
+        settings = data_settings(
+            self.args, self.longctx_config, train_dataset, shuffle_seed, self.longest_sequence if is_cut else None
+        )
         self._recorder.settings = settings
         raise_together(self._recorder.problems() if self.args.process_index == 0 else [], self._control)
 

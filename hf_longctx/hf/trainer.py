@@ -36,12 +36,14 @@ from hf_longctx.hf.refusals import (
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.routers import RouterRuntime
+from hf_longctx.hf.row_scores import RowScores, step_scores
 from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.staged import StagedMixin, check_trained
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.hf.trl import read_columns, trainer_problems, trl_class
+from hf_longctx.plan.types import RankPlan
 from hf_longctx.runtime.executor import StepExecutor, forward_only
 from hf_longctx.runtime.stage_model import StageModel
 
@@ -155,10 +157,43 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
                 self._routers.close()
 
     def _evaluate_plans(self, dataloader: DataLoader[Any], metric_key_prefix: str) -> EvalLoopOutput:
+        self.callback_handler.eval_dataloader = dataloader
+        loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
+        with self._explained():
+            for executor, rank_plan, batch in self._planned_forwards(dataloader):
+                loss_sum += float(executor.evaluate(rank_plan, batch["chunks"]))
+                num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])
+                num_samples += len(batch["step"].sequences)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        loss = loss_sum / max(num_label_tokens, 1)
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
+        no_predictions: Any = None
+        return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def score_tokens(self, dataset: Any, name: str) -> RowScores:
+        """The loss of every label token of a set, of those that this rank holds under plans; collective over all ranks.
+
+        `name` is how messages call the set. Long rows are cut as those of an evaluation set.
+        """
+        dataloader = self._eval_loader(name, dataset)
+        rows = dataloader.dataset.index.rows  # type: ignore[attr-defined]
+        parts = []
+        try:
+            with self._explained():
+                for executor, rank_plan, batch in self._planned_forwards(dataloader):
+                    scores = executor.score(rank_plan, batch["chunks"])
+                    parts.append(step_scores(batch["step"], batch["chunks"], scores, rows))
+        finally:
+            if not self.is_in_train:
+                self._activations.close()
+                self._routers.close()
+        return RowScores.joined(parts)
+
+    def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, RankPlan, dict[str, Any]]]:
+        """For every planned step of a set: the executor with its engine, this rank's plan without backward, and the batch."""
         model = self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
-        self.callback_handler.eval_dataloader = dataloader
         executor = StepExecutor(
             model,
             self._pool,
@@ -167,21 +202,11 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
             stage=self._stage,
             routers=self._routers.balance(model),
         )
-        loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
-        with self._explained():
-            for batch in dataloader:
-                step = batch["step"]
-                # nothing waits for a backward, so nothing is asked of the host
-                rank_plan = forward_only(step.plan.for_rank(self._pool.rank))
-                executor.engine = self._activations.engine(model, rank_plan)
-                loss_sum += float(executor.evaluate(rank_plan, batch["chunks"]))
-                num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])
-                num_samples += len(step.sequences)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss = loss_sum / max(num_label_tokens, 1)
-        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
-        no_predictions: Any = None
-        return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
+        for batch in dataloader:
+            # nothing waits for a backward, so nothing is asked of the host
+            rank_plan = forward_only(batch["step"].plan.for_rank(self._pool.rank))
+            executor.engine = self._activations.engine(model, rank_plan)
+            yield executor, rank_plan, batch
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: plans return losses, not logits."""

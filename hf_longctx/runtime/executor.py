@@ -20,7 +20,7 @@ from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import GroupContext
-from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
+from hf_longctx.runtime.loss import TokenScores, step_loss, summed_cross_entropy, token_scores
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.out_of_memory import explained
 from hf_longctx.runtime.output_head import check_untouched
@@ -173,6 +173,15 @@ class StepExecutor:
         self._sum_over_ranks(total)
         return total
 
+    def score(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> list[dict[int, TokenScores]]:
+        """For every round the scores of this rank's shard of every chunk; none on stages before the last.
+
+        Collective as `evaluate`.
+        """
+        scores: list[dict[int, TokenScores]] = []
+        self._run_forwards(plan, inputs, "evaluation", scores=scores)
+        return scores
+
     def route(self, plans: Sequence[tuple[RankPlan, Sequence[Sequence[ChunkInputs]]]]) -> None:
         """Counts what all plans of an optimizer step route where, forwards only, before `run` runs the first of them.
 
@@ -206,9 +215,17 @@ class StepExecutor:
 
     @torch.no_grad()
     def _run_forwards(
-        self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], what: str, is_counted: bool = False
+        self,
+        plan: RankPlan,
+        inputs: Sequence[Sequence[ChunkInputs]],
+        what: str,
+        is_counted: bool = False,
+        scores: list[dict[int, TokenScores]] | None = None,
     ) -> Tensor:
-        """The forwards of a plan; this rank's summed cross-entropy. `what` they are for, in errors."""
+        """The forwards of a plan; this rank's summed cross-entropy, or zero where `scores` of tokens are asked for instead.
+
+        `what` they are for, in errors.
+        """
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
         self._check(plan)
@@ -218,6 +235,9 @@ class StepExecutor:
             self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
             current = _Round(self, group, inputs[index], 1, clock, index, stage, is_counted)
+            if scores is not None:
+                current.scores = {}
+                scores.append(current.scores)
             total += current.run(forwards, f"{what} {plan.step}, round {index}")
         self.parameters.free()
         return total
@@ -252,6 +272,18 @@ class StepExecutor:
             loss = self.forward_chunk(inputs, context, part, hidden_1TC)
         check_untouched(loss)
         return loss
+
+    def score_chunk(
+        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
+    ) -> TokenScores:
+        """The scores of this rank's shard, with logits or without as `sum_chunk`."""
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return token_scores(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
+        with head.scoring(chunk.shift_labels, tile_tokens) as scores:
+            self.forward_chunk(inputs, context, part, hidden_1TC)
+        return scores[0]
 
     def _check(self, plan: RankPlan) -> None:
         """Raises ValueError by name for a plan of other stages than the model's, and for what is not executed."""
@@ -335,6 +367,8 @@ class _Round:
         self.num_backwards = 0
         self.book = KVBook()
         self.messages: RoundMessages | None = None
+        # of every chunk, where they are asked for instead of the loss
+        self.scores: dict[int, TokenScores] | None = None
         self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.handlers = {
             "F": self._forward,
@@ -378,6 +412,10 @@ class _Round:
         if self.executor.stage.is_last(action.part):
             is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
             tile_tokens = policy.tile_tokens if policy is not None else 0
+            if self.scores is not None:
+                inputs = self.inputs[action.chunk]
+                self.scores[action.chunk] = self.executor.score_chunk(inputs, context, tile_tokens, action.part, hidden_1TC)
+                return
             loss_sum = self.executor.sum_chunk(
                 self.inputs[action.chunk], context, tile_tokens, is_backward_next, action.part, hidden_1TC
             )

@@ -6,6 +6,8 @@ the mean inside each group, which makes a token's weight depend on its group.)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,28 @@ def summed_cross_entropy(logits_1TV: Tensor, shift_labels_1T: Tensor) -> Tensor:
     if logits_TV.dtype in (torch.float16, torch.bfloat16):
         logits_TV = logits_TV.float()
     return F.cross_entropy(logits_TV, shift_labels_1T.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """How well the next token of every token of a shard was predicted, without a graph; zero and False without a label.
+
+    losses_T: the cross-entropy, computed in at least fp32 and held as fp64. is_right_T: whether the label was likeliest.
+    """
+
+    losses_T: Tensor
+    is_right_T: Tensor
+
+
+@torch.no_grad()
+def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor) -> TokenScores:
+    """The scores whose losses add up to `summed_cross_entropy`."""
+    logits_TV, labels_T = logits_1TV.reshape(-1, logits_1TV.shape[-1]), shift_labels_1T.reshape(-1)
+    is_right_T = logits_TV.argmax(-1) == labels_T
+    if logits_TV.dtype in (torch.float16, torch.bfloat16):
+        logits_TV = logits_TV.float()
+    losses_T = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+    return TokenScores(losses_T.double(), is_right_T)
 
 
 def step_loss(loss_sum: Tensor, num_label_tokens: int) -> Tensor:

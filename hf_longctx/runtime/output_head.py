@@ -6,7 +6,7 @@ wrapped (adapters) as the head finds them. With u the cost of taking all tokens 
     3 u with `keep_gradients`: the tile's gradients are computed while its logits are there, and backward scales them. Held
         from forward to backward: [T, C], and the gradients of the head's parameters in at least fp32.
     4 u without: backward runs the tiles again. Held: the head's input.
-    1 u where no graph is made.
+    1 u where no graph is made, and for the scores of single tokens (`scoring`).
 
 Tiles without any label token are skipped where the labels are on the host: their loss and gradients are exactly zero.
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from hf_longctx.runtime.binding import bound
-from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.loss import IGNORE_INDEX, TokenScores, token_scores
 from hf_longctx.runtime.reduction import HALF_DTYPES
 from hf_longctx.runtime.token_tiles import Run, add_gradients, tiles_of
 
@@ -42,7 +42,9 @@ class _Order:
 
     shift_labels_1T: Tensor
     tile_tokens: int
-    keep_gradients: bool
+    keep_gradients: bool = False
+    # where the scores of tokens go if they are asked for
+    scores: list[TokenScores] | None = None
     num_calls: int = 0
 
 
@@ -82,8 +84,20 @@ class OutputHead:
         host. `keep_gradients`: backward follows at once, so that gradients may wait for it. Raises RuntimeError unless the
         model calls its head once.
         """
+        with self._ordered(_Order(shift_labels_1T, tile_tokens, keep_gradients)):
+            yield
+
+    @contextmanager
+    def scoring(self, shift_labels_1T: Tensor, tile_tokens: int) -> Iterator[list[TokenScores]]:
+        """As `summing`, for a forward without gradients; it leaves the scores of its tokens in the list."""
+        scores: list[TokenScores] = []
+        with self._ordered(_Order(shift_labels_1T, tile_tokens, scores=scores)):
+            yield scores
+
+    @contextmanager
+    def _ordered(self, order: _Order) -> Iterator[None]:
         assert self._order is None, "the head is summing already"
-        order = self._order = _Order(shift_labels_1T, tile_tokens, keep_gradients)
+        self._order = order
         try:
             yield
         finally:
@@ -123,6 +137,9 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     tiles = _labelled_tiles(order.shift_labels_1T, order.tile_tokens or hidden_1TC.shape[1])
     labels_1T = order.shift_labels_1T.to(hidden_1TC.device, non_blocking=True)
+    if order.scores is not None:
+        order.scores.append(_scores_of_tiles(hidden_1TC, labels_1T, run, tiles))
+        return order.scores[-1].losses_T.sum()
     keeps = order.keep_gradients and torch.is_grad_enabled()
     loss: Tensor = _SummedLoss.apply(hidden_1TC, labels_1T, run, tiles, keeps, *parameters)
     return loss
@@ -175,6 +192,16 @@ def _scaled(total: Tensor | None, slope: Tensor, dtype: torch.dtype) -> Tensor |
 def _loss_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...]) -> Tensor:
     losses = [_tile_loss(_log_softmax(run(x_1TC[:, tile])), *_index(labels_1T[:, tile])) for tile in tiles]
     return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...]) -> TokenScores:
+    losses_T = torch.zeros(labels_1T.shape[1], dtype=torch.float64, device=labels_1T.device)
+    is_right_T = torch.zeros_like(losses_T, dtype=torch.bool)
+    for tile in tiles:
+        scores = token_scores(run(x_1TC[:, tile]), labels_1T[:, tile])
+        losses_T[tile], is_right_T[tile] = scores.losses_T, scores.is_right_T
+    return TokenScores(losses_T, is_right_T)
 
 
 def _gradients_of_tiles(

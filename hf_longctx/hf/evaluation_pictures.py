@@ -1,0 +1,92 @@
+"""Pictures of long-context evaluations: the needle grid as heat maps, the loss by position as lines (the extra `plot`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_longctx.hf.evaluation_run import EvaluationRun, LossBucket, NeedleCell
+
+_FIRST, _LAST, _BETWEEN = "#f58518", "#4c78a8", "#c8c8c8"
+_DPI = 110
+
+
+def save_png_needles(runs: Sequence[EvaluationRun], path: Path) -> None:
+    """Depth by length of the first and the last evaluation side by side, the share of right answer tokens in every cell."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [runs[0], runs[-1]] if len(runs) > 1 else [runs[0]]
+    lengths, depths = _axis(shown[0].cells, "length"), _axis(shown[0].cells, "depth")
+    width, height = 1.6 + max(2.4, 0.75 * len(lengths)) * len(shown), 1.5 + max(1.6, 0.42 * len(depths))
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle("needle in long documents: % of answer tokens right", fontsize=11)
+    grid = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
+    image: Any = None
+    for axes, run in zip(grid, shown, strict=True):
+        shares = {(cell.length, cell.depth): cell.share_right * 100 for cell in run.cells}
+        table = [[shares[length, depth] for length in lengths] for depth in depths]
+        image = axes.imshow(table, cmap="YlGnBu", vmin=0, vmax=100, aspect="auto")
+        for row, line in enumerate(table):
+            for column, share in enumerate(line):
+                colour = "white" if share > 55 else "#222222"
+                axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=9, color=colour)
+        mean = sum(shares.values()) / len(shares)
+        axes.set_title(f"step {run.step}: mean {mean:.0f}%", fontsize=10)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axes.set_xlabel("tokens of the document", fontsize=9)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    grid[0].set_yticks(range(len(depths)), [f"{depth * 100:g}%" for depth in depths], fontsize=8)
+    grid[0].set_ylabel("depth of the needle", fontsize=9)
+    figure.colorbar(image, ax=list(grid), shrink=0.9).ax.tick_params(labelsize=8)
+    figure.savefig(path)
+
+
+def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
+    """The mean loss of every bucket of positions on a logarithmic axis, a line per evaluation."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.2), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_title("held-out loss by position in the document", fontsize=11, loc="left")
+    for number, run in enumerate(runs):
+        is_last, is_first = number == len(runs) - 1, number == 0
+        colour = _LAST if is_last else _FIRST if is_first else _BETWEEN
+        label = f"step {run.step}" if is_first or is_last else None
+        order = 2 if label else 1
+        for place, bucket in enumerate(run.buckets):
+            edges = [_left(bucket), bucket.last + 1]
+            name = label if not place else None
+            axes.plot(edges, [bucket.loss] * 2, color=colour, linewidth=2.5, zorder=order, label=name, solid_capstyle="butt")
+        middles = [(_left(bucket) * (bucket.last + 1)) ** 0.5 for bucket in run.buckets]
+        losses = [bucket.loss for bucket in run.buckets]
+        axes.plot(middles, losses, color=colour, linewidth=1, linestyle=":", zorder=order)
+    axes.set_xscale("log", base=2)
+    names = {place: f"{name:,}" for run in runs for one in run.buckets for place, name in _ticks(one)}
+    axes.set_xticks(list(names), list(names.values()), fontsize=8)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("position of the predicted token")
+    axes.set_ylabel("mean loss (nats)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#eeeeee")
+    axes.legend(fontsize=9, frameon=False)
+    figure.savefig(path)
+
+
+def _left(bucket: LossBucket) -> int:
+    """Where a bucket begins in the picture: the first one is as wide as the next."""
+    return max(bucket.first, (bucket.last + 1) // 2)
+
+
+def _ticks(bucket: LossBucket) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where its edges are in the picture, and their names."""
+    return (_left(bucket), bucket.first), (bucket.last + 1, bucket.last + 1)
+
+
+def _axis(cells: Sequence[NeedleCell], name: str) -> list[Any]:
+    return sorted({getattr(cell, name) for cell in cells})

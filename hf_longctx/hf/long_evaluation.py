@@ -1,0 +1,155 @@
+"""`LongContextEvaluation`: the loss by position and a needle grid while a trainer trains, under its own plans.
+
+Both come from one forward per document with the losses of single tokens: under plans on the groups, slices and stages of the
+run, with a stock `Trainer` on its plain model. Nothing is generated: an answer token counts as right if it was the likeliest
+one behind the true tokens before it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.evaluation_pictures import save_png_loss, save_png_needles
+from hf_longctx.hf.evaluation_run import EvaluationRun, LossBucket, NeedleCell, bucket_sums, cell_sums, loss_buckets, needle_cells
+from hf_longctx.hf.needles import NeedleTask
+from hf_longctx.hf.row_scores import RowScores, plain_scores
+from hf_longctx.hf.trainer import LongContextMixin
+
+logger = logging.getLogger(__name__)
+
+_RECORD, _NEEDLES, _LOSS = "long_evaluation.json", "needles.png", "loss_by_position.png"
+
+
+class LongContextEvaluation(TrainerCallback):
+    """Logs the loss of held-out rows by position and the needle grid; writes both, with pictures, into `output_dir`.
+
+    It runs where training begins and ends, and behind every `every_steps`th step; `run()` does it at any time. Positions are
+    counted from 1 in every document and put together up to the next power of two, those below `first_bucket` in one bucket.
+    `held_out` has rows as an evaluation set. Raises ValueError for a trainer or lengths that it cannot measure.
+
+    Example:
+
+        needles = NeedleTask(lengths=(4096, 32768), depths=(0, 0.5, 1), make=passkeys(tokenizer))
+        trainer.add_callback(LongContextEvaluation(trainer, held_out=dataset, needles=needles, every_steps=100))
+        trainer.train()
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        held_out: Any = None,
+        needles: NeedleTask | None = None,
+        *,
+        every_steps: int | None = None,
+        at_begin: bool = True,
+        at_end: bool = True,
+        first_bucket: int = 64,
+    ) -> None:
+        if held_out is None and needles is None:
+            raise ValueError("a long-context evaluation has nothing to do; give it held_out rows, needles, or both")
+        if first_bucket < 2 or first_bucket & (first_bucket - 1):
+            raise ValueError(f"first_bucket is {first_bucket}; give a power of two from 2 on")
+        if every_steps is not None and every_steps < 1:
+            raise ValueError(f"every_steps is {every_steps}; give 1 or more, or leave it out")
+        self.trainer, self.held_out, self.needles, self.first_bucket = trainer, held_out, needles, first_bucket
+        self.every_steps, self.at_begin, self.at_end = every_steps, at_begin, at_end
+        self.runs: list[EvaluationRun] = []
+        self._check()
+        self._needle_rows = datasets.Dataset.from_list(needles.rows()) if needles is not None else None
+        if trainer.args.process_index == 0 and find_spec("matplotlib") is None:
+            logger.warning("%s is written without pictures, which need matplotlib: pip install matplotlib", _RECORD)
+
+    def run(self) -> dict[str, float]:
+        """Evaluates now, logs and writes; returns what is logged. Collective over all ranks."""
+        buckets: tuple[LossBucket, ...] = ()
+        cells: tuple[NeedleCell, ...] = ()
+        if self.held_out is not None:
+            sums = self._over_ranks(bucket_sums(self._scores(self.held_out, "held_out"), self.first_bucket))
+            buckets = loss_buckets(sums, self.first_bucket)
+        if self.needles is not None:
+            scores = self._scores(self._needle_rows, "needles")
+            sums = self._over_ranks(cell_sums(scores, self.needles.num_documents, len(self.needles.cells)))
+            cells = needle_cells(sums, self.needles.cells)
+        self.runs.append(EvaluationRun(self.trainer.state.global_step, buckets, cells))
+        metrics = self.runs[-1].metrics()
+        self.trainer.log(dict(metrics))
+        if self.trainer.args.should_save:
+            self._write(Path(str(self.trainer.args.output_dir)))
+        return metrics
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._check()
+        if self.at_begin:
+            self._run_once(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.every_steps is not None and state.global_step % self.every_steps == 0:
+            self._run_once(state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.at_end:
+            self._run_once(state)
+
+    def _run_once(self, state: TrainerState) -> None:
+        """Unless the last evaluation was of this step."""
+        if not self.runs or self.runs[-1].step != state.global_step:
+            self.run()
+
+    def _check(self) -> None:
+        trainer = self.trainer
+        if (planned := self._planned) is not None:
+            limit = planned.longest_sequence
+            if self.needles is not None and (longest := max(self.needles.lengths)) > limit:
+                raise ValueError(
+                    f"a needle document of {longest} tokens is above the {limit} that this run has room for, and would be cut; "
+                    f"lower the needle lengths, or raise max_length or tokens_per_rank"
+                )
+            return
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or getattr(trainer.model, "tp_size", None) is not None:
+            raise ValueError(
+                "the model's weights are spread over ranks (FSDP, DeepSpeed or tensor parallel), which a long-context evaluation "
+                "runs under LongContextTrainer only; use it, with parameters='sharded'"
+            )
+
+    @property
+    def _planned(self) -> LongContextMixin | None:
+        """The trainer if it evaluates under plans."""
+        trainer: Any = self.trainer
+        return trainer if isinstance(trainer, LongContextMixin) and trainer._plans_evaluation else None
+
+    def _scores(self, dataset: Any, name: str) -> RowScores:
+        if (planned := self._planned) is not None:
+            return planned.score_tokens(dataset, name)
+        args, model = self.trainer.args, self.trainer.model
+        assert model is not None
+        model.to(args.device)
+        return plain_scores(model, dataset, args.process_index, args.world_size, args.device)
+
+    def _over_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Added in the order of ranks, so that all have the same."""
+        if (planned := self._planned) is not None:
+            return np.sum(gather_objects(sums, planned._control), axis=0)
+        return np.sum(gather_object([sums]), axis=0)
+
+    def _write(self, folder: Path) -> None:
+        """The record of all evaluations so far, and its pictures where matplotlib is installed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"runs": [run.record() for run in self.runs]}
+        (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        if find_spec("matplotlib") is None:
+            return
+        if self.needles is not None:
+            save_png_needles(self.runs, folder / _NEEDLES)
+        if self.held_out is not None:
+            save_png_loss(self.runs, folder / _LOSS)

@@ -1,0 +1,117 @@
+"""Scores of the single tokens of a set: which row and position each belongs to, under plans and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hf_longctx.hf.collator import PlannedStep, shift
+from hf_longctx.hf.layers import head_problem, output_head
+from hf_longctx.hf.sampler import IntArray
+from hf_longctx.plan.sharding import rank_pieces
+from hf_longctx.plan.types import Chunk, SequenceGroup
+from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.loss import IGNORE_INDEX, TokenScores, token_scores
+from hf_longctx.runtime.output_head import OutputHead
+
+# token tile of the output head where no plan says it
+_TILE_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """The label tokens that this rank scored, each array of shape [n].
+
+    rows: of the dataset. positions: of the predicted token in its document, so how many tokens it was predicted from; a row
+    that was split is several documents. losses: cross-entropy in nats. is_right: whether the token was the likeliest one.
+    """
+
+    rows: IntArray
+    positions: IntArray
+    losses: NDArray[np.float64]
+    is_right: NDArray[np.bool_]
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowScores]) -> RowScores:
+        """All of them; none of no parts."""
+        empty = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_))
+        names = ("rows", "positions", "losses", "is_right")
+        return cls(*(np.concatenate([getattr(part, name) for part in (empty, *parts)]) for name in names))
+
+
+def step_scores(
+    step: PlannedStep, chunks: Sequence[Sequence[ChunkInputs]], scores: Sequence[Mapping[int, TokenScores]], rows: IntArray
+) -> RowScores:
+    """What `StepExecutor.score` found in this rank's `chunks`; `rows`: the dataset's row of every sequence of its index."""
+    _, position = step.plan.place(step.rank)
+    parts = []
+    for (group, _), inputs, found in zip(step.plan.for_rank(step.rank).rounds, chunks, scores, strict=True):
+        for index, chunk_scores in found.items():
+            sequences_T = _token_sequences(group.chunks[index], group, position)
+            # dummy tokens have no label, so that any row does
+            rows_T = rows[np.asarray(step.sequences, dtype=np.int64)[sequences_T]]
+            held = inputs[index]
+            parts.append(_labelled(rows_T, held.position_ids[0], held.shift_labels[0], chunk_scores))
+    return RowScores.joined(parts)
+
+
+@torch.no_grad()
+def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, device: torch.device) -> RowScores:
+    """The scores of every `num_ranks`-th row from `rank` on, by the model's own forward, one document at a time.
+
+    Logits are made tile by tile, unless the model does something to them behind its head.
+    """
+    was_training = model.training
+    model.eval()
+    parts = []
+    with _scorer(model) as score:
+        for number in range(rank, len(dataset), num_ranks):
+            row = dataset[number]
+            ids_T = torch.as_tensor(row["input_ids"], dtype=torch.int64)
+            labels_T = shift(torch.as_tensor(row["labels"] if "labels" in row else row["input_ids"], dtype=torch.int64))
+            scores = score(ids_T.unsqueeze(0).to(device), labels_T.unsqueeze(0))
+            rows_T = np.full(len(ids_T), number, dtype=np.int64)
+            parts.append(_labelled(rows_T, torch.arange(len(ids_T)), labels_T, scores))
+    model.train(was_training)
+    return RowScores.joined(parts)
+
+
+@contextmanager
+def _scorer(model: nn.Module) -> Iterator[Any]:
+    """A function from ids [1, T] and labels [1, T] of the host to scores; the model's head is its own again behind it."""
+    if head_problem(model):
+        yield lambda ids_1T, labels_1T: token_scores(model(input_ids=ids_1T, use_cache=False).logits, labels_1T.to(ids_1T.device))
+        return
+    head = OutputHead(output_head(model))
+
+    def score(ids_1T: Tensor, labels_1T: Tensor) -> TokenScores:
+        with head.scoring(labels_1T, _TILE_TOKENS) as scores:
+            model(input_ids=ids_1T, use_cache=False)
+        return scores[0]
+
+    try:
+        yield score
+    finally:
+        head.unbind()
+
+
+def _labelled(rows_T: IntArray, positions_T: Tensor, shift_labels_T: Tensor, scores: TokenScores) -> RowScores:
+    is_label_T = (shift_labels_T != IGNORE_INDEX).cpu().numpy()
+    # the label is the token behind
+    positions = positions_T.cpu().numpy()[is_label_T] + 1
+    losses, is_right = scores.losses_T.cpu().numpy(), scores.is_right_T.cpu().numpy()
+    return RowScores(rows_T[is_label_T], positions, losses[is_label_T], is_right[is_label_T])
+
+
+def _token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:
+    """[T] the plan's sequence of every token that the rank at `position` holds of `chunk`; 0 for dummy tokens."""
+    pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
+    numbers = [chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else 0 for piece in pieces]
+    return np.repeat(np.asarray(numbers, dtype=np.int64), [piece.num_tokens for piece in pieces])

@@ -1,0 +1,242 @@
+"""Loss by position and needle grid: what plain transformers' logits give, document by document, under every plan and without."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.chats import byte_tokenizer
+from helpers.models import ModelCase, build_model, random_rows
+from helpers.training import make_trainer, training_arguments
+from transformers import DataCollatorWithFlattening, Trainer
+
+from hf_longctx import LongContextCallback, LongContextConfig, LongContextEvaluation, NeedleTask, passkeys
+from hf_longctx.plan.types import ActivationPolicy, SequenceGroup, StepPlan
+
+Rows = list[dict[str, list[int]]]
+
+CASE = ModelCase("llama", promoted=True)
+TRAINED = random_rows([13, 21, 8, 34, 16, 5, 30, 9])
+# lengths on both sides of powers of two, and a row without labels
+HELD_OUT = random_rows([63, 2, 33, 17, 16, 5, 48, 40, 1], seed=7, masked=(5,))
+LENGTHS, DEPTHS = (24, 60), (0.0, 0.5, 1.0)
+FIRST_BUCKET = 4
+
+
+def guessable(length: int, depth: float, chance: random.Random) -> tuple[list[int], int]:
+    """Random tokens; the last of the two that are the answer is what the model says, the oftener the deeper."""
+    ids = [chance.randrange(64) for _ in range(length)]
+    if chance.random() < 0.2 + 0.6 * depth:
+        with torch.no_grad():
+            ids[-1] = int(_model()(input_ids=torch.tensor([ids[:-1]])).logits[0, -1].argmax())
+    return ids, 2
+
+
+@functools.cache
+def _model() -> Any:
+    return build_model(CASE).eval()
+
+
+def task(num_documents: int = 5) -> NeedleTask:
+    return NeedleTask(LENGTHS, DEPTHS, guessable, num_documents)
+
+
+def expected_metrics() -> dict[str, float]:
+    """From whole logits of each document, token by token, in plain Python."""
+    model = _model()
+    buckets: dict[str, list[float]] = {}
+    for row in HELD_OUT:
+        for position, (loss, _) in token_scores(model, row).items():
+            name = next(f"{low}_{high}" for low, high in BUCKETS if low <= position <= high)
+            buckets.setdefault(f"eval_loss_at_{name}", []).append(loss)
+    metrics = {name: sum(losses) / len(losses) for name, losses in buckets.items()}
+    rows, cells = task().rows(), [(length, depth) for length in LENGTHS for depth in DEPTHS]
+    found = [list(token_scores(model, row).values()) for row in rows]
+    for number, (length, depth) in enumerate(cells):
+        answers = [score for scores in found[5 * number : 5 * number + 5] for score in scores]
+        assert len(answers) == 10
+        metrics[f"eval_needle_{length}_{depth * 100:g}"] = sum(right for _, right in answers) / 10
+    metrics["eval_needle"] = sum(right for scores in found for _, right in scores) / 60
+    metrics["eval_needle_loss"] = sum(loss for scores in found for loss, _ in scores) / 60
+    return metrics
+
+
+BUCKETS = [(1, 3), (4, 7), (8, 15), (16, 31), (32, 63)]
+
+
+@torch.no_grad()
+def token_scores(model: Any, row: dict[str, list[int]]) -> dict[int, tuple[float, bool]]:
+    """Loss of every label token by its position, and whether it is the likeliest."""
+    logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0]
+    found = {}
+    for position, label in enumerate(row["labels"]):
+        if position and label != -100:
+            loss = F.cross_entropy(logits[position - 1], torch.tensor(label))
+            found[position] = (float(loss), int(logits[position - 1].argmax()) == label)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, float]:
+    metrics = expected_metrics()
+    # a grid of equal cells would hide where documents belong
+    assert len({metrics[f"eval_needle_{length}_{depth * 100:g}"] for length in LENGTHS for depth in DEPTHS}) >= 3
+    assert len(metrics) == len(BUCKETS) + 8
+    return metrics
+
+
+def evaluate_under(config: dict[str, Any] | None, folder: str, num_ranks: int) -> tuple[dict[str, float], list[str], int]:
+    """Metrics of one evaluation, the layouts of its plans, and the most chunks of a group."""
+    held_out = datasets.Dataset.from_list(HELD_OUT)
+    if config is None:
+        trainer: Any = Trainer(model=build_model(CASE), args=training_arguments(folder))
+        return LongContextEvaluation(trainer, held_out, task(), first_bucket=FIRST_BUCKET).run(), [], 0
+    arguments = {"per_device_eval_batch_size": 16 // num_ranks}
+    trainer = make_trainer(CASE, TRAINED, folder, config, arguments)
+    layouts, num_chunks, solve = [], [0], trainer._source.solve
+
+    def recorded(*args: Any) -> Any:
+        plan = solve(*args)
+        layouts.append(plan.layout)
+        num_chunks.append(max(len(group.chunks) for each in plan.micro_batches for group in each.groups))
+        return plan
+
+    trainer._source.solve = recorded
+    metrics = LongContextEvaluation(trainer, held_out, task(), first_bucket=FIRST_BUCKET).run()
+    return metrics, layouts, max(num_chunks)
+
+
+# name -> (ranks, settings; None for a stock trainer)
+RUNS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "one rank": (1, {"tokens_per_rank": 64}),
+    "groups of one and two": (2, {"tokens_per_rank": 48}),
+    "rings of two, weights in shards": (
+        2,
+        {"tokens_per_rank": 48, "method": "ring", "solver": "static", "static_degree": 2, "parameters": "sharded"},
+    ),
+    "two stages, in slices": (2, {"tokens_per_rank": 64, "stages": 2}),
+    "stock": (1, None),
+    "stock on two ranks": (2, None),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_buckets_and_grid_are_those_of_plain_logits(ranks, expected, tmp_path: Path, name: str) -> None:
+    num_ranks, config = RUNS[name]
+    results = ranks(num_ranks).run(evaluate_under, config, str(tmp_path), num_ranks)
+    for metrics, _, _ in results:
+        assert metrics.keys() == expected.keys()
+        assert metrics == pytest.approx(expected, rel=1e-10)
+        assert metrics == results[0][0]
+    _, layouts, num_chunks = results[0]
+    if name == "groups of one and two":
+        assert any("2" in layout for layout in layouts) and any("<1,1>" in layout for layout in layouts), layouts
+    if name == "two stages, in slices":
+        assert num_chunks > 1
+    run = json.loads((tmp_path / "long_evaluation.json").read_text())["runs"][0]
+    assert run["step"] == 0 and len(run["cells"]) == 6
+    # every label but those of first tokens
+    assert sum(bucket["num_tokens"] for bucket in run["buckets"]) == sum(x != -100 for row in HELD_OUT for x in row["labels"][1:])
+
+
+def test_tiled_head_gives_the_same_scores(expected, tmp_path: Path) -> None:
+    trainer = make_trainer(CASE, TRAINED, str(tmp_path), {"tokens_per_rank": 64})
+    solve = trainer._source.solve
+    trainer._source.solve = lambda *args: with_tiles(solve(*args))
+    metrics = LongContextEvaluation(trainer, datasets.Dataset.from_list(HELD_OUT), task(), first_bucket=FIRST_BUCKET).run()
+    assert metrics == pytest.approx(expected, rel=1e-10)
+
+
+def test_training_is_measured_as_asked_and_not_changed(expected, tmp_path: Path) -> None:
+    weights = []
+    for is_measured in (False, True):
+        trainer = make_trainer(CASE, TRAINED, str(tmp_path), {"tokens_per_rank": 64}, {"max_steps": 3})
+        evaluation = LongContextEvaluation(trainer, HELD_OUT, task(), every_steps=2, first_bucket=FIRST_BUCKET)
+        if is_measured:
+            trainer.add_callback(evaluation)
+        trainer.train()
+        weights.append(list(trainer.model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    assert [run.step for run in evaluation.runs] == [0, 2, 3]
+    assert evaluation.runs[0].metrics() == pytest.approx(expected, rel=1e-10)
+    logged = [logs for logs in trainer.state.log_history if "eval_needle" in logs]
+    assert [logs["step"] for logs in logged] == [0, 2, 3]
+    assert logged[2]["eval_loss_at_32_63"] == evaluation.runs[2].buckets[-1].loss != evaluation.runs[0].buckets[-1].loss
+    # behind the last step, evaluated anew
+    assert evaluation.run() == pytest.approx(evaluation.runs[2].metrics(), rel=1e-10)
+    for name in ("needles.png", "loss_by_position.png"):
+        assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_stock_trainer_under_the_callback_is_measured_on_its_own_attention(expected, tmp_path: Path) -> None:
+    trainer = Trainer(
+        model=build_model(CASE),
+        args=training_arguments(str(tmp_path), max_steps=2, per_device_train_batch_size=4),
+        train_dataset=datasets.Dataset.from_list(TRAINED),
+        data_collator=DataCollatorWithFlattening(),
+        callbacks=[LongContextCallback(LongContextConfig(tokens_per_rank=128, report_steps=False))],
+    )
+    evaluation = LongContextEvaluation(trainer, HELD_OUT, task(), first_bucket=FIRST_BUCKET)
+    trainer.add_callback(evaluation)
+    trainer.train()
+    assert [run.step for run in evaluation.runs] == [0, 2]
+    assert evaluation.runs[0].metrics() == pytest.approx(expected, rel=1e-10)
+    assert trainer.model.training and "forward" not in vars(trainer.model.lm_head)
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(CASE, TRAINED, str(tmp_path), {"tokens_per_rank": 40, "max_length": 50, "long_sequences": "split"})
+    # held-out rows may be cut, a needle must not be lost
+    with pytest.raises(ValueError, match="a needle document of 60 tokens is above the 40 that this run has room for"):
+        LongContextEvaluation(trainer, needles=task())
+    with pytest.raises(ValueError, match="nothing to do"):
+        LongContextEvaluation(trainer)
+    with pytest.raises(ValueError, match="first_bucket is 6"):
+        LongContextEvaluation(trainer, HELD_OUT, first_bucket=6)
+    with pytest.raises(ValueError, match=r"depth 1\.5 is not between 0"):
+        NeedleTask(LENGTHS, (0.5, 1.5), guessable)
+    with pytest.raises(ValueError, match="asked for 24 tokens and made 23"):
+        NeedleTask((24,), (0.5,), lambda length, depth, chance: ([1] * (length - 1), 1)).rows()
+    stock = Trainer(model=build_model(CASE), args=training_arguments(str(tmp_path)))
+    stock.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match=r"spread over ranks .* under LongContextTrainer only"):
+        LongContextEvaluation(stock, HELD_OUT)
+
+
+def test_passkeys_stand_at_their_depth_and_are_asked_for_at_the_end() -> None:
+    tokenizer = byte_tokenizer()
+    rows = NeedleTask((256, 400), (0.0, 0.5, 1.0), passkeys(tokenizer), num_documents=2).rows()
+    assert [len(row["input_ids"]) for row in rows] == [256] * 6 + [400] * 6
+    assert len({tuple(row["input_ids"]) for row in rows}) == 12
+    places = []
+    for row in rows:
+        text = tokenizer.decode(row["input_ids"])
+        (key,) = {match.group(1) for match in re.finditer(r"pass key is ?(\d{5})", text)}
+        assert text.endswith(f"What is the pass key? The pass key is {key}") and text.count(key) == 3
+        labelled = [token for token in row["labels"] if token != -100]
+        assert tokenizer.decode(labelled).strip() == key and row["labels"][-len(labelled) :] == labelled
+        places.append(text.index("The pass key is") / text.index("What is"))
+    assert places[0] < 0.02 and 0.3 < places[2] < 0.5 and places[4] > 0.6
+    with pytest.raises(ValueError, match="the needle length is 60; raise it"):
+        NeedleTask((60,), (0.5,), passkeys(tokenizer)).rows()
+
+
+def with_tiles(plan: StepPlan) -> StepPlan:
+    """The plan of one stage with an output head that takes seven tokens at a time."""
+
+    def tiled(group: SequenceGroup) -> SequenceGroup:
+        (stage,) = group.stages
+        policies = tuple(ActivationPolicy(chunk=chunk, tile_tokens=7) for chunk in range(len(group.chunks)))
+        return replace(group, stages=(replace(stage, activations=policies),))
+
+    rounds = tuple(replace(each, groups=tuple(map(tiled, each.groups))) for each in plan.micro_batches)
+    return replace(plan, micro_batches=rounds)
