@@ -8,16 +8,16 @@ from typing import Any
 
 from hf_longctx.hf.evaluation_run import EvaluationRun, LossBucket, NeedleCell
 
-_FIRST, _LAST, _BETWEEN = "#f58518", "#4c78a8", "#c8c8c8"
+_NAMED, _FIRST, _LAST, _BETWEEN = "#d1495b", "#f58518", "#4c78a8", "#c8c8c8"
 _DPI = 110
 
 
 def save_png_needles(runs: Sequence[EvaluationRun], path: Path) -> None:
-    """Depth by length of the first and the last evaluation side by side, the share of right answer tokens in every cell."""
+    """The share of right answer tokens by length and depth: the named, the first and the last evaluation side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [runs[0], runs[-1]] if len(runs) > 1 else [runs[0]]
+    shown = _shown(runs)
     lengths, depths = _axis(shown[0].cells, "length"), _axis(shown[0].cells, "depth")
     width, height = 1.6 + max(2.4, 0.75 * len(lengths)) * len(shown), 1.5 + max(1.6, 0.42 * len(depths))
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
@@ -34,7 +34,7 @@ def save_png_needles(runs: Sequence[EvaluationRun], path: Path) -> None:
                 colour = "white" if share > 55 else "#222222"
                 axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=9, color=colour)
         mean = sum(shares.values()) / len(shares)
-        axes.set_title(f"step {run.step}: mean {mean:.0f}%", fontsize=10)
+        axes.set_title(f"{run.title}: mean {mean:.0f}%", fontsize=10)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axes.set_xlabel("tokens of the document", fontsize=9)
         axes.tick_params(length=0)
@@ -54,10 +54,10 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_title("held-out loss by position in the document", fontsize=11, loc="left")
-    for number, run in enumerate(runs):
-        is_last, is_first = number == len(runs) - 1, number == 0
-        colour = _LAST if is_last else _FIRST if is_first else _BETWEEN
-        label = f"step {run.step}" if is_first or is_last else None
+    shown = _shown(runs)
+    for run in runs:
+        colour = _BETWEEN if run not in shown else _LAST if run == runs[-1] else _NAMED if run.name else _FIRST
+        label = run.title if run in shown else None
         order = 2 if label else 1
         for place, bucket in enumerate(run.buckets):
             edges = [_left(bucket), bucket.last + 1]
@@ -76,6 +76,12 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
     axes.grid(axis="y", color="#eeeeee")
     axes.legend(fontsize=9, frameon=False)
     figure.savefig(path)
+
+
+def _shown(runs: Sequence[EvaluationRun]) -> list[EvaluationRun]:
+    """Those with a name, and the first and the last without."""
+    steps = [run for run in runs if not run.name]
+    return [run for run in runs if run.name or run in steps[:1] + steps[-1:]]
 
 
 def _left(bucket: LossBucket) -> int:

@@ -38,11 +38,16 @@ class NeedleCell:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRun:
-    """One evaluation, behind optimizer step `step`."""
+    """One evaluation of the trained model behind optimizer step `step`, or of another model with a `name`."""
 
     step: int
     buckets: tuple[LossBucket, ...]
     cells: tuple[NeedleCell, ...]
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.name or f"step {self.step}"
 
     def metrics(self) -> dict[str, float]:
         """What a log shows, for example `eval_loss_at_4096_8191` and `eval_needle_8192_50` (depth in percent)."""

@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.evaluation_pictures import save_png_loss, save_png_needles
@@ -72,21 +72,30 @@ class LongContextEvaluation(TrainerCallback):
 
     def run(self) -> dict[str, float]:
         """Evaluates now, logs and writes; returns what is logged. Collective over all ranks."""
+        self.runs.append(self._evaluated())
+        metrics = self.runs[-1].metrics()
+        self.trainer.log(dict(metrics))
+        self._write()
+        return metrics
+
+    def measure(self, model: PreTrainedModel, name: str) -> dict[str, float]:
+        """Evaluates another model, on its own and whole on every rank, for comparison: in files and pictures, not in logs."""
+        self.runs.append(self._evaluated(model, name))
+        self._write()
+        return self.runs[-1].metrics()
+
+    def _evaluated(self, model: PreTrainedModel | None = None, name: str = "") -> EvaluationRun:
+        """Of the trained model, or of another one."""
         buckets: tuple[LossBucket, ...] = ()
         cells: tuple[NeedleCell, ...] = ()
         if self.held_out is not None:
-            sums = self._over_ranks(bucket_sums(self._scores(self.held_out, "held_out"), self.first_bucket))
-            buckets = loss_buckets(sums, self.first_bucket)
+            scores = self._scores(self.held_out, "held_out", model)
+            buckets = loss_buckets(self._over_ranks(bucket_sums(scores, self.first_bucket)), self.first_bucket)
         if self.needles is not None:
-            scores = self._scores(self._needle_rows, "needles")
+            scores = self._scores(self._needle_rows, "needles", model)
             sums = self._over_ranks(cell_sums(scores, self.needles.num_documents, len(self.needles.cells)))
             cells = needle_cells(sums, self.needles.cells)
-        self.runs.append(EvaluationRun(self.trainer.state.global_step, buckets, cells))
-        metrics = self.runs[-1].metrics()
-        self.trainer.log(dict(metrics))
-        if self.trainer.args.should_save:
-            self._write(Path(str(self.trainer.args.output_dir)))
-        return metrics
+        return EvaluationRun(self.trainer.state.global_step, buckets, cells, name)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._check()
@@ -103,7 +112,7 @@ class LongContextEvaluation(TrainerCallback):
 
     def _run_once(self, state: TrainerState) -> None:
         """Unless the last evaluation was of this step."""
-        if not self.runs or self.runs[-1].step != state.global_step:
+        if not self.runs or self.runs[-1].name or self.runs[-1].step != state.global_step:
             self.run()
 
     def _check(self) -> None:
@@ -128,10 +137,10 @@ class LongContextEvaluation(TrainerCallback):
         trainer: Any = self.trainer
         return trainer if isinstance(trainer, LongContextMixin) and trainer._plans_evaluation else None
 
-    def _scores(self, dataset: Any, name: str) -> RowScores:
-        if (planned := self._planned) is not None:
+    def _scores(self, dataset: Any, name: str, other: PreTrainedModel | None) -> RowScores:
+        if other is None and (planned := self._planned) is not None:
             return planned.score_tokens(dataset, name)
-        args, model = self.trainer.args, self.trainer.model
+        args, model = self.trainer.args, self.trainer.model if other is None else other
         assert model is not None
         model.to(args.device)
         return plain_scores(model, dataset, args.process_index, args.world_size, args.device)
@@ -142,8 +151,11 @@ class LongContextEvaluation(TrainerCallback):
             return np.sum(gather_objects(sums, planned._control), axis=0)
         return np.sum(gather_object([sums]), axis=0)
 
-    def _write(self, folder: Path) -> None:
-        """The record of all evaluations so far, and its pictures where matplotlib is installed."""
+    def _write(self) -> None:
+        """The record of all evaluations so far, and its pictures where matplotlib is installed, by the rank that saves."""
+        if not self.trainer.args.should_save:
+            return
+        folder = Path(str(self.trainer.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         record = {"runs": [run.record() for run in self.runs]}
         (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n")

@@ -171,6 +171,10 @@ def test_training_is_measured_as_asked_and_not_changed(expected, tmp_path: Path)
     logged = [logs for logs in trainer.state.log_history if "eval_needle" in logs]
     assert [logs["step"] for logs in logged] == [0, 2, 3]
     assert logged[2]["eval_loss_at_32_63"] == evaluation.runs[2].buckets[-1].loss != evaluation.runs[0].buckets[-1].loss
+    # another model beside the trained one
+    assert evaluation.measure(_model(), "as it was") == pytest.approx(expected, rel=1e-10)
+    runs = json.loads((tmp_path / "long_evaluation.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == ["", "", "", "as it was"]
     # behind the last step, evaluated anew
     assert evaluation.run() == pytest.approx(evaluation.runs[2].metrics(), rel=1e-10)
     for name in ("needles.png", "loss_by_position.png"):
