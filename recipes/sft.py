@@ -27,9 +27,19 @@ from transformers import (
     set_seed,
 )
 
-from hf_longctx import DataError, LongContextConfig, LongContextTrainer, extend_positions, load_pipeline_stage
+from hf_longctx import (
+    DataError,
+    LongContextConfig,
+    LongContextEvaluation,
+    LongContextTrainer,
+    NeedleTask,
+    extend_positions,
+    load_pipeline_stage,
+    passkeys,
+)
+from hf_longctx.recipes.key_values import key_value_needle
 from hf_longctx.recipes.settings import read_settings
-from hf_longctx.recipes.sources import Documents, Source, check_sources, load_tokens
+from hf_longctx.recipes.sources import KEY_VALUES, Documents, Source, check_sources, load_tokens
 
 # short forms of the keys of one entry of `datasets`
 _SHORT_FORMS = {
@@ -87,7 +97,7 @@ class RecipeArguments:
     )
     dataset: str | None = field(
         default=None,
-        metadata={"help": "Dataset on the hub, a local file or folder, or 'python-stdlib' for the sources of this Python."},
+        metadata={"help": "Dataset on the hub, a local file or folder, 'python-stdlib' or 'key-values' (made up)."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub dataset."})
     dataset_split: str | None = field(default=None, metadata={"help": "Split to train on. Default: train."})
@@ -118,6 +128,24 @@ class RecipeArguments:
         default=None,
         metadata={"help": "Hold out this dataset instead: a path with the columns of dataset, or an entry as in datasets."},
     )
+    needle_lengths: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Lengths in tokens of documents that hide something and ask for it at the end: a grid before and after "
+            "training, with pictures, and the held-out loss by position."
+        },
+    )
+    needle_depths: list[float] = field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0], metadata={"help": "Where in them it is hidden, from 0 to 1."}
+    )
+    needle_documents: int = field(default=4, metadata={"help": "Documents for every length and depth."})
+    needle_task: Literal["passkeys", "key-values"] = field(
+        default="passkeys", metadata={"help": "What is hidden: a pass key in text, or what the dataset key-values looks like."}
+    )
+    needle_base: bool = field(
+        default=False,
+        metadata={"help": "Measure the checkpoint as it is too, without rope_scaling: each rank loads all of it once more."},
+    )
     expected_world_size: int | None = field(default=None, metadata={"help": "Stop at once unless this many ranks were started."})
 
     def __post_init__(self) -> None:
@@ -142,8 +170,18 @@ class RecipeArguments:
         if self.eval_dataset is not None and self.eval_documents:
             raise ValueError("give either eval_documents (held out of the training data) or eval_dataset, not both")
         check_sources(self.sources, self.eval_source)
+        self._check_needles()
         if self.mix_until != "first_exhausted" and self.sources[0].weight is None:
             raise ValueError(f"mix_until {self.mix_until} has no effect without weights; give every dataset a weight")
+
+    def _check_needles(self) -> None:
+        if self.needle_lengths is None and (self.needle_documents != 4 or self.needle_task != "passkeys" or self.needle_base):
+            raise ValueError("needle settings have no effect without needle_lengths; give lengths, or leave them out")
+        if self.needle_base and self.rope_scaling is None:
+            raise ValueError("needle_base compares with a checkpoint without rope_scaling; set rope_scaling, or leave it out")
+        is_made_up = self.needle_task == KEY_VALUES or any(source.path == KEY_VALUES for source in self.sources)
+        if is_made_up and self.tokenizer != "bytes":
+            raise ValueError(f"{KEY_VALUES} are made of bytes, tokenizer is {self.tokenizer}; set tokenizer: bytes")
 
     def _check_adapters(self) -> None:
         if self.lora_rank < 0:
@@ -202,6 +240,7 @@ def main() -> None:
         longctx_config=config,
     )
     say(args, describe(trainer, model))
+    add_needles(trainer, recipe, documents.held_out)
     before = trainer.evaluate() if documents.held_out is not None else {}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = trainer.evaluate() if documents.held_out is not None else {}
@@ -219,6 +258,19 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def add_needles(trainer: LongContextTrainer, recipe: RecipeArguments, held_out: datasets.Dataset | None) -> None:
+    """Measures the needle grid where training begins and ends, if the settings ask for it."""
+    if recipe.needle_lengths is None:
+        return
+    make = key_value_needle if recipe.needle_task == "key-values" else passkeys(trainer.processing_class)
+    needles = NeedleTask(tuple(recipe.needle_lengths), tuple(recipe.needle_depths), make, recipe.needle_documents)
+    evaluation = LongContextEvaluation(trainer, held_out, needles)
+    trainer.add_callback(evaluation)
+    if recipe.needle_base:
+        base = AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, dtype=recipe.dtype)
+        evaluation.measure(base, "base, not extended")
 
 
 def check_world(args: TrainingArguments, expected: int | None) -> None:

@@ -18,12 +18,16 @@ from transformers import PreTrainedTokenizerBase
 from hf_longctx.hf.chat import DataError
 from hf_longctx.hf.mixture import Stopping, concatenated, held_out_counts, mix_datasets, without_copies
 from hf_longctx.hf.tokenise import count_tokens, joined, tokenise_chat, tokenise_completions, tokenise_text
+from hf_longctx.recipes.key_values import key_value_rows
 
+# documents of a source that makes them up
+_NUM_KEY_VALUES = 512
 _FILE_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _HINTS = {"messages": "messages_column", "conversations": "messages_column", "prompt": "prompt_column and completion_column"}
 
 _SEPARATOR = "\n\n"
 STANDARD_LIBRARY = "python-stdlib"
+KEY_VALUES = "key-values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Source:
             )
         if self.path == STANDARD_LIBRARY and len(self.text_column) != 1:
             raise ValueError(f"dataset {STANDARD_LIBRARY} is text in one column; leave its column settings out")
+        if self.path == KEY_VALUES and self.text_column != ("text",):
+            raise ValueError(f"dataset {KEY_VALUES} is made of tokens; leave its column settings out")
 
     @classmethod
     def from_mapping(cls, mapping: Any, setting: str) -> Source:
@@ -157,6 +163,10 @@ def load_tokens(
 
 def _tokenised(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, max_document_chars: int | None) -> datasets.Dataset:
     """Tokens of the source's documents, in an order drawn by seed, at most `max_documents` of them."""
+    if source.path == KEY_VALUES:
+        if max_document_chars is not None:
+            raise DataError(f"max_document_chars is for text, dataset {KEY_VALUES} is made of tokens; use max_length instead")
+        return key_value_rows(source.max_documents or _NUM_KEY_VALUES, random.Random(seed))
     documents = _load(source)
     _check_columns(documents, source)
     if source.text_column:

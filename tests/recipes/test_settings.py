@@ -128,7 +128,9 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         read_settings(ALL, [str(tmp_path / "list.yaml")])
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "text.yaml", "chat.yaml", "single_gpu_long.yaml", "pipeline.yaml"])
+@pytest.mark.parametrize(
+    "name", ["demo.yaml", "text.yaml", "chat.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"]
+)
 def test_shipped_configs_are_valid(name: str) -> None:
     path = Path(__file__).parents[2] / "recipes" / "configs" / name
     recipe, config, _ = read_settings(ALL, [str(path)])
