@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
 from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
-from hf_longctx.hf.model_classes import class_problem
+from hf_longctx.hf.model_classes import DEFAULT_ROPE_ONLY, class_problem
 from hf_longctx.hf.rope import rope_problems
 from hf_longctx.hf.routers import router_problems
 
@@ -72,6 +72,12 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         f"{', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
     ]
+    problems += [
+        f"rope type {rope_type!r} of {name} is scaled once more by the longest position of each forward, which plans differ in; "
+        f"use rope type 'default'"
+        for rope_type in sorted((_rope_types(config) & set(TESTED_ROPE_TYPES)) - {"default"})
+        if name in DEFAULT_ROPE_ONLY
+    ]
     problems += rope_problems(base)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(
@@ -102,9 +108,10 @@ def model_problems(model: PreTrainedModel) -> list[str]:
 
 def _pattern_problems(model: PreTrainedModel) -> list[str]:
     """Patterns of attention that do not reach the attention function as keywords, so that they would be ignored there."""
-    config = model.config
-    if getattr(config, "use_bidirectional_attention", False):
-        return ["use_bidirectional_attention is set, but only causal attention is supported; unset it"]
+    config = model.config.get_text_config()
+    # "vision" lets tokens of images see each other, of which there are none
+    if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
+        return [f"use_bidirectional_attention is {value!r}, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
     problems = [
         f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; build the model with "
@@ -134,14 +141,25 @@ def _setting_problems(config: PretrainedConfig) -> list[str]:
     values = config.get_text_config().to_dict()
     problems = [
         f"{field} is {value}; set it to 0.0, {'dropout' if 'drop' in field else 'noise'} is not supported yet"
-        for field, value in sorted(values.items())
-        if any(word in field for word in _CHANCES) and field not in _UNUSED_CHANCES and isinstance(value, float) and value
+        for field, value in sorted(_all_fields(values))
+        if _is_chance(field.rsplit(".", 1)[-1]) and isinstance(value, float) and value
     ]
     return problems + [
         f"{field} is {values[field]!r}, which is not supported; {remedy}"
         for field, (tested, remedy) in _TESTED_SETTINGS.items()
         if field in values and values[field] is not None and values[field] != tested
     ]
+
+
+def _all_fields(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """The fields of a config and of its parts, by their names with dots."""
+    parts = [_all_fields(value, f"{prefix}{name}.") for name, value in values.items() if isinstance(value, dict)]
+    own = [(f"{prefix}{name}", value) for name, value in values.items() if not isinstance(value, dict)]
+    return own + [field for part in parts for field in part]
+
+
+def _is_chance(name: str) -> bool:
+    return any(word in name for word in _CHANCES) and name not in _UNUSED_CHANCES
 
 
 def _rope_types(config: PretrainedConfig) -> set[str]:

@@ -1,6 +1,6 @@
 """Which model classes run, and why others do not: the only list, which the sweep over all classes of transformers proves.
 
-A class is tested where tiny models of it, with every kind of layer that its configs may have, give the loss and all gradients of
+A class is tested where tiny models of it, with every kind of layer of its default config, give the loss and all gradients of
 plain Hugging Face: packed, in slices, recomputed, in stages, on groups, on rings and sharded, or are refused there by name.
 `docs/models.md` says how exactly each of them was met.
 """
@@ -263,6 +263,10 @@ REFUSALS = (
         ),
     ),
 )
+# of these only without scaled RoPE, which they scale once more by the longest position of a forward
+DEFAULT_ROPE_ONLY = ("PhimoeForCausalLM",)
+# whose config may name any decoder -> the one that is tested
+_DECODERS = {"FuyuForCausalLM": "PersimmonModel"}
 _REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM"
 
 
@@ -270,7 +274,7 @@ def class_problem(model: nn.Module) -> str:
     """Why models of this class cannot run, by class and layer; empty for a tested class."""
     name = type(model).__name__
     if name in TESTED_MODELS:
-        return ""
+        return _decoder_problem(model)
     refusal = refusal_of(name)
     if refusal is None:
         hint = next((found for found in map(lambda each: layer_of(model, each), REFUSALS) if found), "")
@@ -280,6 +284,14 @@ def class_problem(model: nn.Module) -> str:
         )
     layer = layer_of(model, refusal)
     return f"model class {name} is not supported: {f'{layer} ' if layer else 'it '}{refusal.text}; {_REMEDY}"
+
+
+def _decoder_problem(model: nn.Module) -> str:
+    """Why a model of a tested class whose config names another decoder cannot run; empty where it is the tested one."""
+    tested = _DECODERS.get(type(model).__name__, "")
+    inner = [(path, type(module).__name__) for path, module in model.named_modules() if hasattr(module, "embed_tokens")]
+    wrong = [f"{path} ({name})" for path, name in inner if tested and name != tested]
+    return f"model class {type(model).__name__} has {wrong[0]} inside, tested with {tested}; use that" if wrong else ""
 
 
 def refusal_of(name: str) -> Refusal | None:

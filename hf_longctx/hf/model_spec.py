@@ -11,12 +11,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.adapters import adapter_spec
 from hf_longctx.hf.layers import has_plain_projections
+from hf_longctx.hf.stages import RANGES
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
 
 # the width of the MLP; of configs in parts, the parts that have sizes of layers
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
 _NESTED = ("attn_config", "ffn_config")
+# of a model's parameters, norms and biases at most
+_AGREES = 0.05
 _QK_NORMS = (".q_norm", ".q_layernorm")
 
 
@@ -25,11 +28,25 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=model.dtype.itemsize)
     return replace(
         spec,
+        idle_parameters=spec.idle_parameters + _uncounted_parameters(model, spec),
         bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0,
         qk_norms=any(name.endswith(_QK_NORMS) for name, _ in model.named_modules()),
         can_keep_qkv=has_plain_projections(model),
         adapters=adapter_spec(model),
     )
+
+
+def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
+    """Parameters of a layer that `spec` does not know of, or (negative) too many; of embeddings beside the tokens' a share.
+
+    None where a model agrees with its config up to norms and biases, and for a model of which this rank has one stage only.
+    """
+    if hasattr(model, RANGES):
+        return 0
+    added = ("lora_", "modules_to_save")
+    held = sum(weight.numel() for name, weight in model.named_parameters() if not any(word in name for word in added))
+    missing = held - spec.num_parameters
+    return round(missing / spec.num_layers) if abs(missing) > _AGREES * spec.num_parameters else 0
 
 
 def _fields(config: PretrainedConfig) -> dict[str, Any]:

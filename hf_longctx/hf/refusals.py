@@ -300,7 +300,9 @@ def setup_problems(
             f"tokenizer or call model.resize_token_embeddings({vocabulary})"
         )
     try:
-        check_degrees(degrees, stage_ranks(config, num_ranks), text.num_attention_heads, config.method)
+        # heads may differ by layer
+        num_heads = min(getattr(text, "num_attention_heads_per_layer", None) or [text.num_attention_heads])
+        check_degrees(degrees, stage_ranks(config, num_ranks), num_heads, config.method)
     except ValueError as error:
         problems.append(str(error))
     problems += stage_setting_problems(model, config, num_ranks)

@@ -15,15 +15,17 @@ _ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Ol
 
 def router_problems(model: PreTrainedModel) -> list[str]:
     """Settings of a mixture of experts under which plans would not give what the model alone gives, by name."""
-    problems, config = [], model.config
+    problems, config = [], model.config.get_text_config()
     if has_balance(model) and not any(type(module).__name__ in _ROUTERS for module in model.modules()):
         problems.append(
             f"output_router_logits is set, but the routers of {type(model).__name__} are not among those whose balance is "
             f"taken ({', '.join(_ROUTERS)}); set it to False, which trains without that loss"
         )
     if noise := getattr(config, "router_jitter_noise", 0.0):
+        # sparsemixer takes it for the threshold too, behind which an expert is left out
+        price = ", at which its routers get no gradient" if type(model).__name__ == "PhimoeForCausalLM" else ""
         problems.append(
-            f"router_jitter_noise is {noise}, drawn anew in every forward, so that no two plans would agree; set it to 0.0"
+            f"router_jitter_noise is {noise}, drawn anew in every forward, so that no two plans would agree; set it to 0.0{price}"
         )
     if (clip := getattr(config, "clip_qkv", None)) is not None:
         problems.append(f"clip_qkv is {clip}, which changes kept projections in place and is not supported; set it to None")
@@ -33,7 +35,7 @@ def router_problems(model: PreTrainedModel) -> list[str]:
 def has_balance(model: nn.Module) -> bool:
     """Whether the model's config asks for a load-balancing loss of its experts (`output_router_logits`)."""
     config = getattr(base_of(model), "config", None)
-    return bool(getattr(config, "output_router_logits", False))
+    return config is not None and bool(getattr(config.get_text_config(), "output_router_logits", False))
 
 
 class RouterRuntime:

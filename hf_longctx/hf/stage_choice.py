@@ -16,6 +16,7 @@ from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.model_spec import cluster_spec
 from hf_longctx.hf.stage_loading import checkpoint_config, load_stage
+from hf_longctx.hf.stages import RANGES
 from hf_longctx.hf.streaming import is_stream
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.pipeline import layer_ranges
@@ -25,8 +26,6 @@ from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, Span
 # the parts of every stage
 Ranges = tuple[tuple[LayerRange, ...], ...]
 
-# the attribute of a model that was loaded stage by stage
-RANGES = "longctx_ranges"
 _SAMPLED_ROWS = 256
 
 

@@ -23,6 +23,8 @@ from hf_longctx.runtime.stage_model import PART_KEYWORD, StageModel
 
 # the parts of every stage, as `plan.pipeline.layer_ranges` returns them
 Ranges = Sequence[Sequence[LayerRange]]
+# the attribute of a model that was loaded stage by stage
+RANGES = "longctx_ranges"
 
 # words in names of config fields by which layers read what other layers computed, besides hidden states
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")

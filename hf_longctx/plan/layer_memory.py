@@ -93,9 +93,9 @@ class LayerBytes:
         """Whether even what is kept attends by tiles, since torch's own attention would make whole matrices."""
         return self.model.caps_scores or self.model.value_head_dim > 0
 
-    def _score_blocks(self, most_pairs: int) -> int:
-        """Bytes of the matrices of capped scores, three of a block of queries; of no more than the pairs of a tile."""
-        values = min(MOST_SCORES, most_pairs * self.model.num_heads)
+    def _score_blocks(self, num_queries: int, num_keys: int) -> int:
+        """Bytes of the matrices of capped scores, three of a block of queries; a block has one query at least."""
+        values = min(max(MOST_SCORES, num_keys * self.model.num_heads), num_queries * num_keys * self.model.num_heads)
         return 3 * values * max(4, self.model.bytes_per_element) if self.model.caps_scores else 0
 
     @property
@@ -158,7 +158,7 @@ class LayerBytes:
         d, a, k, f = self._sizes
         inner = (3 if self.model.gated_mlp else 2) * f
         longest = max(self.load.documents, default=0)
-        scores = self._score_blocks(longest * (longest + self.load.front_tokens))
+        scores = self._score_blocks(longest, longest + self.load.front_tokens)
         if self.is_plain:
             return self.held + d * self.tokens + scores
         documents = self.load.documents
@@ -280,7 +280,7 @@ class LayerBytes:
         longest = max(load.documents, default=0)
         # values, outputs and their gradients are copied where they are widened to the size of keys, or these to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
-        return outside + most + self._score_blocks(longest * (longest + load.front_tokens))
+        return outside + most + self._score_blocks(longest, longest + load.front_tokens)
 
     def _fused_attention_backward(self) -> int:
         """As above where nothing is recomputed: torch's own node, on expanded keys and values that it saved."""

@@ -261,13 +261,18 @@ class ModelSpec:
         return weights + trained_bytes, trained_bytes, 8 * trained
 
 
+# experts of a layer, and those of a token
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+
+
 def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int) -> tuple[int, int, int]:
     """`intermediate_size`, `idle_parameters` and `routed_elements` of a config; of one without experts `dense_size` and zeros.
 
     Experts get a copy of a token and return one. Those of GPT-OSS clamp gate and up, which keeps three more inner tensors.
     """
-    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
-    chosen = int(config.get("num_experts_per_tok") or 0)
+    num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+    chosen = next((int(config[name]) for name in _CHOSEN if config.get(name)), 0)
     if not num_experts or not chosen:
         return dense_size, 0, 0
     size = int(config.get("moe_intermediate_size") or dense_size)

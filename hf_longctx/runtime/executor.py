@@ -7,8 +7,8 @@ through `StepResult`. Gradients are the sum over all ranks of the loss divided b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,6 +132,17 @@ class StepExecutor:
         version does not execute, torch.OutOfMemoryError naming the action that ran out of device memory. Of several plans of
         a step with `routers`, `route` comes before the first.
         """
+        with self._forgetting_broken_steps():
+            return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes)
+
+    def _run(
+        self,
+        plan: RankPlan,
+        inputs: Sequence[Sequence[ChunkInputs]],
+        num_label_tokens: int,
+        reduce: bool,
+        predicted_bytes: int,
+    ) -> StepResult:
         self.parameters.check(plan.parameters)
         self._check(plan)
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce)
@@ -190,9 +201,21 @@ class StepExecutor:
         if self.routers is None or self.routers.is_settled:
             return
         self.routers.forget()
-        for plan, inputs in plans:
-            self._run_forwards(plan, inputs, "routing", is_counted=True)
-        self._router_loss = self.routers.settle(self.pool.everyone)
+        with self._forgetting_broken_steps():
+            for plan, inputs in plans:
+                self._run_forwards(plan, inputs, "routing", is_counted=True)
+            self._router_loss = self.routers.settle(self.pool.everyone)
+
+    @contextmanager
+    def _forgetting_broken_steps(self) -> Iterator[None]:
+        """Leaves no balance of a step that raised to the next one."""
+        try:
+            yield
+        except BaseException:
+            self._router_loss = None
+            if self.routers is not None:
+                self.routers.forget()
+            raise
 
     def settle_routers(self) -> None:
         """Before the first backward of a step, on every rank: the loads of its experts, if they are not known yet."""

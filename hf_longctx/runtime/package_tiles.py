@@ -35,20 +35,20 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class PackageTiles:
-    """What a package computes of tiles. verdicts: filled by `takes`, by compute capability, dtype and head size."""
+    """What a package computes of tiles. verdicts: filled by `takes`, by all that they depend on."""
 
     name: str
     least_capability: tuple[int, int]
     forward: Forward
     backward: Backward
-    verdicts: dict[tuple[tuple[int, int], torch.dtype, int], bool] = field(default_factory=dict)
+    verdicts: dict[tuple[tuple[int, int], torch.dtype, int, bool], bool] = field(default_factory=dict)
 
     def takes(self, device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the package is there and right for such tiles on this process's CUDA device; runs small ones the first time."""
         is_half = dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_HEAD
         if device_type != "cuda" or not is_half or capability < self.least_capability or not self.is_installed:
             return False
-        key = (capability, dtype, head_dim)
+        key = (capability, dtype, head_dim, torch.are_deterministic_algorithms_enabled())
         if key not in self.verdicts:
             self.verdicts[key] = self.is_right(torch.device("cuda"), dtype, head_dim)
         return self.verdicts[key]

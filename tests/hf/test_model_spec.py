@@ -31,6 +31,17 @@ def test_spec_counts_the_parameters_of_the_real_model(family: str, tied: bool) -
     assert spec.tied_embeddings is tied
 
 
+def test_parameters_that_a_config_does_not_tell_are_counted_in_the_model() -> None:
+    config = transformers.Gemma3nTextConfig(num_hidden_layers=5)
+    with torch.device("meta"):
+        model = transformers.Gemma3nForCausalLM(config)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    assert (
+        held > 1.2 * ModelSpec.from_config(config.to_dict() | {"intermediate_size": config.intermediate_size[0]}).num_parameters
+    )
+    assert model_spec(model).num_parameters == pytest.approx(held, rel=1e-6)
+
+
 # queries of a latent of their own and without one; values smaller and larger than keys
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu"])
 def test_low_rank_projections_are_counted_and_read_from_the_config_too(family: str) -> None:

@@ -15,8 +15,8 @@ from test_trainer import SKEWED
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
-from hf_longctx.hf.stage_choice import RANGES
 from hf_longctx.hf.stage_loading import load_stage
+from hf_longctx.hf.stages import RANGES
 from hf_longctx.plan.types import LayerRange
 
 NUM_STEPS = 10

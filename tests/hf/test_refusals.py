@@ -185,6 +185,33 @@ def test_noise_and_cross_attention_are_refused_with_their_values() -> None:
     assert cross.startswith("add_cross_attention is True, which is not supported; set it to False")
 
 
+def test_noise_in_a_part_of_a_config_is_refused_with_its_whole_name() -> None:
+    ffn = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.01}
+    config = transformers.DbrxConfig(
+        d_model=32, n_heads=4, n_layers=1, vocab_size=64, ffn_config=ffn, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}
+    )
+    (problem,) = problems_of(transformers.DbrxForCausalLM(config))
+    assert problem.startswith("ffn_config.moe_jitter_eps is 0.01; set it to 0.0")
+
+
+def test_a_rope_that_a_class_scales_by_the_longest_position_is_refused() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "short_mscale": 1.1, "long_mscale": 1.3}
+    config = transformers.PhimoeConfig(
+        **SHAPE, num_local_experts=2, pad_token_id=0, router_jitter_noise=0.0, rope_parameters=rope, attention_dropout=0.0
+    )
+    assert any(
+        "rope type 'linear' of PhimoeForCausalLM" in problem for problem in problems_of(transformers.PhimoeForCausalLM(config))
+    )
+
+
+def test_another_decoder_than_the_tested_one_inside_is_refused() -> None:
+    inside = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 16, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.FuyuForCausalLM(transformers.FuyuConfig(text_config=inside | heads))
+    (problem,) = problems_of(model)
+    assert "MixtralModel" in problem and "PersimmonModel" in problem
+
+
 def test_a_class_of_ones_own_with_a_tested_name_is_refused() -> None:
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         pass

@@ -83,6 +83,27 @@ def test_every_class_matches_with_the_balance_of_the_step(family: str, plan: str
     assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 
 
+def test_a_step_that_raised_leaves_no_balance_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, rows, others = sliced_plan(LENGTHS, WHOLE), random_rows(LENGTHS), random_rows(LENGTHS, seed=1)
+    model = build_model(case_of("mixtral", balance=BALANCE))
+    patch_model(model)
+    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), CPU, routers=router_balance(model, CPU))
+
+    def run(own: Any) -> StepResult:
+        num_labels = sum(label != -100 for row in own for label in row["labels"][1:])
+        return executor.run(plan.for_rank(0), rank_inputs(plan, own, 0)["chunks"], num_labels)
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="broken"):
+        patched.setattr(executor, "_reduce", broken)
+        run(rows)
+    found, expected = run(others), lone_step(case_of("mixtral", balance=BALANCE), plan, others)[0]
+    assert float(found.router_loss) == pytest.approx(float(expected.router_loss), rel=1e-12)
+
+
+def broken() -> None:
+    raise RuntimeError("broken")
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_without_a_balance_there_is_none(family: str) -> None:
     case, rows = case_of(family), random_rows(LENGTHS)
