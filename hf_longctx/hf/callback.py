@@ -200,7 +200,9 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
         planned._start_planning(setup)
     finally:
         lent |= set(vars(trainer)) - own
-    undo.callback(planned._pool.close)
+        # made before the self-test, which may raise
+        if "_pool" in lent:
+            undo.callback(planned._pool.close)
     undo.callback(trainer.remove_callback, planned._report)
     undo.callback(trainer.remove_callback, planned._recorder)
 

@@ -18,7 +18,8 @@ Part = tuple[int, int, int, int]
 class HiddenTrace:
     """Records what leaves `modules` while `recording` names the tokens that run, and what gradients come back to it.
 
-    Keys of `modules` are the sites' names. Runs of a module outside of `recording`, as in a replay, are not recorded.
+    Keys of `modules` are the sites' names. Runs of a module outside of `recording`, as in a replay, are not recorded, nor is
+    what has no vector for every token of one row, [1, T, ...].
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -53,6 +54,9 @@ class HiddenTrace:
             if (parts := self._parts) is None:
                 return
             hidden_1TC: Tensor = output if isinstance(output, Tensor) else output[0]
+            num_tokens = max((first + stop - start for _, start, stop, first in parts), default=0)
+            if hidden_1TC.ndim < 3 or hidden_1TC.shape[0] != 1 or hidden_1TC.shape[1] < num_tokens:
+                return
             self._keep("values", site, parts, hidden_1TC)
             if not torch.is_grad_enabled():
                 return

@@ -19,6 +19,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.adapters import base_of
+from hf_longctx.hf.attention import num_attention_layers
 from hf_longctx.hf.stages import Identity, Pieces, find_pieces
 
 # token ids that the copy knows
@@ -39,12 +40,13 @@ class SkippedLayer(Identity):
         vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, _PLAIN)})
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReducedCopy:
     """The copy, its layers by their numbers in the whole model, and what each of them attends to, in words.
 
     windows: of every layer of the copy, the tokens that attention sees at most, 0 for all. num_token_ids: ids below it may be
-    used. whole_layers: of the model. was_shortened: whether windows are shorter than the model's.
+    used. whole_layers: of the model. was_shortened: whether windows are shorter than the model's. attention_calls: of one
+    forward. is_cut: false where the copy has all layers, since the model cannot do without some.
     """
 
     model: Any
@@ -54,6 +56,12 @@ class ReducedCopy:
     num_token_ids: int
     whole_layers: int
     was_shortened: bool
+    attention_calls: int
+    is_cut: bool
+
+    def give_up(self) -> None:
+        """Lets go of the model; what is known of its layers stays."""
+        self.model, self.layers = None, {}
 
     @property
     def embedding(self) -> nn.Module:
@@ -70,7 +78,7 @@ def reduced_copy(
     boundaries: numbers of layers at which pipeline stages begin, each of which keeps a layer. longest_window: longer windows
     become so long. Weights that are all zero, which would hide what passes through them, get noise.
     """
-    layers, kept = _layers_and_kept(model, boundaries)
+    is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): SkippedLayer(layer) for place, layer in enumerate(layers) if place not in kept}
     num_token_ids = _cut_vocabulary(base_of(model), memo)
     copied = copy.deepcopy(model, memo)
@@ -98,23 +106,26 @@ def reduced_copy(
         num_token_ids,
         len(layers),
         was_shortened,
+        # of all layers alike: some classes make two in each
+        num_attention_layers(base_of(copied)) * len(kept) // len(layers),
+        is_cut,
     )
 
 
 def num_elements(model: Any, boundaries: Sequence[int]) -> int:
     """Elements of the weights that a copy has."""
-    layers, kept = _layers_and_kept(model, boundaries)
+    _, layers, kept = _layers_and_kept(model, boundaries)
     left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
     memo: dict[int, Any] = {}
     _cut_vocabulary(base_of(model), memo)
     return sum(memo.get(id(p), p).numel() for p in model.parameters() if id(p) not in left_out)
 
 
-def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[list[nn.Module], Sequence[int]]:
+def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[nn.Module], Sequence[int]]:
     pieces, layers = decoder_layers(model)
     if pieces is None:
-        return layers, range(len(layers))
-    return layers, chosen_layers(layers, layer_types(model, len(layers)), boundaries)
+        return False, layers, range(len(layers))
+    return True, layers, chosen_layers(layers, layer_types(model, len(layers)), boundaries)
 
 
 def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
@@ -122,7 +133,10 @@ def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
     try:
         pieces = find_pieces(model)
     except ValueError:
-        return None, [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        # not those of an encoder of pictures or sound
+        lists = [module for module in base_of(model).get_decoder().children() if isinstance(module, nn.ModuleList)]
+        own: list[nn.Module] = [layer for each in lists for layer in each if isinstance(layer, GradientCheckpointingLayer)]
+        return None, own or [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return pieces, list(getattr(pieces.decoder, pieces.layers))
 
 
@@ -169,12 +183,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
-    """Puts the first rows of embedding and head into `memo`, where both are plain modules; how many there are."""
+    """Puts the first rows of embedding and head into `memo`, where both are plain modules; how many ids both know."""
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    num_ids: int = embedding.weight.shape[0]
+    num_rows = embedding.weight.shape[0], getattr(head, "weight", embedding.weight).shape[0]
+    num_ids: int = min(num_rows)
     if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and not hasattr(head, "base_layer")):
         return num_ids
-    if hasattr(embedding, "base_layer") or head.weight.shape[0] != num_ids:
+    if hasattr(embedding, "base_layer") or num_rows[0] != num_rows[1]:
         return num_ids
     kept = min(num_ids, max(NUM_TOKEN_IDS, (embedding.padding_idx or 0) + 1))
     for parameter in (embedding.weight, head.weight, head.bias):

@@ -9,7 +9,6 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
@@ -18,6 +17,7 @@ from hf_longctx.hf.activations import activation_problem
 from hf_longctx.hf.adapters import largest_adapters
 from hf_longctx.hf.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.host_memory import host_bytes as bytes_of_host
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, usable_device_bytes
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refusals import launch_problems, setup_problems, stage_ranks
@@ -237,8 +237,7 @@ def _budget(
     Raises ValueError for more host memory than there is.
     """
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
-    machine = psutil.virtual_memory()
-    own_host_bytes = (machine.available // cluster.ranks_per_node, machine.total // cluster.ranks_per_node)
+    own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
     left_bytes = max(0, usable_bytes - most_held_bytes(spec, ranges, parameters, shard_ranks))

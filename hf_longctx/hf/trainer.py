@@ -308,9 +308,6 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         self._routers = RouterRuntime(self.args.device)
         # of the present optimizer step, until its first plan runs
         self._plans_of_step = []
-        self._recorder = DataRecorder()
-        # before the report, which lets the other ranks go on after a checkpoint
-        self.add_callback(self._recorder)
         opening = opening_line(setup, self.args, self.model)
         if (test := self._self_test) is not None:
             # its copies go with it
@@ -318,6 +315,9 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
             fp32_gradients = self.longctx_config.fp32_gradients
             passed = test.run(self._pool, self._mesh, self.args.device, fp32_gradients, self._sum_over_ranks)
             opening = f"{opening}\n{passed}"
+        self._recorder = DataRecorder()
+        # before the report, which lets the other ranks go on after a checkpoint
+        self.add_callback(self._recorder)
         self._report = RunReport(self.longctx_config, self._source, opening)
         self.add_callback(self._report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from helpers.sliced import sliced_plan
 from helpers.staged import even_parts
 from helpers.steps import group_pool, mesh, plan_of, rank_inputs, whole
 from torch import Tensor
+from transformers import TrainingArguments
 
 from hf_longctx.hf.activations import activation_problem
 from hf_longctx.hf.attention import num_attention_layers, patch_model
@@ -24,6 +26,8 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.hf.refusals import setup_problems
+from hf_longctx.hf.self_test import SelfTest
+from hf_longctx.hf.setup import planning_setup
 from hf_longctx.hf.stages import cut_model, stage_model, stage_problems
 from hf_longctx.plan.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
@@ -55,10 +59,14 @@ class Refused(ValueError):
 
 @dataclass
 class Outcome:
-    """What a class did: the worst relative error of loss and gradients of each road, and where the package refused it."""
+    """What a class did: the worst relative error of loss and gradients of each road, and where the package refused it.
+
+    self_test: what the parity self-test of one rank says.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
+    self_test: str = ""
 
     def run(self, road: str, step: Callable[[], Step], expected: Step) -> None:
         """Goes one road. A ValueError that the package raises is a refusal; of an optional road only, every other one is."""
@@ -181,6 +189,16 @@ def staged_step(name: str) -> Step:
     return float(loss), gradients
 
 
+def self_tested(name: str) -> str:
+    """What the parity self-test says at the start of a run on one rank; "left out" where it does not run."""
+    model = patched(name)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, use_cpu=True, report_to=[])
+    setup = planning_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)
+    test = SelfTest.of(model, setup, CPU, False, None)
+    return "left out" if test is None else test.run(GroupPool((1,), 1.0), None, CPU, False, lambda count: count)
+
+
 def local_outcome(name: str) -> Outcome:
     """The roads of one process."""
     outcome = Outcome()
@@ -194,6 +212,7 @@ def local_outcome(name: str) -> Outcome:
         outcome.run("slices", lambda: lone_step(patched(name), sliced_plan(LENGTHS, SLICES)), expected)
         outcome.run("recomputed", lambda: recomputed_step(name), expected)
         outcome.run("stages", lambda: staged_step(name), expected)
+    outcome.self_test = self_tested(name)
     return outcome
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import random
 import tempfile
+import weakref
 from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from helpers.any_model import build_any
 from helpers.models import ModelCase, build_model, random_rows
 from helpers.planted import plant
 from helpers.stock import make_stock_trainer
@@ -173,6 +176,31 @@ def test_nothing_of_it_is_left_in_the_run(ranks, parameters: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(left, expected, strict=True))
 
 
+def test_the_copies_are_gone_before_step_1(monkeypatch) -> None:
+    copied = []
+
+    def watched(*args: Any) -> copies.ReducedCopy:
+        reduced = reduced_copy(*args)
+        copied.extend(weakref.ref(module) for module in reduced.model.modules())
+        return reduced
+
+    monkeypatch.setattr(self_test, "reduced_copy", watched)
+    gc.disable()
+    try:
+        assert "self-test passed" in start(replace(MIXED, dtype=torch.float32), {}, {}, "")
+        assert copied and not [each for each in copied if each() is not None]
+    finally:
+        gc.enable()
+
+
+def test_experts_are_found_by_their_modules() -> None:
+    with torch.device("meta"):
+        found = [
+            self_test._has_routers(build_any(f"{name}ForCausalLM", is_random=False)) for name in ("AriaText", "Dbrx", "Llama")
+        ]
+    assert found == [True, True, False]
+
+
 def test_weights_after_three_steps_are_the_same_bits(ranks) -> None:
     runs = [
         ranks(2).run(
@@ -196,7 +224,7 @@ def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: f
 
 def test_without_room_for_fp64_it_is_fp32_and_still_notices(monkeypatch) -> None:
     elements = self_test.num_elements(build_model(MIXED), [0])
-    monkeypatch.setattr(self_test, "_free_bytes", lambda *args: 4 * 4 * elements)
+    monkeypatch.setattr(self_test, "_free_bytes", lambda *args: 24 * elements)
     assert "tokens in float32, largest error" in start(MIXED, {}, {}, "")
     assert "window: layer 1 (sliding_attention, window 6)" in start(MIXED, {}, {}, "windows ignored")
 
@@ -257,6 +285,7 @@ def run_stock(is_attached: bool, bug: str) -> tuple[str, str, bool]:
     with tempfile.TemporaryDirectory() as folder, plant(bug, dist.get_rank(), dist.get_world_size()), redirect_stdout(printed):
         callbacks = [] if is_attached else [callback]
         trainer = make_stock_trainer(MIXED, ROWS, folder, {"max_steps": 1}, callbacks=callbacks)
+        callbacks = list(trainer.callback_handler.callbacks)
         try:
             if is_attached:
                 callback.attach(trainer)
@@ -264,7 +293,8 @@ def run_stock(is_attached: bool, bug: str) -> tuple[str, str, bool]:
         except ValueError as problem:
             error = str(problem)
             callback.detach()
-    is_stock = type(trainer) is Trainer and trainer.model.config._attn_implementation == "sdpa"
+    is_stock = trainer.callback_handler.callbacks == callbacks
+    is_stock = is_stock and type(trainer) is Trainer and trainer.model.config._attn_implementation == "sdpa"
     return error, printed.getvalue(), is_stock
 
 

@@ -137,9 +137,9 @@ def test_real_mixtures_are_even_and_quick(num_slices: int) -> None:
     pair_s, token_s = 4e-5, 1.0
     taken_s = []
     for _ in range(5):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         chunks = elastic_chunks(lengths, num_slices, pair_s, token_s, 1 << 20)
-        taken_s.append(time.perf_counter() - started_s)
+        taken_s.append(time.process_time() - started_s)
     check_chunks(chunks, lengths, 1 << 20)
     times = [seconds(chunk, pair_s, token_s) for chunk in chunks]
     assert max(times) <= 1.1 * sum(times) / len(times)
