@@ -5,7 +5,7 @@ What runs is real but the depth: the model's own class, config, adapters and wei
 activation engine, on the largest groups that plans may use in every shape, and on slices where plans may have them
 (`plan.probe_plans`). The plain side is the copy's forward on one document at a time, as transformers runs it, and autograd.
 
-In fp64 everything must agree to 1e-5 of a norm: what transformers computes in fp32 inside (norms, rotary embeddings, softmax
+In fp64 everything must agree to 5e-5 of a norm: what transformers computes in fp32 inside (norms, rotary embeddings, softmax
 of eager attention) is rounded at 6e-8, and some hundred roundings may differ. Where memory is short it is fp32 and 2e-3, two
 fp32 sums of some thousand terms in different orders, TF32 included. The bugs it is there for are not as small. Weights in other
 precisions, and autocast, run once more as they are: the yardstick is how far the plain model is then from the fp64 one, and
@@ -61,7 +61,7 @@ from hf_longctx.runtime.stage_model import StageModel, whole_model
 
 logger = logging.getLogger(__name__)
 
-_EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}
+_EXACT = {torch.float64: 5e-5, torch.float32: 2e-3}
 _WORKING_FLOOR, _WORKING_FACTOR = 1e-5, 4.0
 # of the long document: at least, for each rank of a group, and as far as windows are filled rather than shortened
 _LEAST_TOKENS, _TOKENS_PER_RANK, _MOST_TOKENS = 64, 6, 256
@@ -74,7 +74,7 @@ _MASKED_SHARE = 0.2
 Rows = list[dict[str, list[int]]]
 
 # their config names a window that plain attention does not always have
-_NOT_COMPARED = ("MoshiForCausalLM",)
+NOT_COMPARED = ("MoshiForCausalLM",)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SelfTest:
             return None
         # sharding gives the class another one
         name = type(base_of(model)).__name__
-        if name in _NOT_COMPARED:
+        if name in NOT_COMPARED:
             _left_out(
                 f"the check of windows does not hold for {name}, whose plain attention is compared in docs/models.md", control
             )
