@@ -53,6 +53,8 @@ _SHORT_FORMS = {
     "max_documents": "max_documents",
 }
 
+_NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
 
 @dataclass
 class RecipeArguments:
@@ -135,8 +137,8 @@ class RecipeArguments:
             "training, with pictures, and the held-out loss by position."
         },
     )
-    needle_depths: list[float] = field(
-        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0], metadata={"help": "Where in them it is hidden, from 0 to 1."}
+    needle_depths: list[float] | None = field(
+        default=None, metadata={"help": "Where in them it is hidden, from 0 to 1. Default: 0, 0.25, 0.5, 0.75 and 1."}
     )
     needle_documents: int = field(default=4, metadata={"help": "Documents for every length and depth."})
     needle_task: Literal["passkeys", "key-values"] = field(
@@ -175,11 +177,13 @@ class RecipeArguments:
             raise ValueError(f"mix_until {self.mix_until} has no effect without weights; give every dataset a weight")
 
     def _check_needles(self) -> None:
-        if self.needle_lengths is None and (self.needle_documents != 4 or self.needle_task != "passkeys" or self.needle_base):
+        is_changed = self.needle_documents != 4 or self.needle_task != "passkeys" or self.needle_base
+        if self.needle_lengths is None and (is_changed or self.needle_depths is not None):
             raise ValueError("needle settings have no effect without needle_lengths; give lengths, or leave them out")
         if self.needle_base and self.rope_scaling is None:
             raise ValueError("needle_base compares with a checkpoint without rope_scaling; set rope_scaling, or leave it out")
-        is_made_up = self.needle_task == KEY_VALUES or any(source.path == KEY_VALUES for source in self.sources)
+        sources = [*self.sources, *([self.eval_source] if self.eval_source is not None else [])]
+        is_made_up = self.needle_task == KEY_VALUES or any(source.path == KEY_VALUES for source in sources)
         if is_made_up and self.tokenizer != "bytes":
             raise ValueError(f"{KEY_VALUES} are made of bytes, tokenizer is {self.tokenizer}; set tokenizer: bytes")
 
@@ -265,7 +269,8 @@ def add_needles(trainer: LongContextTrainer, recipe: RecipeArguments, held_out: 
     if recipe.needle_lengths is None:
         return
     make = key_value_needle if recipe.needle_task == "key-values" else passkeys(trainer.processing_class)
-    needles = NeedleTask(tuple(recipe.needle_lengths), tuple(recipe.needle_depths), make, recipe.needle_documents)
+    depths = _NEEDLE_DEPTHS if recipe.needle_depths is None else tuple(recipe.needle_depths)
+    needles = NeedleTask(tuple(recipe.needle_lengths), depths, make, recipe.needle_documents)
     evaluation = LongContextEvaluation(trainer, held_out, needles)
     trainer.add_callback(evaluation)
     if recipe.needle_base:

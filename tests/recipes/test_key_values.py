@@ -44,6 +44,8 @@ def test_a_needle_is_at_its_depth_and_alone() -> None:
         ({"needle_task": "key-values", "needle_lengths": [128]}, "tokenizer is None; set tokenizer: bytes"),
         ({"dataset": "key-values"}, "tokenizer is None; set tokenizer: bytes"),
         ({"dataset": "key-values", "tokenizer": "bytes", "messages_column": "m"}, "leave its column settings out"),
+        ({"eval_dataset": "key-values"}, "tokenizer is None; set tokenizer: bytes"),
+        ({"needle_depths": [0.5]}, "no effect without needle_lengths"),
         ({"needle_documents": 3}, "no effect without needle_lengths"),
         ({"needle_base": True, "needle_lengths": [128]}, "set rope_scaling"),
     ],
