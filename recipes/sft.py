@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -274,7 +275,8 @@ def add_needles(trainer: LongContextTrainer, recipe: RecipeArguments, held_out: 
     evaluation = LongContextEvaluation(trainer, held_out, needles)
     trainer.add_callback(evaluation)
     if recipe.needle_base:
-        base = AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, dtype=recipe.dtype)
+        config = checkpoint_config(recipe)
+        base = AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, config=config, dtype=recipe.dtype)
         evaluation.measure(base, "base, not extended")
 
 
@@ -309,12 +311,17 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
     if path is None:
         assert recipe.model_config is not None
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(recipe.model_config)), **settings)
-    config = AutoConfig.from_pretrained(path, **json.loads(recipe.config_overrides or "{}"))
+    config = checkpoint_config(recipe)
     if recipe.rope_scaling is not None and longctx_config.max_length is not None:
         config = extend_positions(config, longctx_config.max_length, recipe.rope_scaling)
     if longctx_config.stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
         return load_pipeline_stage(path, longctx_config, config=config, **settings)
     return AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+
+
+def checkpoint_config(recipe: RecipeArguments) -> PretrainedConfig:
+    """The checkpoint's config under the changes of the settings, its positions as they are."""
+    return AutoConfig.from_pretrained(recipe.model_name_or_path, **json.loads(recipe.config_overrides or "{}"))
 
 
 def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrainedModel | PeftModel:
