@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+# settings that a shipped file may point with at what lies beside it
+_PATHS = ("model_name_or_path", "tokenizer", "chat_template")
+
 
 def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = None) -> tuple[Any, ...]:
     """One instance of each dataclass from `[CONFIG.yaml] [--key value ...]` (default: the command line).
@@ -74,7 +77,7 @@ def _words_of_file(path: Path) -> list[str]:
     for key, value in settings.items():
         # a setting without a value keeps its default
         if value is not None:
-            values = _words_of_value(value)
+            values = [_shipped(word) if key in _PATHS else word for word in _words_of_value(value)]
             # a value like --- would be taken for a setting
             words += [f"--{key}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [f"--{key}", *values]
     return words
@@ -86,3 +89,9 @@ def _words_of_value(value: Any) -> list[str]:
     if isinstance(value, list):
         return [word for item in value for word in _words_of_value(item)]
     return [str(value)]
+
+
+def _shipped(path: str) -> str:
+    """`recipes/...` in the package if it is not in the current folder; any other path as it is."""
+    shipped = Path(__file__).parent / Path(path).relative_to("recipes") if path.startswith("recipes/") else None
+    return str(shipped) if shipped is not None and shipped.exists() and not Path(path).exists() else path

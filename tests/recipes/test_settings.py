@@ -137,6 +137,17 @@ def test_shipped_configs_are_valid(name: str) -> None:
     assert recipe.sources and config.max_length
 
 
+def test_shipped_paths_are_found_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = Path(__file__).parents[2] / "recipes" / "configs"
+    monkeypatch.chdir(tmp_path)
+    base = read_settings(ALL, [str(configs / "extend_demo.yaml")])[0].model_name_or_path
+    template = read_settings(ALL, [str(configs / "chat.yaml")])[0].chat_template
+    assert (Path(base) / "model.safetensors").is_file() and Path(template).is_file()
+    # a folder of one's own wins
+    (tmp_path / "recipes" / "copy_base").mkdir(parents=True)
+    assert read_settings(ALL, [str(configs / "extend_demo.yaml")])[0].model_name_or_path == "recipes/copy_base"
+
+
 @pytest.mark.parametrize("text", ["degrees: all", "degrees: [all]"])
 def test_degrees_may_be_the_word_all(tmp_path: Path, text: str) -> None:
     path = tmp_path / "all.yaml"
