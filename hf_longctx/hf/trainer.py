@@ -246,13 +246,12 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         return self._check_run(config, model, self.args, self.processing_class, datasets, problems)
 
     def _meet(self, config: LongContextConfig) -> None:
-        """Waits for all ranks and makes the group on which they agree, once."""
+        """Waits for all ranks, every time, and makes the group on which they agree, once."""
         self.longctx_config = config
-        if "_control" in vars(self):
-            return
         # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
         PartialState().wait_for_everyone()
-        self._control = control_group(config.collective_timeout_s)
+        if "_control" not in vars(self):
+            self._control = control_group(config.collective_timeout_s)
 
     def _check_run(
         self,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch.distributed as dist
 from helpers.steps import group_pool
+from helpers.training import training_arguments
 
+from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together
 
 
@@ -138,3 +142,22 @@ def test_other_errors_pass_as_they_are(error: Exception) -> None:
 def test_without_an_error_nothing_happens() -> None:
     with explain_lost_ranks(1, 0, 5.0):
         pass
+
+
+def meet_twice_on_rank() -> list[int]:
+    """As a trainer that tokenises between its two checks, on the second rank for longer than a collective may wait."""
+    # makes accelerate's state, as a trainer's arguments do
+    assert training_arguments("unused").world_size == 2
+    trainer = LongContextTrainer.__new__(LongContextTrainer)
+    config = LongContextConfig(collective_timeout_s=1.0)
+    trainer._meet(config)
+    control = trainer._control
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    trainer._meet(config)
+    assert trainer._control is control
+    return gather_objects(dist.get_rank(), control)
+
+
+def test_ranks_that_come_minutes_apart_to_the_second_meeting_are_waited_for(ranks) -> None:
+    assert ranks(2).run(meet_twice_on_rank) == [[0, 1], [0, 1]]
