@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -75,13 +76,13 @@ class LongContextEvaluation(TrainerCallback):
         self.runs.append(self._evaluated())
         metrics = self.runs[-1].metrics()
         self.trainer.log(dict(metrics))
-        self._write()
+        self._write_and_wait()
         return metrics
 
     def measure(self, model: PreTrainedModel, name: str) -> dict[str, float]:
         """Evaluates another model, on its own and whole on every rank, for comparison: in files and pictures, not in logs."""
         self.runs.append(self._evaluated(model, name))
-        self._write()
+        self._write_and_wait()
         return self.runs[-1].metrics()
 
     def _evaluated(self, model: PreTrainedModel | None = None, name: str = "") -> EvaluationRun:
@@ -143,13 +144,21 @@ class LongContextEvaluation(TrainerCallback):
         args, model = self.trainer.args, self.trainer.model if other is None else other
         assert model is not None
         model.to(args.device)
-        return plain_scores(model, dataset, args.process_index, args.world_size, args.device)
+        scores = plain_scores(model, dataset, args.process_index, args.world_size, args.device)
+        # rows may differ by minutes: wait patiently before the short time-outs begin
+        PartialState().wait_for_everyone()
+        return scores
 
     def _over_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """Added in the order of ranks, so that all have the same."""
         if (planned := self._planned) is not None:
             return np.sum(gather_objects(sums, planned._control), axis=0)
         return np.sum(gather_object([sums]), axis=0)
+
+    def _write_and_wait(self) -> None:
+        """Pictures may take a minute on a busy machine: ranks wait patiently before the short time-outs of the next step."""
+        self._write()
+        PartialState().wait_for_everyone()
 
     def _write(self) -> None:
         """The record of all evaluations so far, and its pictures where matplotlib is installed, by the rank that saves."""
