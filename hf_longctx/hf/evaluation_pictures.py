@@ -55,8 +55,10 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
     axes = figure.subplots()
     axes.set_title("held-out loss by position in the document", fontsize=11, loc="left")
     shown = _shown(runs)
+    # of the trained model: one with a name may stand behind it
+    last = [run for run in shown if not run.name][-1:]
     for run in runs:
-        colour = _BETWEEN if run not in shown else _LAST if run == runs[-1] else _NAMED if run.name else _FIRST
+        colour = _BETWEEN if run not in shown else _NAMED if run.name else _LAST if run in last else _FIRST
         label = run.title if run in shown else None
         order = 2 if label else 1
         for place, bucket in enumerate(run.buckets):
