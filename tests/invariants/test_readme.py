@@ -1,4 +1,4 @@
-"""The README names every setting, and its two commands are those that CI runs."""
+"""The README names every setting, and its commands are those that CI runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def test_the_readme_says_how_many_classes_run_and_where_they_are_named() -> None
     assert f"{len(TESTED_MODELS)} of transformers' model classes" in README and "docs/models.md" in README
 
 
-def test_the_two_commands_stand_alone_on_their_lines() -> None:
+def test_the_commands_that_ci_runs_stand_alone_on_their_lines() -> None:
     launch = "accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py recipes/configs/demo.yaml"
     assert f"\npip install -e . && {launch}\n" in README
+    extended = launch.replace("demo.yaml", "extend_demo.yaml")
+    assert f'\npip install -e ".[plot]" && {extended}\n' in README
     assert '\npip install -e ".[test]" && pytest -n 2 --dist loadfile\n' in README
 
 
