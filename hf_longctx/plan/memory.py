@@ -210,8 +210,7 @@ def round_moments(
     ].T
     work = np.where(is_forward, forward_workspace, backward_workspace)
     # a chunk is held from its forward on, and in its own backward still
-    saved = np.cumsum(np.where(is_forward, device, -device)) + np.where(is_forward, 0, device)
-    on_host = np.cumsum(np.where(is_forward, host, -host)) + np.where(is_forward, 0, host)
+    saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
     first, last, others = _book_bytes(model, group, stage, position, place, is_forward)
     peak = np.maximum(saved + work + first, saved - device + ending + last) + others
     if len(copying):

@@ -83,17 +83,6 @@ class _LayerWays:
     offload_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StageMoments:
-    """The passes of a stage, before its room is known: bytes on the device with everything kept, and see `Moments`."""
-
-    num_bytes: IntArray
-    first: IntArray
-    stop: IntArray
-    away: IntArray
-    back: IntArray
-
-
 class GroupCells:
     """The cells and moments of one group, whose policies have tiles but nothing else yet."""
 
@@ -117,8 +106,8 @@ class GroupCells:
 
     def moments(self, room_bytes: Sequence[float]) -> Moments:
         """Every forward and backward of every stage, with so many bytes for saved tensors and work on each."""
-        starts = np.cumsum([0, *(len(stage.num_bytes) for stage in self._stages)])
-        excess = [stage.num_bytes - room for stage, room in zip(self._stages, room_bytes, strict=True)]
+        starts = np.cumsum([0, *(len(stage.excess_bytes) for stage in self._stages)])
+        excess = [stage.excess_bytes - room for stage, room in zip(self._stages, room_bytes, strict=True)]
         ends = (
             np.concatenate([getattr(stage, name) + start for stage, start in zip(self._stages, starts, strict=False)])
             for name in ("first", "stop", "away", "back")
@@ -238,8 +227,8 @@ class GroupCells:
         has_head = (stage.stage, action.part) == (self.num_stages - 1, self.num_parts - 1)
         return layer_s * stage.parts[action.part].num_layers + (head_s if has_head else 0.0)
 
-    def _stage_moments(self) -> list[_StageMoments]:
-        """What each pass finds on the device of its stage, before anything is recomputed or offloaded.
+    def _stage_moments(self) -> list[Moments]:
+        """The passes of every stage as if it had no room: what each finds on the device, before anything is done about it.
 
         What works beside saved tensors is about the same whatever the policy; the most of both ends is taken.
         """
@@ -253,7 +242,7 @@ class GroupCells:
             found.append(self._with_ends(stages[0], peak))
         return found
 
-    def _with_ends(self, stage: StagePlan, num_bytes: IntArray) -> _StageMoments:
+    def _with_ends(self, stage: StagePlan, num_bytes: IntArray) -> Moments:
         passes = [action for action in stage.actions if action.kind in ("F", "B")]
         cells = np.array([action.chunk * self.num_parts + action.part for action in passes])
         is_forward = np.array([action.kind == "F" for action in passes])
@@ -264,4 +253,4 @@ class GroupCells:
         away[cells[forwards]] = np.append(forwards[2:], [len(passes)] * min(2, len(forwards)))
         back[cells[backwards]] = np.append([0], backwards[:-1] + 1)
         away = np.minimum(away, stop)
-        return _StageMoments(num_bytes, first, stop, away, np.maximum(away, np.minimum(back, stop)))
+        return Moments(num_bytes.astype(np.float64), first, stop, away, np.maximum(away, np.minimum(back, stop)))

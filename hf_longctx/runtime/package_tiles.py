@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,17 +115,24 @@ def _heads_first(x_1THD: Tensor) -> Tensor:
     return x_1THD.squeeze(0).transpose(0, 1)
 
 
+def _flash_2_settings(scores: Scores, causal: bool) -> dict[str, Any]:
+    """What forward and backward are told alike."""
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scores.scale,
+        "causal": causal,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": scores.softcap,
+        "alibi_slopes": None,
+    }
+
+
 def _flash_2_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
     run = import_module(_FLASH_2_MODULE)._flash_attn_forward
     out, lse, *_ = run(
         *map(_tokens_first, (q, k, v)),
-        dropout_p=0.0,
-        softmax_scale=scores.scale,
-        causal=causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=scores.softcap,
-        alibi_slopes=None,
+        **_flash_2_settings(scores, causal),
         return_softmax=False,
     )
     return _heads_first(out), lse.squeeze(0)
@@ -139,13 +147,7 @@ def _flash_2_backward(
         *inputs,
         lse.contiguous().unsqueeze(0),
         *gradients,
-        dropout_p=0.0,
-        softmax_scale=scores.scale,
-        causal=causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=scores.softcap,
-        alibi_slopes=None,
+        **_flash_2_settings(scores, causal),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     dq, dk, dv = map(_heads_first, gradients)
