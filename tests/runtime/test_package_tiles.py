@@ -114,7 +114,7 @@ def test_packages_compute_capped_scores_and_nothing_else() -> None:
         return choose_backend("cuda", HOPPER, torch.bfloat16, 128, is_capped=is_capped).name
 
     assert (chosen(True), chosen(False)) == ("plain", "cudnn")
-    key = (HOPPER, torch.bfloat16, 128)
+    key = (HOPPER, torch.bfloat16, 128, torch.are_deterministic_algorithms_enabled())
     with patch.object(PackageTiles, "is_installed", True):
         for verdicts, expected in (((True, True), "flash_attn_4"), ((False, True), "flash_attn_2"), ((False, False), "plain")):
             known = [patch.dict(x.verdicts, {key: is_right}) for x, is_right in zip((FLASH_4, FLASH_2), verdicts, strict=True)]
