@@ -111,7 +111,7 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config()
     # "vision" lets tokens of images see each other, of which there are none
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
-        return [f"use_bidirectional_attention is {value!r}, but only causal attention is supported; unset it"]
+        return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
     problems = [
         f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; build the model with "
