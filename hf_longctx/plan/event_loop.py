@@ -1,4 +1,6 @@
-"""When every action of a pipeline starts and stops, for given seconds of each: a loop over what waits for what.
+"""When every action of a pipeline starts and stops, for given seconds of each.
+
+Who waits for whom does not depend on seconds: it is found once (`Wiring`), and walked for every set of seconds.
 
 Stages and their parts make a chain of places: part 0 of every stage, then part 1 of every stage. A forward waits until what the
 place before it made has arrived, a backward for its own forward and for the gradient of the place behind it. A stage runs one
@@ -15,14 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
+import numpy as np
+
+from hf_longctx.plan.cost import FloatArray, IntArray
 from hf_longctx.plan.schedule import PlanError
 from hf_longctx.plan.types import Action
 
 # (start, stop) of every action of a stage
 Times = tuple[tuple[float, float], ...]
 
-_MESSAGES = ("SF", "RF", "SB", "RB")
+# backwards are odd, messages lie behind what computes
+_KINDS = {"F": 0, "B": 1, "RF": 2, "RB": 3, "SF": 4, "SB": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ def run_actions(
     seconds: of F and B, once each. hop_s: from the end of an F or B (or of the SF or SB that sends its result) to the arrival at
     another stage. start_s: when each stage is free. Raises PlanError naming what every stage waits for when none can go on.
     """
-    return _Loop(stages, num_parts).run(seconds, hop_s, start_s, None)[0]
+    return run_copying(stages, seconds, hop_s, lambda action: (), num_parts, start_s)[0]
 
 
 def run_copying(
@@ -74,7 +81,160 @@ def run_copying(
     fetches_ahead: bool = False,
 ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
     """As `run_actions`, with copies to the host and back; a backward is longer than its seconds by what it waits for them."""
-    return _Loop(stages, num_parts, fetches_ahead).run(seconds, hop_s, start_s, copies)
+    wiring = Wiring.of_actions(stages, num_parts)
+    actions = [action for stage in stages for action in stage]
+    handing = set(wiring.handing)
+    return wiring.run(
+        [seconds(action) if action.kind in ("F", "B") else 0.0 for action in actions],
+        [hop_s(action) if number in handing and len(stages) > 1 else 0.0 for number, action in enumerate(actions)],
+        start_s,
+        [copies(action) if action.kind in ("F", "B") else () for action in actions],
+        fetches_ahead,
+    )
+
+
+class Wiring:
+    """An order in which the actions of all stages can run, and whose result each of them waits for.
+
+    Actions have numbers, stage after stage. order: (number, stage, number of the action whose result has to arrive, or -1).
+    handing: actions whose results others wait for. units: of every action ((part * stages + stage) * chunks + chunk) * 2, plus 1
+    for a backward, messages of it included; is_pass: whether it is an F or B.
+    """
+
+    def __init__(self, kinds: Sequence[IntArray], chunks: Sequence[IntArray], parts: Sequence[IntArray], num_parts: int) -> None:
+        """kinds: codes of `_KINDS` of every stage's actions, in order, and their chunks and parts."""
+        self.num_stages, self.num_parts = len(kinds), num_parts
+        self.num_chunks = 1 + max((int(of_stage.max(initial=-1)) for of_stage in chunks), default=-1)
+        keys = [
+            (part * self.num_stages + stage) * self.num_chunks + chunk
+            for stage, (part, chunk) in enumerate(zip(parts, chunks, strict=True))
+        ]
+        self.starts = [0, *accumulate(map(len, kinds))]
+        all_kinds = np.concatenate(kinds)
+        self.is_pass = all_kinds < 2
+        self.units: IntArray = 2 * np.concatenate(keys) + all_kinds % 2
+        self.order: list[tuple[int, int, int]] = []
+        self.handing: list[int] = []
+        sends = bool(all_kinds.max(initial=0) > 3)
+        self._find([of_stage.tolist() for of_stage in kinds], [of_stage.tolist() for of_stage in keys], sends)
+
+    @classmethod
+    def of_actions(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring:
+        """Raises PlanError naming what every stage waits for when none can go on."""
+        kinds = [np.array([_KINDS[action.kind] for action in actions], dtype=np.int64) for actions in stages]
+        chunks, parts = (
+            [np.array([getattr(action, name) for action in actions], dtype=np.int64) for actions in stages]
+            for name in ("chunk", "part")
+        )
+        return cls(kinds, chunks, parts, num_parts)
+
+    def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
+        """Runs every stage until it waits, again and again; sends: whether results leave by messages."""
+        num_stages, num_chunks = self.num_stages, self.num_chunks
+        size = self.num_parts * num_stages * num_chunks
+        # who made the activations from before and the gradients from behind; -1: nobody has to, -2: nobody has yet
+        made = [[-1] * num_chunks + [-2] * (size - num_chunks), [-2] * (size - num_chunks) + [-1] * num_chunks]
+        has_run = bytearray(size)
+        hands_over = [not sends or num_stages == 1] * 2 + [False] * 2 + [True] * 2
+        done = [0] * num_stages
+        # whether forward or backward, and where
+        waits_for: list[tuple[int, int] | None] = [None] * num_stages
+        ready = list(range(num_stages))
+        order, handing = self.order, self.handing
+        while ready:
+            stage = ready.pop()
+            first, of_kind, of_key = self.starts[stage], kinds[stage], keys[stage]
+            place = done[stage]
+            while place < len(of_kind):
+                kind, key = of_kind[place], of_key[place]
+                source = made[kind & 1][key] if kind < 4 else -1
+                if source == -2 or (kind == 1 and not has_run[key]):
+                    waits_for[stage] = kind & 1, key
+                    break
+                number = first + place
+                order.append((number, stage, source))
+                if kind == 0:
+                    has_run[key] = 1
+                place += 1
+                if not hands_over[kind]:
+                    continue
+                there, other = (key - num_chunks, stage - 1) if kind & 1 else (key + num_chunks, stage + 1)
+                if 0 <= there < size:
+                    handing.append(number)
+                    made[kind & 1][there] = number
+                    other %= num_stages
+                    if waits_for[other] == (kind & 1, there):
+                        waits_for[other] = None
+                        ready.append(other)
+            done[stage] = place
+        waiting = [
+            _action_text(stage, of_kind[place], of_key[place], num_stages, num_chunks)
+            for stage, (of_kind, of_key, place) in enumerate(zip(kinds, keys, done, strict=True))
+            if place < len(of_kind)
+        ]
+        if waiting:
+            raise PlanError(f"deadlock: {', '.join(waiting)} wait for what no stage will make")
+
+    def seconds(self, units: FloatArray) -> list[float]:
+        """Of every action, of those of every unit: (parts * stages, chunks, 2); messages take none."""
+        return np.where(self.is_pass, units.ravel()[self.units], 0.0).tolist()  # type: ignore[no-any-return]
+
+    def hops(self, hop_s: FloatArray) -> list[float]:
+        """Of every action, of results that leave a stage: (stages, chunks, 2); none where there is one stage."""
+        if self.num_stages == 1:
+            return [0.0] * len(self.units)
+        return hop_s.ravel()[self.units % (2 * self.num_stages * self.num_chunks)].tolist()  # type: ignore[no-any-return]
+
+    def run(
+        self,
+        seconds: Sequence[float],
+        hop_s: Sequence[float],
+        start_s: Sequence[float] = (),
+        copies: Sequence[tuple[CopyStep, ...]] = (),
+        fetches_ahead: bool = False,
+    ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
+        """As `run_copying`, for what every action takes by its number."""
+        clocks = list(start_s) or [0.0] * self.num_stages
+        begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
+        links = [_Links(fetches_ahead) for _ in clocks]
+        copied: list[CopiedOut] = []
+        for number, stage, source in self.order:
+            clock_s = clocks[stage]
+            if source >= 0:
+                arrived_s = ended[source] + hop_s[source]
+                if arrived_s > clock_s:
+                    clock_s = arrived_s
+            begun[number] = clock_s
+            if copies and ((steps := copies[number]) or fetches_ahead):
+                clock_s = self._copy(number, stage, clock_s, seconds[number], steps, links[stage], copied)
+            else:
+                clock_s += seconds[number]
+            ended[number] = clocks[stage] = clock_s
+        times = tuple(tuple(zip(begun[start:stop], ended[start:stop], strict=True)) for start, stop in pairwise(self.starts))
+        return times, tuple(copied)
+
+    def _copy(
+        self,
+        number: int,
+        stage: int,
+        start_s: float,
+        seconds: float,
+        steps: tuple[CopyStep, ...],
+        links: _Links,
+        copied: list[CopiedOut],
+    ) -> float:
+        """Adds the copies of a pass; when it stops with them."""
+        chunk, is_backward = divmod(int(self.units[number]), 2)
+        if is_backward and self.is_pass[number]:
+            return links.backward(chunk, start_s, seconds, steps)
+        if steps:
+            copied.append(CopiedOut(stage, steps, links.forward(chunk, start_s, steps)))
+        return start_s + seconds
+
+
+def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: int) -> str:
+    names = {code: name for name, code in _KINDS.items()}
+    return str(Action(names[kind], stage, key % num_chunks, key // num_chunks // num_stages))  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -88,26 +248,27 @@ class _Links:
     out_s: float = 0.0
     back_s: float = 0.0
     begun_s: float = 0.0
-    done: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    done: dict[int, list[float]] = field(default_factory=dict)
 
-    def forward(self, action: Action, start_s: float, steps: tuple[CopyStep, ...]) -> tuple[float, ...]:
+    def forward(self, chunk: int, start_s: float, steps: tuple[CopyStep, ...]) -> tuple[float, ...]:
         """Queues the copies out of a forward; when each of them is done."""
         done = []
-        clock_s = start_s
+        clock_s, out_s = start_s, self.out_s
         for step in steps:
             clock_s += step.compute_s
-            self.out_s = max(self.out_s, clock_s) + step.copy_s
-            done.append(self.out_s)
-        self.done[action.part, action.chunk] = done
+            out_s = max(out_s, clock_s) + step.copy_s
+            done.append(out_s)
+        self.out_s = out_s
+        self.done[chunk] = done
         return tuple(done)
 
-    def backward(self, action: Action, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
+    def backward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """When a backward that starts at `start_s` stops."""
         # what runs before the first step that has something on the host, the head for one
-        clock_s = start_s + seconds - sum(step.compute_s for step in steps)
+        clock_s = start_s + seconds - sum([step.compute_s for step in steps])
         sent_s = self.begun_s if self.fetches_ahead else clock_s
         self.begun_s = start_s
-        for step, out_s in zip(steps, reversed(self.done.pop((action.part, action.chunk), ())), strict=True):
+        for step, out_s in zip(steps, reversed(self.done.pop(chunk, ())), strict=True):
             if step.copy_s:
                 self.back_s = max(self.back_s, out_s, sent_s) + step.copy_s
                 clock_s = max(clock_s, self.back_s)
@@ -115,112 +276,3 @@ class _Links:
             sent_s = clock_s
             clock_s += step.compute_s
         return clock_s
-
-
-class _Loop:
-    """The state of one run. Arrivals are kept for every (place, chunk), flat."""
-
-    def __init__(self, stages: Sequence[Sequence[Action]], num_parts: int, fetches_ahead: bool = False) -> None:
-        self.stages, self.num_stages = stages, len(stages)
-        self.num_places = num_parts * self.num_stages
-        self.num_chunks = 1 + max((action.chunk for stage in stages for action in stage), default=-1)
-        self.links = [_Links(fetches_ahead) for _ in stages]
-        self.sends = any(action.kind in _MESSAGES for stage in stages for action in stage)
-        size = self.num_places * self.num_chunks
-        # when activations from before and gradients from behind are there; None: not yet
-        self.forwards: list[float | None] = [0.0] * self.num_chunks + [None] * (size - self.num_chunks)
-        self.backwards: list[float | None] = [None] * (size - self.num_chunks) + [0.0] * self.num_chunks
-        self.has_run = bytearray(size)
-        self.times: list[list[tuple[float, float]]] = [[] for _ in stages]
-        # what a stage waits for: ~index of a forward's arrival, index of a backward's
-        self.waits_for: list[int | None] = [None] * self.num_stages
-        self.ready = list(range(self.num_stages))
-
-    def run(
-        self,
-        seconds: Callable[[Action], float],
-        hop_s: Callable[[Action], float],
-        start_s: Sequence[float],
-        copies: Copies | None,
-    ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-        clocks = list(start_s) or [0.0] * self.num_stages
-        copied: list[CopiedOut] = []
-        while self.ready:
-            stage = self.ready.pop()
-            clocks[stage] = self._advance(stage, clocks[stage], seconds, hop_s, copies, copied)
-        waiting = [
-            str(actions[len(times)]) for actions, times in zip(self.stages, self.times, strict=True) if len(times) < len(actions)
-        ]
-        if waiting:
-            raise PlanError(f"deadlock: {', '.join(waiting)} wait for what no stage will make")
-        return tuple(map(tuple, self.times)), tuple(copied)
-
-    def _advance(
-        self,
-        stage: int,
-        clock_s: float,
-        seconds: Callable[[Action], float],
-        hop_s: Callable[[Action], float],
-        copies: Copies | None,
-        copied: list[CopiedOut],
-    ) -> float:
-        """Runs a stage until it is done or waits; its clock then."""
-        actions, times = self.stages[stage], self.times[stage]
-        forwards, backwards, has_run, num_chunks = self.forwards, self.backwards, self.has_run, self.num_chunks
-        for place in range(len(times), len(actions)):
-            action = actions[place]
-            kind = action.kind
-            key = (action.part * self.num_stages + stage) * num_chunks + action.chunk
-            if kind == "F" or kind == "RF":
-                arrived_s = forwards[key]
-                if arrived_s is None:
-                    self.waits_for[stage] = ~key
-                    return clock_s
-            elif kind == "B" or kind == "RB":
-                arrived_s = backwards[key]
-                if arrived_s is None or (kind == "B" and not has_run[key]):
-                    self.waits_for[stage] = key
-                    return clock_s
-            else:
-                arrived_s = clock_s
-            start_s = arrived_s if arrived_s > clock_s else clock_s
-            clock_s = start_s
-            if kind == "F" or kind == "B":
-                clock_s += seconds(action)
-                if copies is not None:
-                    clock_s = self._copy(action, start_s, clock_s, copies(action), copied)
-                if kind == "F":
-                    has_run[key] = 1
-            times.append((start_s, clock_s))
-            if kind != "RF" and kind != "RB":
-                self._hand_over(stage, action, key, clock_s, hop_s)
-        return clock_s
-
-    def _copy(self, action: Action, start_s: float, stop_s: float, steps: tuple[CopyStep, ...], copied: list[CopiedOut]) -> float:
-        """Adds the copies of a pass; when it stops with them."""
-        links = self.links[action.stage]
-        if action.kind == "B":
-            return links.backward(action, start_s, stop_s - start_s, steps)
-        if steps:
-            copied.append(CopiedOut(action.stage, steps, links.forward(action, start_s, steps)))
-        return stop_s
-
-    def _hand_over(self, stage: int, action: Action, key: int, clock_s: float, hop_s: Callable[[Action], float]) -> None:
-        """Lets the next place know when it will have an action's result, if this action is what hands it over."""
-        is_forward = action.kind == "F" or action.kind == "SF"
-        there = key + self.num_chunks if is_forward else key - self.num_chunks
-        if not 0 <= there < len(self.has_run):
-            return
-        stays = self.num_stages == 1
-        if self.sends and not stays and (action.kind == "F" or action.kind == "B"):
-            return
-        arrival_s = clock_s if stays else clock_s + hop_s(action)
-        other = (stage + (1 if is_forward else -1)) % self.num_stages
-        if is_forward:
-            self.forwards[there] = arrival_s
-            there = ~there
-        else:
-            self.backwards[there] = arrival_s
-        if self.waits_for[other] == there:
-            self.waits_for[other] = None
-            self.ready.append(other)

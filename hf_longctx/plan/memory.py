@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -61,6 +60,22 @@ class _OnPart(NamedTuple):
     receives: bool
 
 
+class Passes:
+    """The forwards and backwards of a stage: where they stand among its actions, and what of."""
+
+    def __init__(self, stage: StagePlan) -> None:
+        self.places = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
+        self.actions = tuple(stage.actions[place] for place in self.places)
+        self.is_forward: BoolArray = np.array([action.kind == "F" for action in self.actions], dtype=bool)
+        self.chunks: IntArray = np.array([action.chunk for action in self.actions], dtype=np.int64)
+        parts: IntArray = np.array([action.part for action in self.actions], dtype=np.int64)
+        # chunk times parts, plus part
+        self.cells: IntArray = self.chunks * len(stage.parts) + parts
+        # cells whose backward follows their forward
+        behind = self.cells[1:] == self.cells[:-1]
+        self.at_once = frozenset(self.cells[:-1][behind & self.is_forward[:-1]].tolist())
+
+
 _CHUNK_NUMBERS = attrgetter(*(field.name for field in fields(ChunkBytes)))
 
 
@@ -75,6 +90,13 @@ class KnownBytes:
         self._layers: dict[tuple[int, int, int], LayerBytes] = {}
         # a group under other policies has the same
         self._loads: dict[tuple[int, GroupShape, int, bool, bool], tuple[tuple[Chunk, ...], list[Load]]] = {}
+        self._passes: dict[int, tuple[tuple[Action, ...], Passes]] = {}
+
+    def passes(self, stage: StagePlan) -> Passes:
+        """Of the stage's actions, which are the same under other policies."""
+        if id(stage.actions) not in self._passes:
+            self._passes[id(stage.actions)] = stage.actions, Passes(stage)
+        return self._passes[id(stage.actions)][1]
 
     def loads(self, group: SequenceGroup, position: int, trains_weights: bool = True, tiles_loss: bool = True) -> list[Load]:
         """The loads of the group's chunks, whatever part of the model they are on."""
@@ -199,12 +221,10 @@ def round_moments(
     known: KnownBytes | None = None,
 ) -> RoundMoments:
     """As `round_bytes`, for each F and B of the stage in order. Slices run forward in their order, backward in reverse."""
-    passes = [action for action in stage.actions if action.kind in ("F", "B")]
     known = KnownBytes() if known is None else known
+    passes = known.passes(stage)
     chunks = _part_chunks(model, group, stage, passes, position, trains_weights, tiles_loss, known)
-    num_parts = len(stage.parts)
-    place = np.array([action.chunk * num_parts + action.part for action in passes], dtype=np.int64)
-    is_forward = np.array([action.kind == "F" for action in passes], dtype=bool)
+    place, is_forward = passes.cells, passes.is_forward
     device, host, forward_workspace, backward_workspace, ending = np.array(list(map(_CHUNK_NUMBERS, chunks)), dtype=np.int64)[
         place
     ].T
@@ -222,7 +242,7 @@ def _part_chunks(
     model: ModelSpec,
     group: SequenceGroup,
     stage: StagePlan,
-    passes: Sequence[Action],
+    passes: Passes,
     position: int,
     trains_weights: bool,
     tiles_loss: bool,
@@ -230,7 +250,6 @@ def _part_chunks(
 ) -> list[ChunkBytes]:
     """Of every chunk on every part of a stage, part by part. Output head and loss are on the last part of the last stage."""
     policies = {(policy.chunk, policy.part): policy for policy in stage.activations}
-    at_once = {(a.chunk, a.part) for a, b in pairwise(passes) if (a.chunk, a.part) == (b.chunk, b.part) and a.kind == "F"}
     last_stage, last_part = len(group.stages) - 1, len(stage.parts) - 1
     found = []
     for chunk, load in zip(group.chunks, known.loads(group, position, trains_weights, tiles_loss), strict=True):
@@ -239,7 +258,7 @@ def _part_chunks(
             on_part = _OnPart(
                 layers.num_layers,
                 has_head=(stage.stage, part) == (last_stage, last_part),
-                keeps_gradients=(chunk.index, part) in at_once,
+                keeps_gradients=chunk.index * len(stage.parts) + part in passes.at_once,
                 # all the same where nothing moves, so that stages alike are counted once
                 receives=bool(policy.layers) and (stage.stage, part) != (0, 0),
             )

@@ -33,14 +33,19 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, get_args
 
+import numpy as np
+
 from hf_longctx.plan.communication import with_messages
-from hf_longctx.plan.types import Action, Chunk, LayerRange, SequenceGroup, StagePlan
+from hf_longctx.plan.cost import IntArray
+from hf_longctx.plan.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
 
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 # (chunk, part): what one forward or backward of a stage is for
 Unit = tuple[int, int]
+# of every action of a stage: 1 for a backward and 0 for a forward, chunk, part
+ComputeOrder = tuple[IntArray, IntArray, IntArray]
 
 
 def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
@@ -60,6 +65,20 @@ def compute_actions(
     chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
     """The forwards and backwards of every stage in order, without messages."""
+    kinds: tuple[ActionKind, ActionKind] = ("F", "B")
+    return tuple(
+        tuple(
+            Action(kinds[is_backward], stage, chunk, part)
+            for is_backward, chunk, part in zip(*(each.tolist() for each in order), strict=True)
+        )
+        for stage, order in enumerate(compute_orders(chunks, num_stages, schedule, num_parts))
+    )
+
+
+def compute_orders(
+    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+) -> tuple[ComputeOrder, ...]:
+    """`compute_actions` in numbers: of every stage whether each of its actions is a backward, their chunks and their parts."""
     _check_request(len(chunks), num_stages, schedule, num_parts)
     members = families(chunks)
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
@@ -79,7 +98,8 @@ def compute_actions(
         backwards = _in_rounds(backwards, rounds, range(num_parts)[::-1])
         ahead_of_last = max((num_parts - 1) * num_stages + longest, _least_window(forwards, backwards))
         needed = [_window(len(forwards), ahead_of_last + 2 * (num_stages - 1 - stage)) for stage in range(num_stages)]
-    return tuple(_merged(stage, forwards, backwards, needed[stage]) for stage in range(num_stages))
+    forward_units, backward_units = (np.array(units, dtype=np.int64) for units in (forwards, backwards))
+    return tuple(_merged(forward_units, backward_units, np.array(counts, dtype=np.int64)) for counts in needed)
 
 
 def pipelined(group: SequenceGroup, parts: Sequence[tuple[LayerRange, ...]], schedule: Schedule = "elastic") -> SequenceGroup:
@@ -165,12 +185,11 @@ def _least_window(forwards: list[Unit], backwards: list[Unit]) -> int:
     return max(done[unit] - place for place, unit in enumerate(backwards))
 
 
-def _merged(stage: int, forwards: list[Unit], backwards: list[Unit], needed: Sequence[int]) -> tuple[Action, ...]:
+def _merged(forwards: IntArray, backwards: IntArray, needed: IntArray) -> ComputeOrder:
     """Both orders as one: before backward i as many forwards as `needed[i]` says, as far as there are."""
-    actions: list[Action] = []
-    num_done = 0
-    for (chunk, part), count in zip(backwards, needed, strict=True):
-        actions += [Action("F", stage, *unit) for unit in forwards[num_done:count]]
-        num_done = max(num_done, count)
-        actions.append(Action("B", stage, chunk, part))
-    return tuple(actions)
+    num_units = len(forwards)
+    is_backward = np.zeros(2 * num_units, dtype=np.int64)
+    is_backward[np.arange(num_units) + np.minimum(np.maximum.accumulate(needed), num_units)] = 1
+    units = np.empty((2 * num_units, 2), dtype=np.int64)
+    units[is_backward == 0], units[is_backward == 1] = forwards, backwards
+    return is_backward, units[:, 0], units[:, 1]

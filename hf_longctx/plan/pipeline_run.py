@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
+
 from hf_longctx.plan.activation import SavedClass
 from hf_longctx.plan.activation_memory import layer_slots
-from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, run_actions, run_copying
+from hf_longctx.plan.cost import CostModel, FloatArray
+from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, Wiring
 from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
 from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.stage_memory import message_bytes, most_tokens_in_flight, stage_state_bytes
-from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.stage_memory import message_bytes, most_at_once, stage_state_bytes
+from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, GroupShape, LayerPolicy, SequenceGroup, StagePlan, StepPlan
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 
@@ -53,12 +55,32 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
 
 
 class KnownRuns(KnownBytes):
-    """What one step's plans under one cost model share: bytes of chunks, and runs of groups that came before."""
+    """What one step's plans under one cost model share: bytes and seconds of chunks, and runs of groups that came before."""
 
     def __init__(self) -> None:
         super().__init__()
-        # by identity, with the group kept alive
+        # by identity, with what it is of kept alive
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
+        self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
+        self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
+
+    def wiring(self, group: SequenceGroup) -> Wiring:
+        """Of the group's actions, which are the same under other policies. Raises ValueError for those of unknown kinds."""
+        key = tuple(id(stage.actions) for stage in group.stages)
+        if key not in self._wirings:
+            for stage in group.stages:
+                for action in stage.actions:
+                    check_action(action, stage)
+            found = Wiring.of_actions([stage.actions for stage in group.stages], len(group.stages[0].parts))
+            self._wirings[key] = group, found
+        return self._wirings[key][1]
+
+    def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
+        """Of the group's chunks, which are the same under other policies and on other positions."""
+        key = id(group.chunks), group.shape
+        if key not in self._seconds:
+            self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
+        return self._seconds[key][1]
 
 
 def run_pipeline(
@@ -73,40 +95,53 @@ def run_pipeline(
 
 
 def _run_pipeline(
-    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownBytes
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownRuns
 ) -> tuple[StageRun, ...]:
-    for stage in group.stages:
-        for action in stage.actions:
-            check_action(action, stage)
-    seconds = StageSeconds(plan, group, costs)
-    actions = [stage.actions for stage in group.stages]
-    num_parts = len(group.stages[0].parts)
-    if seconds.has_copies:
-        times, copied = run_copying(actions, seconds.of, seconds.hop_s, seconds.copies, num_parts, start_s)
-    else:
-        times, copied = run_actions(actions, seconds.of, seconds.hop_s, num_parts, start_s), ()
+    wiring = known.wiring(group)
+    seconds = StageSeconds(plan, group, costs, known)
+    copies = (
+        [seconds.copies(action) if action.kind in ("F", "B") else () for stage in group.stages for action in stage.actions]
+        if seconds.has_copies
+        else ()
+    )
+    times, copied = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()), start_s, copies)
+    exchange_s = wiring.seconds(seconds.exchanges())
     return tuple(
-        _stage_run(plan, seconds, stage, when, [one for one in copied if one.stage == stage.stage], known)
-        for stage, when in zip(group.stages, times, strict=True)
+        _stage_run(
+            plan,
+            seconds,
+            stage,
+            times[place],
+            exchange_s[wiring.starts[place] : wiring.starts[place + 1]],
+            [one for one in copied if one.stage == place],
+            known,
+        )
+        for place, stage in enumerate(group.stages)
     )
 
 
 def _stage_run(
-    plan: StepPlan, seconds: StageSeconds, stage: StagePlan, times: Times, copied: Sequence[CopiedOut], known: KnownBytes
+    plan: StepPlan,
+    seconds: StageSeconds,
+    stage: StagePlan,
+    times: Times,
+    exchange_s: Sequence[float],
+    copied: Sequence[CopiedOut],
+    known: KnownBytes,
 ) -> StageRun:
-    computing = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
-    actions, when = [stage.actions[place] for place in computing], tuple(times[place] for place in computing)
+    passes = known.passes(stage)
+    when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
-    copying = _copying_bytes(seconds, actions, when, copied) if copied else ()
+    copying = _copying_bytes(seconds, passes.actions, when, copied) if copied else ()
     found: RoundBytes = round_bytes(model, group, stage, copying=copying, known=known)
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
     return StageRun(
-        tuple(actions),
+        passes.actions,
         when,
-        tuple(seconds.exchange_s(action) for action in actions),
+        tuple(exchange_s[place] for place in passes.places),
         stage_state_bytes(model, stage, plan) + found.peak + messages,
         found.host,
-        most_tokens_in_flight(actions, seconds.tokens),
+        most_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),
     )
 
 
@@ -130,11 +165,70 @@ def _copying_bytes(
     return tuple(result)
 
 
+class ChunkSeconds:
+    """Seconds of a group's chunks on one layer, each worked out once."""
+
+    def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
+        self.group, self.costs = group, costs
+        self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        self._passes: dict[tuple[bool, int], FloatArray] = {}
+        self._hops: dict[bool, list[float]] = {}
+        self._saved: dict[int, list[SavedClass]] = {}
+        # by identity: the layer is kept alive
+        self._layers: dict[tuple[int, int], tuple[LayerPolicy, tuple[float, float] | None]] = {}
+
+    def passes(self, is_backward: bool, near: int) -> FloatArray:
+        """(chunks, 3): one layer, the head, and the communication in a layer; near: see `near_ranks`."""
+        key = is_backward, near
+        if key not in self._passes:
+            costs, shape, found = self.costs, self.group.shape, []
+            fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
+            for chunk in self.group.chunks:
+                exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
+                found.append(
+                    (*costs.layer_and_head_s(chunk, shape, is_backward, exchange_s), exchange_s / costs.model.num_layers)
+                )
+            self._passes[key] = np.array(found)
+        return self._passes[key]
+
+    def hops(self, leaves: bool) -> list[float]:
+        """Of the messages that carry each chunk to another stage, which is on another node or not."""
+        if leaves not in self._hops:
+            self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
+        return self._hops[leaves]
+
+    def layer(self, chunk: int, layer: LayerPolicy) -> tuple[float, float] | None:
+        """What runs again in a layer, and the copies of what waits on the host; None if it keeps everything."""
+        key = chunk, id(layer)
+        if key not in self._layers:
+            found = None
+            if not layer.keeps_everything:
+                shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk)]
+                again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares)
+                copied = sum(item.num_bytes * share.host for item, share in shares)
+                found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
+            self._layers[key] = layer, found
+        return self._layers[key][1]
+
+    def saved(self, chunk: int) -> list[SavedClass]:
+        """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
+        if chunk not in self._saved:
+            slot = layer_slots(self.costs, self.group.chunks[chunk], self.group.shape)[0]
+            inside = 1 - self.costs.head_share(is_backward=False)
+            self._saved[chunk] = [
+                replace(item, recompute_s=item.recompute_s * inside) if item.tensor_class in ("qkv", "mlp") else item
+                for item in slot.saved
+            ]
+        return self._saved[chunk]
+
+
 class StageSeconds:
     """Seconds of a group's actions, each worked out once."""
 
-    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
+    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: KnownRuns | None = None) -> None:
         self.group, self.costs = group, costs
+        self.chunks = (KnownRuns() if known is None else known).seconds(group, costs)
+        self.tokens = self.chunks.tokens
         per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
         self.near = [near_ranks(of_stage, per_node) for of_stage in ranks]
@@ -143,25 +237,42 @@ class StageSeconds:
             any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
             for place, of_stage in enumerate(ranks)
         ]
-        self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
         ]
-        self.has_copies = any(
-            share.host > 0
-            for policies in self.policies
-            for policy in policies.values()
-            for layer in policy.layers
-            for share in layer.shares
-        )
-        self._known_saved: dict[int, list[SavedClass]] = {}
-        self._bodies: dict[tuple[int, bool, int], tuple[float, float, float]] = {}
-        # see `CostModel.exchange_line`
-        self._exchanges: dict[tuple[bool, int], tuple[float, float]] = {}
-        self._policy_seconds: dict[tuple[int, int, int, bool], tuple[float, tuple[CopyStep, ...]]] = {}
         # by identity: the group keeps policies alive
+        self._moves: dict[int, bool] = {}
         self._under_seconds: dict[tuple[int, bool, int, int, int], tuple[float, tuple[CopyStep, ...]]] = {}
-        self._layer_seconds: dict[tuple[int, int], tuple[float, float] | None] = {}
+        self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
+
+    def table(self) -> FloatArray:
+        """`of` for every part, stage, chunk and kind of pass, as `Wiring.seconds` takes it."""
+        table = self._by_layer(0)
+        table[-1, -1] += np.stack([self.chunks.passes(is_backward, self.near[-1])[:, 1] for is_backward in (False, True)], axis=1)
+        for stage, policies in enumerate(self.policies):
+            for (chunk, part), policy in policies.items():
+                for is_backward in (False, True):
+                    table[part, stage, chunk, int(is_backward)] += self._under_policy(stage, policy, is_backward)[0]
+        return table
+
+    def exchanges(self) -> FloatArray:
+        """`exchange_s`, likewise."""
+        return self._by_layer(2)
+
+    def hops(self) -> FloatArray:
+        """Of messages by the stage that they leave, chunk and direction, as `Wiring.hops` takes them."""
+        ways = [(leaves, self.leaves[stage - 1]) for stage, leaves in enumerate(self.leaves)]
+        return np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
+
+    def _by_layer(self, column: int) -> FloatArray:
+        """A column of the chunks' passes times the layers of every part: (parts, stages, chunks, 2)."""
+        stages = self.group.stages
+        per_layer = np.array(
+            [[self.chunks.passes(is_backward, near)[:, column] for is_backward in (False, True)] for near in self.near]
+        ).swapaxes(1, 2)
+        num_layers = np.array([[part.num_layers for part in stage.parts] for stage in stages], dtype=np.float64).T
+        table: FloatArray = num_layers[:, :, None, None] * per_layer
+        return table
 
     def of(self, action: Action) -> float:
         """Seconds of an F or B, with what runs again in it and without waiting for copies."""
@@ -186,39 +297,37 @@ class StageSeconds:
 
     def _body(self, action: Action) -> tuple[float, float, float]:
         """Seconds of one layer, of the head, and of the communication in a layer."""
-        is_backward, near = action.kind == "B", self.near[action.stage]
-        key = (action.chunk, is_backward, near)
-        if key not in self._bodies:
-            chunk, shape, costs = self.group.chunks[action.chunk], self.group.shape, self.costs
-            if (is_backward, near) not in self._exchanges:
-                self._exchanges[is_backward, near] = costs.exchange_line(shape, is_backward, near)
-            fixed_s, token_s = self._exchanges[is_backward, near]
-            exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
-            layer_s, head_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s)
-            self._bodies[key] = layer_s, head_s, exchange_s / costs.model.num_layers
-        return self._bodies[key]
+        layer_s, head_s, exchange_s = self.chunks.passes(action.kind == "B", self.near[action.stage])[action.chunk].tolist()
+        return layer_s, head_s, exchange_s
 
     def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
         """What runs again in an action, in seconds, and its copies."""
-        key = (action.stage, action.part, action.chunk, action.kind == "B")
-        if key not in self._policy_seconds:
-            policy = self.policies[action.stage].get((action.chunk, action.part))
-            self._policy_seconds[key] = (0.0, ()) if policy is None else self._under_policy(action, policy)
-        return self._policy_seconds[key]
+        policy = self.policies[action.stage].get((action.chunk, action.part))
+        return (0.0, ()) if policy is None else self._under_policy(action.stage, policy, action.kind == "B")
 
-    def _under_policy(self, action: Action, policy: ActivationPolicy) -> tuple[float, tuple[CopyStep, ...]]:
+    def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """As `_under`, once for stages alike."""
-        num_layers = self.group.stages[action.stage].parts[action.part].num_layers
-        key = (action.chunk, action.kind == "B", self.near[action.stage], num_layers, id(policy.layers))
+        num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
+        key = (policy.chunk, is_backward, near, num_layers, id(policy.layers))
         if key not in self._under_seconds:
-            self._under_seconds[key] = self._under(action, policy)
+            if self._has_copies(policy.layers):
+                self._under_seconds[key] = self._under(policy, is_backward, near, num_layers)
+            else:
+                again = (self.chunks.layer(policy.chunk, layer) for layer in policy.layers if is_backward)
+                self._under_seconds[key] = sum(of_layer[0] for of_layer in again if of_layer is not None), ()
         return self._under_seconds[key]
 
-    def _under(self, action: Action, policy: ActivationPolicy) -> tuple[float, tuple[CopyStep, ...]]:
-        is_backward = action.kind == "B"
-        num_layers = self.group.stages[action.stage].parts[action.part].num_layers
-        pass_s = self._body(action)[0]
-        of_layers = [self._layer(action.chunk, layer) for layer in policy.layers] + [None] * (num_layers - len(policy.layers))
+    def _has_copies(self, layers: tuple[LayerPolicy, ...]) -> bool:
+        if id(layers) not in self._moves:
+            self._moves[id(layers)] = any(share.host > 0 for layer in layers for share in layer.shares)
+        return self._moves[id(layers)]
+
+    def _under(
+        self, policy: ActivationPolicy, is_backward: bool, near: int, num_layers: int
+    ) -> tuple[float, tuple[CopyStep, ...]]:
+        pass_s = float(self.chunks.passes(is_backward, near)[policy.chunk, 0])
+        of_layers = [self.chunks.layer(policy.chunk, layer) for layer in policy.layers]
+        of_layers += [None] * (num_layers - len(policy.layers))
         again_s = plain_s = 0.0
         # seconds of layers that run one after the other, and of copies
         steps: list[list[float]] = []
@@ -237,31 +346,3 @@ class StageSeconds:
             steps[-1][0] += plain_s
         has_host = any(copy_s for _, copy_s in steps)
         return again_s, tuple(CopyStep(*step) for step in steps) if has_host else ()
-
-    def _layer(self, chunk: int, layer: LayerPolicy) -> tuple[float, float] | None:
-        """Seconds of what runs again in a layer, and of copying what waits on the host; None if it keeps everything."""
-        key = chunk, id(layer)
-        if key not in self._layer_seconds:
-            found = None
-            if not layer.keeps_everything:
-                shares = [(item, layer.share(item.tensor_class)) for item in self._saved(chunk)]
-                again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares)
-                copied = sum(item.num_bytes * share.host for item, share in shares)
-                found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
-            self._layer_seconds[key] = found
-        return self._layer_seconds[key]
-
-    def _saved(self, chunk: int) -> list[SavedClass]:
-        """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
-        if chunk not in self._known_saved:
-            self._known_saved[chunk] = self._saved_of(chunk)
-        return self._known_saved[chunk]
-
-    def _saved_of(self, chunk: int) -> list[SavedClass]:
-        costs = self.costs
-        slot = layer_slots(costs, self.group.chunks[chunk], self.group.shape)[0]
-        inside = 1 - costs.head_share(is_backward=False)
-        return [
-            replace(item, recompute_s=item.recompute_s * inside) if item.tensor_class in ("qkv", "mlp") else item
-            for item in slot.saved
-        ]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_longctx.plan.cost import CostModel, FloatArray, num_tiles
-from hf_longctx.plan.event_loop import run_actions
-from hf_longctx.plan.pipeline import Schedule, compute_actions
+from hf_longctx.plan.event_loop import Wiring
+from hf_longctx.plan.pipeline import Schedule, compute_orders
 from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.stage_memory import most_tokens_in_flight
-from hf_longctx.plan.types import Action, Chunk, GroupShape, LayerRange
+from hf_longctx.plan.stage_memory import most_at_once
+from hf_longctx.plan.types import Chunk, GroupShape, LayerRange
 
 # the layer ranges of every stage's parts
 Parts = tuple[tuple[LayerRange, ...], ...]
@@ -73,24 +73,23 @@ def pipeline_s(
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
     pairs = np.array([chunk.num_pairs for chunk in chunks])
     documents = np.array([len(chunk.spans) for chunk in chunks], dtype=np.float64)
-    seconds: dict[tuple[str, int, int], list[float]] = {}
-    for kind, is_backward in (("F", False), ("B", True)):
+    num_stages, num_parts = len(parts), len(parts[0])
+    seconds = np.empty((num_parts, num_stages, len(chunks), 2))
+    for is_backward in (False, True):
         layer_s, head_s = _layer_and_head_s(costs, shape, is_backward, tokens, pairs, documents)
         for stage, of_stage in enumerate(parts):
             for place, part in enumerate(of_stage):
-                has_head = stage == len(parts) - 1 and place == len(of_stage) - 1
-                seconds[kind, stage, place] = (layer_s * part.num_layers + (head_s if has_head else 0.0)).tolist()
+                has_head = stage == num_stages - 1 and place == num_parts - 1
+                seconds[place, stage, :, int(is_backward)] = layer_s * part.num_layers + (head_s if has_head else 0.0)
     hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
-
-    def hop_s(action: Action) -> float:
-        return hops[leaves_node[action.stage if action.kind == "F" else action.stage - 1]][action.chunk]
-
-    def action_s(action: Action) -> float:
-        return seconds[action.kind, action.stage, action.part][action.chunk]
-
-    actions = compute_actions(chunks, len(parts), schedule, len(parts[0]))
-    seconds_of_all = max(times[-1][1] for times in run_actions(actions, action_s, hop_s, len(parts[0])))
-    return seconds_of_all, tuple(most_tokens_in_flight(of_stage, on_rank) for of_stage in actions)
+    # forwards to the next stage, backwards to the one before
+    hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
+    orders = compute_orders(chunks, num_stages, schedule, num_parts)
+    kinds, of_chunks, of_parts = zip(*orders, strict=True)
+    wiring = Wiring(kinds, of_chunks, of_parts, num_parts)
+    times, _ = wiring.run(wiring.seconds(seconds), wiring.hops(hop_s))
+    held = tuple(most_at_once(kind == 0, chunk, on_rank, num_parts) for kind, chunk, _ in orders)
+    return max(of_stage[-1][1] for of_stage in times), held
 
 
 def _layer_and_head_s(

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from hf_longctx.plan.cost import BoolArray, IntArray
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import Action, LayerRange, Parameters, StagePlan, StepPlan
 
@@ -52,17 +55,23 @@ def most_in_flight(actions: Iterable[Action]) -> int:
 
 def most_tokens_in_flight(actions: Iterable[Action], tokens: Sequence[int]) -> int:
     """The most tokens of chunks that wait for a backward on any part at one time; `tokens` of each chunk."""
-    waiting = [0] * len(tokens)
-    count = most = 0
-    for action in actions:
-        if action.kind == "F":
-            count += 0 if waiting[action.chunk] else tokens[action.chunk]
-            waiting[action.chunk] += 1
-            most = max(most, count)
-        elif action.kind == "B":
-            waiting[action.chunk] -= 1
-            count -= 0 if waiting[action.chunk] else tokens[action.chunk]
-    return most
+    passes = [(action.kind == "F", action.chunk, action.part) for action in actions if action.kind in ("F", "B")]
+    if not passes:
+        return 0
+    is_forward, chunks, parts = zip(*passes, strict=True)
+    return most_at_once(np.array(is_forward), np.array(chunks, dtype=np.int64), tokens, 1 + max(parts))
+
+
+def most_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_parts: int = 1) -> int:
+    """The same for forwards and backwards of these chunks in order, each of which passes all parts."""
+    change = np.array(tokens, dtype=np.int64)[chunks]
+    if num_parts == 1:
+        return int(np.cumsum(np.where(is_forward, change, -change)).max(initial=0))
+    # a chunk comes with its first forward and goes with its last backward
+    first, last = np.unique(chunks, return_index=True)[1], len(chunks) - 1 - np.unique(chunks[::-1], return_index=True)[1]
+    ends = np.zeros(len(chunks), dtype=np.int64)
+    ends[first], ends[last] = change[first], -change[last]
+    return int(np.cumsum(ends).max(initial=0))
 
 
 def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
