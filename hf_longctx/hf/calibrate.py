@@ -25,7 +25,7 @@ from hf_longctx.hf.agreement import control_group, gather_objects
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.config import LaunchEnvironment
-from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
+from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit, windows_of
 from hf_longctx.plan.calibration import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
 from hf_longctx.plan.catalog import model_names, named_model, spec_name
 from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficients, num_tiles
@@ -133,7 +133,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     fit = fit_coefficients(chunk_samples(timings, costs, False), step_s, source, costs.coefficients)
     costs = replace(costs, coefficients=fit.coefficients)
     held_out = Residuals.of(relative_errors(chunk_samples(timings, costs, True), fit.coefficients))
-    whole_spec = replace(spec, num_layers=config.num_hidden_layers)
+    whole_spec = replace(spec, num_layers=config.num_hidden_layers, windows=windows_of(config))
     whole = whole_model(fit.coefficients, head_costs, spec, whole_spec)
     profile = describe(whole_spec, cluster, whole, residual_table(timings, costs), source)
     return Calibration(costs, timings, fit, held_out, profile)

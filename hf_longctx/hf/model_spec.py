@@ -10,10 +10,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.adapters import adapter_spec
+from hf_longctx.hf.layer_windows import layer_windows
 from hf_longctx.hf.layers import has_plain_projections
 from hf_longctx.hf.stages import RANGES
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
+from hf_longctx.plan.windows import Windows, config_windows
 
 # the width of the MLP; of configs in parts, the parts that have sizes of layers
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
@@ -33,7 +35,13 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         qk_norms=any(name.endswith(_QK_NORMS) for name, _ in model.named_modules()),
         can_keep_qkv=has_plain_projections(model),
         adapters=adapter_spec(model),
+        windows=layer_windows(model),
     )
+
+
+def windows_of(config: PretrainedConfig) -> Windows:
+    """The windows of a model's layers as its config has them, where the model is not there."""
+    return config_windows(_fields(config), config.get_text_config().num_hidden_layers)
 
 
 def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:

@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.adapters import base_of
 from hf_longctx.hf.attention import num_attention_layers
-from hf_longctx.hf.stages import Identity, Pieces, find_pieces
+from hf_longctx.hf.layer_windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
+from hf_longctx.hf.stages import Identity
 
 # token ids that the copy knows
 NUM_TOKEN_IDS = 1024
-# settings of layers and configs by which attention sees less than all tokens before
-_WINDOWS = ("sliding_window", "attention_chunk_size")
 # differ from layer to layer without a difference in what is computed
 _NUMBERS = ("layer_idx", "training")
 _PLAIN = (bool, int, float, str, type(None))
@@ -97,7 +95,7 @@ def reduced_copy(
     if dtype is not None:
         _make_plain(base_of(copied))
     types = layer_types(copied, len(layers))
-    windows = {place: _window(own[place], config, types[place]) for place in kept}
+    windows = {place: layer_window(own[place], config, types[place]) for place in kept}
     return ReducedCopy(
         copied.train(),
         {place: own[place] for place in kept},
@@ -128,18 +126,6 @@ def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[
     return True, layers, chosen_layers(layers, layer_types(model, len(layers)), boundaries)
 
 
-def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
-    """Where the model could be cut (None: nowhere, so that all of its layers are needed), and its layers in order."""
-    try:
-        pieces = find_pieces(model)
-    except ValueError:
-        # not those of an encoder of pictures or sound
-        lists = [module for module in base_of(model).get_decoder().children() if isinstance(module, nn.ModuleList)]
-        own: list[nn.Module] = [layer for each in lists for layer in each if isinstance(layer, GradientCheckpointingLayer)]
-        return None, own or [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return pieces, list(getattr(pieces.decoder, pieces.layers))
-
-
 def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:
     """The first layer of every kind, one of every stage, and two at least if there are."""
     kinds: dict[Any, int] = {}
@@ -152,12 +138,6 @@ def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries:
     if len(kept) == 1 and len(layers) > 1:
         kept.add(len(layers) - 1 if 0 in kept else 0)
     return tuple(sorted(kept))
-
-
-def layer_types(model: Any, num_layers: int) -> list[str]:
-    """What the config calls each layer; empty where it does not say."""
-    types = getattr(base_of(model).config.get_text_config(), "layer_types", None) or ()
-    return list(types) if len(types) == num_layers else [""] * num_layers
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
@@ -214,23 +194,12 @@ def _shorten_windows(model: Any, longest: int) -> bool:
     long = [
         (owner, name)
         for owner in owners
-        for name in _WINDOWS
+        for name in WINDOW_FIELDS
         if isinstance(value := vars(owner).get(name), int) and not isinstance(value, bool) and value > longest
     ]
     for owner, name in long:
         setattr(owner, name, longest)
     return bool(long)
-
-
-def _window(layer: nn.Module, config: Any, layer_type: str) -> int:
-    """Tokens that the layer's attention sees at most; 0 for all."""
-    if layer_type.startswith("full"):
-        return 0
-    own = [vars(module)[name] for module in layer.modules() for name in _WINDOWS if name in vars(module)]
-    if own:
-        return max(int(value or 0) for value in own)
-    name = _WINDOWS[1] if layer_type.startswith("chunked") else _WINDOWS[0]
-    return int(getattr(config, name, None) or 0)
 
 
 def _words(layer_type: str, window: int) -> str:

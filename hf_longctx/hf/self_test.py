@@ -42,8 +42,9 @@ from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.hidden_trace import HiddenTrace, Part, difference, largest
 from hf_longctx.hf.host_memory import host_bytes
+from hf_longctx.hf.layer_windows import decoder_layers
 from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings, merged
-from hf_longctx.hf.reduced_copy import ReducedCopy, decoder_layers, num_elements, reduced_copy
+from hf_longctx.hf.reduced_copy import ReducedCopy, num_elements, reduced_copy
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
 from hf_longctx.hf.stage_choice import loaded_ranges

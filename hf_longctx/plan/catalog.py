@@ -7,6 +7,7 @@ without a gate, GPT-2's vocabulary untied, and one learned embedding for each po
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from dataclasses import replace
 
 from hf_longctx.plan.hardware import normal_name
@@ -76,9 +77,11 @@ def spec_name(spec: ModelSpec) -> str:
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
     adapters = f", {trained} trained beside them" if trained else ""
     idle = f", {spec.idle_parameters} idle in a layer" if spec.idle_parameters else ""
+    sizes = Counter(window for window in spec.windows if window is not None)
+    windows = "".join(f", windows of {window} in {count} layers" for window, count in sorted(sizes.items()))
     vocabulary = f"{spec.vocab_size}{' tied' if spec.tied_embeddings else ''}"
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
-        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}, vocabulary {vocabulary}, "
-        f"{spec.bytes_per_element} bytes{sent}{normed}{idle}{adapters}"
+        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}{windows}, vocabulary "
+        f"{vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{adapters}"
     )

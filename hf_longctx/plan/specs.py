@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_longctx.plan.types import LayerRange, Parameters
+from hf_longctx.plan.windows import Windows, config_windows
 
 Solver = Literal["auto", "greedy", "lp", "milp", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "lp", "milp", "static")
@@ -56,7 +57,8 @@ class ModelSpec:
     can_keep_qkv: a replay can take queries, keys and values from the first run. adapters: what is trained beside weights that
     are frozen then. value_head_dim: of values where it is not head_dim (0: it is). kv_rank: of the latent that keys and values
     are made of, all but rope_head_dim of a key (0: they are made of hidden states); query_rank: the same of queries.
-    caps_scores: attention has a softcap.
+    caps_scores: attention has a softcap. windows: of every layer the tokens that a query sees at most, its own included, None
+    for all before it; () where all layers see all.
 
     Of a mixture of experts all sizes are means over layers. intermediate_size: of what one token passes, its experts together.
     idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements of a token that its
@@ -86,6 +88,16 @@ class ModelSpec:
     caps_scores: bool = False
     idle_parameters: int = 0
     routed_elements: int = 0
+    windows: Windows = ()
+
+    def __post_init__(self) -> None:
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one for each layer, None for one "
+                f"that sees everything, or () for all"
+            )
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows {self.windows} must be at least one token, or None for a layer that sees everything")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
@@ -132,6 +144,7 @@ class ModelSpec:
             caps_scores=bool(config.get("attn_logit_softcapping")),
             idle_parameters=idle,
             routed_elements=routed,
+            windows=config_windows(config, num_layers),
             **latent,
         )
 

@@ -80,3 +80,8 @@ def test_models_that_cost_differently_are_called_differently() -> None:
     names = [spec_name(spec), *(spec_name(replace(spec, **{field: value})) for field, value in changed.items())]
     assert len(set(names)) == 1 + len(changed)
     assert names[0] == "16 layers of 2048 and 8192, 32/8 heads of 64, vocabulary 128256 tied, 4 bytes"
+
+
+def test_windows_are_in_the_name_by_their_size_and_number() -> None:
+    spec = replace(named_model("mistral-7b"), windows=(4096, None) * 8 + (1024,) * 16)
+    assert ", windows of 1024 in 16 layers, windows of 4096 in 8 layers, vocabulary 32768" in spec_name(spec)

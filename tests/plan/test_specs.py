@@ -202,3 +202,11 @@ def test_all_degrees_are_every_number_in_a_node_and_whole_nodes(num_ranks: int, 
 def test_all_degrees_are_refused_by_name_where_ulysses_has_none() -> None:
     with pytest.raises(ValueError, match="degree 3 is neither a power of two nor all 4 ranks"):
         check_degrees(all_degrees(4, 8, "ulysses"), 4, 8, "ulysses")
+
+
+def test_windows_that_do_not_fit_the_layers_are_refused() -> None:
+    sizes = (2, 8, 16, 4, 2, 2, 10, 100)
+    with pytest.raises(ValueError, match="3 entries for 2 layers"):
+        ModelSpec(*sizes, windows=(4, None, 4))
+    with pytest.raises(ValueError, match="at least one token"):
+        ModelSpec(*sizes, windows=(0, None))
