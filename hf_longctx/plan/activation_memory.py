@@ -26,15 +26,17 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
     Under autocast what comes out of matrices has fewer bytes than what the layers pass on; copies of weights that a kept MLP
     holds then are not counted.
     """
-    e, d, s = model.bytes_per_element, model.hidden_size, model.bytes_sent_per_element or model.bytes_per_element
-    inner = (4 if model.gated_mlp else 2) * model.intermediate_size
-    return {
-        "layer_input": e * d,
-        "attention_output": s * model.output_size + max(4, s) * model.num_heads,
-        "qkv": s * (model.query_size + model.kv_size),
+    e = model.bytes_per_element
+    if tensor_class == "layer_input":
+        return e * model.hidden_size
+    if tensor_class == "mlp":
+        inner = (4 if model.gated_mlp else 2) * model.intermediate_size
         # with the input of its first matrices
-        "mlp": e * (d + inner + model.routed_elements),
-    }[tensor_class]
+        return e * (model.hidden_size + inner + model.routed_elements)
+    s = model.bytes_sent_per_element or e
+    if tensor_class == "qkv":
+        return s * (model.query_size + model.kv_size)
+    return s * model.output_size + max(4, s) * model.num_heads
 
 
 def plain_layer_bytes(model: ModelSpec) -> int:

@@ -58,8 +58,9 @@ class Load:
 class LayerBytes:
     """Bytes of one layer under one policy.
 
-    held, held_host: from forward to backward. forward: beyond what layers below hold, when this one runs forward. backward:
-    beyond what layers up to this one hold and what arrives from the host, in the worst moment of its replay and backward.
+    held, held_host: from forward to backward; input_host: of the latter the layer's input. forward: beyond what layers below
+    hold, when this one runs forward. backward: beyond what layers up to this one hold and what arrives from the host, in the
+    worst moment of its replay and backward.
     """
 
     def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
@@ -72,6 +73,7 @@ class LayerBytes:
         self._cuts = {name: share.cuts(load.num_tokens) for name, share in shares.items()}
         self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
+        self.input_host = round(self._input_share.host * self.tokens) * class_bytes(model, "layer_input")
         # what adapters keep is there in a layer's own forward and replay alone
         adapters = 0 if self.is_plain else model.adapters.layer_saved_bytes * self.tokens
         self.forward = self._forward() + adapters

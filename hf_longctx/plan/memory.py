@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -51,15 +50,6 @@ class ChunkBytes:
         return max(self.forward_workspace, self.backward_workspace)
 
 
-class _OnPart(NamedTuple):
-    """What a chunk's load has of the part of the model that it is on; see `Load`."""
-
-    num_layers: int
-    has_head: bool
-    keeps_gradients: bool
-    receives: bool
-
-
 class Passes:
     """The forwards and backwards of a stage: where they stand among its actions, and what of."""
 
@@ -76,7 +66,9 @@ class Passes:
         self.at_once = frozenset(self.cells[:-1][behind & self.is_forward[:-1]].tolist())
 
 
-_CHUNK_NUMBERS = attrgetter(*(field.name for field in fields(ChunkBytes)))
+# what a chunk's bytes take of a layer, and of what is outside of them
+_LAYER_NUMBERS = attrgetter("held", "held_host", "forward", "backward", "input_host")
+_OUTSIDE_NUMBERS = attrgetter("shared", "head", "forward", "backward")
 
 
 class KnownBytes:
@@ -86,11 +78,16 @@ class KnownBytes:
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[tuple[int, _OnPart, int, int], tuple[tuple[LayerPolicy, ...], ChunkBytes]] = {}
         self._layers: dict[tuple[int, int, int], LayerBytes] = {}
         # a group under other policies has the same
         self._loads: dict[tuple[int, GroupShape, int, bool, bool], tuple[tuple[Chunk, ...], list[Load]]] = {}
         self._passes: dict[int, tuple[tuple[Action, ...], Passes]] = {}
+        # of layers, each in a row of a table
+        self._places: dict[int, int] = {}
+        self._numbers: list[tuple[int, ...]] = []
+        self._table: IntArray = np.empty((0, 5), dtype=np.int64)
+        self._rows: dict[tuple[int, int, int], tuple[tuple[LayerPolicy, ...], list[int], int]] = {}
+        self._outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
 
     def passes(self, stage: StagePlan) -> Passes:
         """Of the stage's actions, which are the same under other policies."""
@@ -107,17 +104,38 @@ class KnownBytes:
             self._loads[key] = group.chunks, found
         return self._loads[key][1]
 
-    def of(self, model: ModelSpec, load: Load, on_part: _OnPart, policy: ActivationPolicy) -> ChunkBytes:
-        """As `chunk_bytes`, for a load of `loads`."""
-        key = id(load), on_part, id(policy.layers), policy.tile_tokens
-        if key not in self._bytes:
-            own = replace(load, **on_part._asdict())
-            # layers are alike wherever they are
-            found = chunk_bytes(
-                model, own, policy, layer_bytes=lambda model, _, layer, tile_tokens: self.layer(model, load, layer, tile_tokens)
-            )
-            self._bytes[key] = policy.layers, found
-        return self._bytes[key][1]
+    def layers(
+        self, model: ModelSpec, load: Load, layers: tuple[LayerPolicy, ...], num_layers: int, tile_tokens: int
+    ) -> list[int]:
+        """Rows of `numbers` of all layers of a load of `loads`, those without a policy too."""
+        key = id(load), id(layers), tile_tokens
+        if key not in self._rows:
+            found = [self._row(model, load, layer, tile_tokens) for layer in layers]
+            self._rows[key] = layers, found, self._row(model, load, _KEEPS_EVERYTHING, tile_tokens)
+        _, found, kept = self._rows[key]
+        return (found + [kept] * (num_layers - len(found)))[:num_layers]
+
+    def numbers(self, rows: Sequence[Sequence[int]]) -> IntArray:
+        """`_LAYER_NUMBERS` of these rows, (len(rows), layers, 5)."""
+        if len(self._table) < len(self._numbers):
+            self._table = np.array(self._numbers, dtype=np.int64)
+        found: IntArray = self._table[np.array(rows, dtype=np.int64)]
+        return found
+
+    def outside(self, model: ModelSpec, load: Load, has_head: bool, keeps_gradients: bool, loss_tile: int) -> tuple[int, ...]:
+        """`_OUTSIDE_NUMBERS` of a load of `loads`."""
+        key = id(load), has_head, keeps_gradients, loss_tile
+        if key not in self._outside:
+            own = replace(load, has_head=has_head, keeps_gradients=keeps_gradients)
+            self._outside[key] = _OUTSIDE_NUMBERS(OutsideBytes(model, own, loss_tile))
+        return self._outside[key]
+
+    def _row(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> int:
+        found = self.layer(model, load, policy, tile_tokens)
+        if id(found) not in self._places:
+            self._places[id(found)] = len(self._numbers)
+            self._numbers.append(_LAYER_NUMBERS(found))
+        return self._places[id(found)]
 
     def layer(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
         """One layer of a load of `loads`."""
@@ -152,43 +170,48 @@ class RoundBytes:
     peak: int
 
 
-def chunk_bytes(
-    model: ModelSpec,
-    load: Load,
-    policy: ActivationPolicy | None = None,
-    loss_tile_tokens: int = 0,
-    layer_bytes: Callable[[ModelSpec, Load, LayerPolicy, int], LayerBytes] = LayerBytes,
-) -> ChunkBytes:
+def chunk_bytes(model: ModelSpec, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
     """What one chunk holds and works with under `policy`; without one everything is kept.
 
-    loss_tile_tokens: a tile of the loss alone, where the policy has none. layer_bytes: what counts one layer.
+    loss_tile_tokens: a tile of the loss alone, where the policy has none.
     """
     tile_tokens = policy.tile_tokens if policy else 0
     policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
     # layers alike are counted once
-    distinct = {id(layer): layer for layer in policies}
-    counted = {key: layer_bytes(model, load, layer, tile_tokens) for key, layer in distinct.items()}
-    layers = [counted[id(layer)] for layer in policies]
+    counted = {id(layer): _LAYER_NUMBERS(LayerBytes(model, load, layer, tile_tokens)) for layer in policies}
     outside = OutsideBytes(model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
-    host = sum(layer.held_host for layer in layers)
-    # the model's forward holds the embeddings to its end, wherever the first layer's input lies
-    embeddings = round(layers[0].policy.share("layer_input").host * load.num_tokens) * model.hidden_size * model.bytes_per_element
-    # hidden states of another part wait for their gradient, the model's own embeddings are gone with the forward
-    waiting, embeddings = (embeddings, 0) if load.receives else (0, embeddings)
-    below, most_forward, most_backward = outside.shared + waiting, 0, 0
-    before = None
-    for layer in layers:
-        arriving = layer.held_host + (before.held_host if before else 0)
-        most_forward = max(most_forward, below + embeddings + layer.forward)
-        below += layer.held
-        # what was held of this layer is part of its backward
-        most_backward = max(most_backward, below + arriving + layer.backward)
-        before = layer
-    most_forward = max(most_forward, below + embeddings + outside.forward)
-    most_backward = max(most_backward, below + outside.backward)
-    device = below + outside.head
-    ending = outside.shared + waiting + layers[0].held + layers[0].held_host + layers[0].backward
-    return ChunkBytes(device, host, max(0, most_forward - device), max(0, most_backward - device), ending)
+    found = _summed(
+        np.array([[counted[id(layer)] for layer in policies]], dtype=np.int64),
+        np.array([_OUTSIDE_NUMBERS(outside)], dtype=np.int64),
+        np.array([load.receives]),
+    )
+    return ChunkBytes(*found[0].tolist())
+
+
+def _summed(layers: IntArray, outside: IntArray, receives: BoolArray) -> IntArray:
+    """The numbers of `ChunkBytes` of many chunks on a part of the model, (chunks, 5).
+
+    layers: `_LAYER_NUMBERS` of every layer, (chunks, layers, 5). outside: `_OUTSIDE_NUMBERS`, (chunks, 4). receives: see `Load`.
+    """
+    held, host, forward, backward, input_host = np.moveaxis(layers, 2, 0)
+    shared, head, loss_forward, loss_backward = outside.T
+    # the model's forward holds the embeddings to its end, wherever the first layer's input lies; hidden states of another part
+    # wait for their gradient, the model's own embeddings are gone with the forward
+    waiting, embeddings = np.where(receives, input_host[:, 0], 0), np.where(receives, 0, input_host[:, 0])
+    under = (shared + waiting)[:, None]
+    upto = under + np.cumsum(held, axis=1)
+    # what was held of a layer is part of its backward, and the next one's comes from the host meanwhile
+    arriving = host.copy()
+    arriving[:, 1:] += host[:, :-1]
+    most_forward = np.max(upto - held + forward, axis=1)
+    most_backward = np.max(upto + arriving + backward, axis=1)
+    below = upto[:, -1]
+    device = below + head
+    most_forward = np.maximum(most_forward, below + loss_forward) + embeddings
+    most_backward = np.maximum(most_backward, below + loss_backward)
+    ending = under[:, 0] + held[:, 0] + host[:, 0] + backward[:, 0]
+    work = (np.maximum(0, most - device) for most in (most_forward, most_backward))
+    return np.stack([device, host.sum(axis=1), *work, ending], axis=1)
 
 
 def round_bytes(
@@ -225,9 +248,7 @@ def round_moments(
     passes = known.passes(stage)
     chunks = _part_chunks(model, group, stage, passes, position, trains_weights, tiles_loss, known)
     place, is_forward = passes.cells, passes.is_forward
-    device, host, forward_workspace, backward_workspace, ending = np.array(list(map(_CHUNK_NUMBERS, chunks)), dtype=np.int64)[
-        place
-    ].T
+    device, host, forward_workspace, backward_workspace, ending = chunks[place].T
     work = np.where(is_forward, forward_workspace, backward_workspace)
     # a chunk is held from its forward on, and in its own backward still
     saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
@@ -247,23 +268,28 @@ def _part_chunks(
     trains_weights: bool,
     tiles_loss: bool,
     known: KnownBytes,
-) -> list[ChunkBytes]:
-    """Of every chunk on every part of a stage, part by part. Output head and loss are on the last part of the last stage."""
+) -> IntArray:
+    """The numbers of `ChunkBytes` of every chunk on every part of a stage, (chunks * parts, 5).
+
+    Output head and loss are on the last part of the last stage.
+    """
     policies = {(policy.chunk, policy.part): policy for policy in stage.activations}
-    last_stage, last_part = len(group.stages) - 1, len(stage.parts) - 1
-    found = []
-    for chunk, load in zip(group.chunks, known.loads(group, position, trains_weights, tiles_loss), strict=True):
-        for part, layers in enumerate(stage.parts):
-            policy = policies.get((chunk.index, part)) or ActivationPolicy(chunk.index, part)
-            on_part = _OnPart(
-                layers.num_layers,
-                has_head=(stage.stage, part) == (last_stage, last_part),
-                keeps_gradients=chunk.index * len(stage.parts) + part in passes.at_once,
-                # all the same where nothing moves, so that stages alike are counted once
-                receives=bool(policy.layers) and (stage.stage, part) != (0, 0),
-            )
-            found.append(known.of(model, load, on_part, policy))
-    return found
+    num_parts, is_last = len(stage.parts), stage.stage == len(group.stages) - 1
+    loads = known.loads(group, position, trains_weights, tiles_loss)
+    found = np.empty((len(loads), num_parts, 5), dtype=np.int64)
+    for part, owned in enumerate(stage.parts):
+        has_head = is_last and part == num_parts - 1
+        rows, outside, receives = [], [], []
+        for chunk, load in zip(group.chunks, loads, strict=True):
+            policy = policies.get((chunk.index, part))
+            layers, tile_tokens = (policy.layers, policy.tile_tokens) if policy else ((), 0)
+            rows.append(known.layers(model, load, layers, owned.num_layers, tile_tokens))
+            keeps_gradients = has_head and chunk.index * num_parts + part in passes.at_once
+            outside.append(known.outside(model, load, has_head, keeps_gradients, tile_tokens if tiles_loss else 0))
+            # all the same where nothing moves
+            receives.append(bool(layers) and (stage.stage, part) != (0, 0))
+        found[:, part] = _summed(known.numbers(rows), np.array(outside, dtype=np.int64), np.array(receives))
+    return found.reshape(-1, 5)
 
 
 def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, ends: Mapping[int, int] | None = None) -> Load:
