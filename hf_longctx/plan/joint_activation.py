@@ -153,7 +153,7 @@ class _JointProgram:
         program = self._program()
         whole = np.arange(len(program.costs)) < self.num_diagonals
         try:
-            relaxed = solve_linear_program(program, time_limit_s)
+            relaxed = solve_linear_program(program, time_limit_s, presolve=False)
             if not relaxed.has_values:
                 return None
             start = self._dive(program, relaxed.values, time_limit_s)
@@ -214,7 +214,7 @@ class _JointProgram:
             lower = program.lower.copy()
             lower[raised] = np.ceil(layers[raised])
             program = replace(program, lower=lower)
-            solved = solve_linear_program(program, time_limit_s)
+            solved = solve_linear_program(program, time_limit_s, presolve=False)
             if not solved.has_values:
                 return None
             values = solved.values

@@ -87,9 +87,17 @@ class GroupCells:
     """The cells and moments of one group, whose policies have tiles but nothing else yet."""
 
     def __init__(
-        self, group: SequenceGroup, costs: CostModel, tile_tokens: int, keeps_attention: bool, known: KnownBytes
+        self,
+        group: SequenceGroup,
+        costs: CostModel,
+        tile_tokens: int,
+        keeps_attention: bool,
+        known: KnownBytes,
+        offloads: bool = True,
     ) -> None:
-        self.group, self.costs, self.tile_tokens, self.known = group, costs, tile_tokens, known
+        """offloads: whether anything may go to the host."""
+        self.group, self.costs, self.tile_tokens, self.known, self.offloads = group, costs, tile_tokens, known, offloads
+        self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.can_keep_qkv)
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
@@ -161,10 +169,8 @@ class GroupCells:
 
     def _layer_ways(self, chunk: Chunk, load: Load) -> _LayerWays:
         model = self.costs.model
-        kept, recomputed, offloaded = (
-            self.known.layer(model, load, policy, self.tile_tokens)
-            for policy in (LayerPolicy(), self.recomputed, _offloaded(1.0, model.can_keep_qkv))
-        )
+        policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
+        kept, recomputed, offloaded = (self.known.layer(model, load, policy, self.tile_tokens) for policy in policies)
         # the products of layers do not have the head's part of a token's seconds
         inside = 1 - self.costs.head_share(is_backward=False)
         again_s = {

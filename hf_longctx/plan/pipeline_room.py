@@ -112,7 +112,9 @@ class PipelineRoom:
 
     def _options(self, tiled: _Judged) -> Iterator[_Judged]:
         for keeps_attention in (True, False) if self.keeps_attention else (False,):
-            cells = GroupCells(tiled.group, self.costs, self.budget.tile_tokens, keeps_attention, self.known_bytes)
+            cells = GroupCells(
+                tiled.group, self.costs, self.budget.tile_tokens, keeps_attention, self.known_bytes, self.budget.host_bytes > 0
+            )
             found = [self._accepted(cells, tiled.group_s, self.budget.host_bytes)]
             # copies cost nothing in the program, and may be in the way all the same
             if self.budget.host_bytes and (found[0] is None or found[0][0].group_s > _SLACK * (tiled.group_s + found[0][1])):

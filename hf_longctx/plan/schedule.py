@@ -6,10 +6,21 @@ import itertools
 import re
 from collections import defaultdict
 
-from hf_longctx.plan.types import ACTION_KINDS, Action, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.types import ACTION_KINDS, Action, ActionKind, SequenceGroup, StagePlan, StepPlan
 
 # (stage, part): one place in the chain of layer ranges that a chunk passes
 End = tuple[int, int]
+
+# what of a chunk on a part has to come before an action
+_BEFORE: dict[str, tuple[ActionKind, ...]] = {
+    "F": ("RF",),
+    "SF": ("F",),
+    "D2H": ("F",),
+    "H2D": ("D2H",),
+    "B": ("RB", "H2D"),
+    "SB": ("B",),
+    "FREE": ("B",),
+}
 
 _GRID_LINE = re.compile(r"\s*stage (\d+):(.*)")
 
@@ -49,24 +60,27 @@ def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
     """Raises PlanError unless the group's stages can run their actions; `name` says which group it is."""
     num_parts = len(group.stages[0].parts)
     chain = [(stage, part) for part in range(num_parts) for stage in range(len(group.stages))]
+    neighbours = _slice_neighbours(group)
     for stage in group.stages:
-        _check_compute(plan, name, group, stage)
+        _check_compute(plan, name, group, stage, neighbours)
         _check_order(name, group, stage)
     _check_parts_in_order(name, group, chain)
     _check_messages(name, group, chain)
     _check_progress(name, group, chain)
 
 
-def _check_compute(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan) -> None:
+def _check_compute(
+    plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, neighbours: dict[tuple[str, int], list[int]]
+) -> None:
     """Every chunk runs F then B once per part; slices of a sequence forward in order and backward in reverse."""
     done: dict[tuple[str, int, int], int] = {}
-    neighbours = _slice_neighbours(group)
     for place, action in enumerate(stage.actions):
         if action.kind not in ACTION_KINDS or action.stage != stage.stage:
             raise _fault(name, group, stage, place, f"does not belong to stage {stage.stage}")
         if not 0 <= action.chunk < len(group.chunks) or not 0 <= action.part < len(stage.parts):
             raise _fault(name, group, stage, place, "names a chunk or part that does not exist")
-        _check_helpers(plan, name, group, stage, place)
+        if action.helpers:
+            _check_helpers(plan, name, group, stage, place)
         key = (action.kind, action.part, action.chunk)
         if key in done:
             raise _fault(name, group, stage, place, "runs twice")
@@ -101,7 +115,7 @@ def _slice_neighbours(group: SequenceGroup) -> dict[tuple[str, int], list[int]]:
 
 def _check_helpers(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, place: int) -> None:
     action = stage.actions[place]
-    if action.helpers and action.kind not in ("F", "B"):
+    if action.kind not in ("F", "B"):
         raise _fault(name, group, stage, place, "has helpers, but only F and B can be shared")
     if len(set(action.helpers)) != len(action.helpers):
         raise _fault(name, group, stage, place, "names a helper twice")
@@ -122,14 +136,9 @@ def _check_order(name: str, group: SequenceGroup, stage: StagePlan) -> None:
     first: dict[tuple[str, int, int], int] = {}
     for place, action in enumerate(stage.actions):
         first.setdefault((action.kind, action.part, action.chunk), place)
-    before = (
-        *(("RF", "F"), ("F", "SF"), ("RB", "B"), ("B", "SB")),
-        *(("F", "D2H"), ("D2H", "H2D"), ("H2D", "B"), ("B", "FREE")),
-    )
     for (kind, part, chunk), place in first.items():
-        for earlier, later in before:
-            other = first.get((earlier, part, chunk))
-            if kind == later and other is not None and other > place:
+        for earlier in _BEFORE.get(kind, ()):
+            if first.get((earlier, part, chunk), -1) > place:
                 raise _fault(name, group, stage, place, f"runs before its {earlier}")
 
 

@@ -102,9 +102,14 @@ class Solution:
         return self.status in ("optimal", "feasible")
 
 
-def solve_linear_program(program: LinearProgram, time_limit_s: float = math.inf, backend: Backend = "auto") -> Solution:
-    """The solution of a linear program; optimal, infeasible, unbounded or timed out. Raises SolverError if that is wrong."""
-    solved = _solve(program, None, time_limit_s, 0.0, None, -math.inf, backend, 0)
+def solve_linear_program(
+    program: LinearProgram, time_limit_s: float = math.inf, backend: Backend = "auto", presolve: bool = True
+) -> Solution:
+    """The solution of a linear program; optimal, infeasible, unbounded or timed out. Raises SolverError if that is wrong.
+
+    presolve: whether HiGHS first looks for rows and columns that it can do without, which takes time where there are none.
+    """
+    solved = _solve(program, None, time_limit_s, 0.0, None, -math.inf, backend, 0, presolve)
     if not solved.has_values:
         return solved
     if solved.status != "optimal":
@@ -184,6 +189,7 @@ def _solve(
     target: float,
     backend: Backend,
     most_nodes: int,
+    presolve: bool = True,
 ) -> Solution:
     """Hands the program to a backend, unverified. Raises ValueError for a backend that is not there."""
     have = available_backends()
@@ -197,7 +203,7 @@ def _solve(
     if time_limit_s <= 0:
         return Solution("timed out", chosen)
     if chosen == "highs":
-        return _solve_with_highs(program, is_integer, time_limit_s, relative_gap, start, target, most_nodes)
+        return _solve_with_highs(program, is_integer, time_limit_s, relative_gap, start, target, most_nodes, presolve)
     return _solve_with_cbc(program, is_integer, time_limit_s, relative_gap, start, most_nodes)
 
 
@@ -221,6 +227,7 @@ def _solve_with_highs(
     start: FloatArray | None,
     target: float,
     most_nodes: int,
+    presolve: bool,
 ) -> Solution:
     highspy = _highspy()
     highs = highspy.Highs()
@@ -231,6 +238,8 @@ def _solve_with_highs(
         options["objective_target"] = float(target)
     if most_nodes:
         options["mip_max_nodes"] = most_nodes
+    if not presolve:
+        options["presolve"] = "off"
     for name, value in options.items():
         if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
             raise SolverError(f"this HiGHS refuses the option {name}={value}; install highspy 1.9 or later, or use CBC")

@@ -181,6 +181,8 @@ def _check_layers(name: str, group: SequenceGroup) -> None:
 
 def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
     seen: set[tuple[int, int]] = set()
+    # layers alike are one object for many chunks
+    checked: set[int] = set()
     for policy in stage.activations:
         where = f"{name}: policy of chunk {policy.chunk}, part {policy.part} on stage {stage.stage}"
         known = 0 <= policy.chunk < len(group.chunks) and 0 <= policy.part < len(stage.parts)
@@ -191,7 +193,9 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
             raise PlanError(f"{where} has {len(policy.layers)} layers, the part has {stage.parts[policy.part].num_layers}")
         if policy.tile_tokens < 0:
             raise PlanError(f"{where} has tile_tokens {policy.tile_tokens}; 0 means untiled")
-        for share in (share for layer in policy.layers for share in layer.shares):
+        fresh = [layer for layer in policy.layers if id(layer) not in checked]
+        checked.update(map(id, fresh))
+        for share in (share for layer in fresh for share in layer.shares):
             if share.tensor_class not in TENSOR_CLASSES:
                 raise PlanError(f"{where}: tensor class {share.tensor_class!r} is not one of {', '.join(TENSOR_CLASSES)}")
             parts = (share.recompute, share.nvme, share.host, share.device)
