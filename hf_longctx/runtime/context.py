@@ -97,9 +97,10 @@ class GroupContext:
     A group of one block has whole documents in it, with boundaries `cu_seqlens` (starting at 0); of several blocks, the
     layout is `ring.pieces` and `cu_seqlens` is empty. known_readers: filled by `readers`; the pool's, so that it lasts.
     slices: the documents of which other chunks hold the rest, in `book`, the round's.
-    activations: what layers do with their saved tensors; None keeps them. kept: of the layer that runs, where its attention
-    leaves output and LSE for the replay; None outside layers that are replayed. shared: of a slice that other stages' ranks
-    share, in `book`; None elsewhere.
+    documents: of this rank's tokens in order, (how many, the whole tokens of their document) for every piece, dummy tokens as
+    documents of their own. activations: what layers do with their saved tensors; None keeps them. kept: of the layer that
+    runs, where its attention leaves output and LSE for the replay; None outside layers that are replayed. shared: of a slice
+    that other stages' ranks share, in `book`; None elsewhere.
     """
 
     block: Block
@@ -107,6 +108,7 @@ class GroupContext:
     cu_seqlens: tuple[int, ...]
     known_readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = field(default_factory=dict)
     slices: tuple[Slice, ...] = ()
+    documents: tuple[tuple[int, int], ...] = ()
     book: KVBook = field(default_factory=KVBook)
     calls: AttentionCalls = field(default_factory=AttentionCalls)
     activations: ChunkActivations | None = None

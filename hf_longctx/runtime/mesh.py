@@ -13,12 +13,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import HeadShare, block_pieces, document_bounds, even_shards, travelling_pieces
+from hf_longctx.plan.sharding import HeadShare, block_pieces, document_bounds, even_shards, rank_pieces, travelling_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup
 from hf_longctx.runtime.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.p2p import Links, Place
-from hf_longctx.runtime.slices import KVBook, slices_of
+from hf_longctx.runtime.slices import KVBook, document_tokens, slices_of
 
 
 class GroupPool:
@@ -130,6 +130,7 @@ class GroupPool:
         index, inside = divmod(place, shape.ulysses)
         pieces = block_pieces(chunk, shape)
         travelling = travelling_pieces(pieces)
+        ends = document_tokens(group, chunk)
         first = index * shape.ulysses
         neighbours = group.positions[first : first + shape.ulysses]
         tokens = even_shards(sum(piece.num_tokens for piece in pieces[index]), shape.ulysses)
@@ -146,6 +147,10 @@ class GroupPool:
             cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
             known_readers=self._readers,
             slices=slices_of(group, chunk),
+            documents=tuple(
+                (piece.num_tokens, ends[chunk.spans[piece.document].sequence] if piece.document < len(chunk.spans) else 1)
+                for piece in rank_pieces(chunk, shape)[place]
+            ),
             book=KVBook() if book is None else book,
         )
 

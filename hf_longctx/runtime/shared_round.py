@@ -30,7 +30,7 @@ from hf_longctx.runtime.out_of_memory import explained
 from hf_longctx.runtime.p2p import RoundMessages
 from hf_longctx.runtime.profiler import StepClock
 from hf_longctx.runtime.shared_attention import SharedSlice
-from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.slices import KVBook, Slice, document_tokens
 from hf_longctx.runtime.stage_model import StageModel
 
 if TYPE_CHECKING:
@@ -243,7 +243,8 @@ class SharedRound:
             moves_front=action.chunk == phases.first_back,
         )
         block = Block(context.block.process_group, context.block.index, tokens)
-        return replace(context, block=block, cu_seqlens=(0, sum(tokens)), slices=(), shared=shared)
+        documents = ((tokens[block.index], document_tokens(group, chunk)[span.sequence]),)
+        return replace(context, block=block, cu_seqlens=(0, sum(tokens)), slices=(), documents=documents, shared=shared)
 
 
 def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:

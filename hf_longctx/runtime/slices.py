@@ -43,11 +43,17 @@ class Slice:
         return f"tokens [{self.start}, {self.stop}) of sequence {self.sequence}"
 
 
-def slices_of(group: SequenceGroup, chunk: Chunk) -> tuple[Slice, ...]:
-    """The documents of `chunk` that begin or go on in another chunk of its group, in order."""
+def document_tokens(group: SequenceGroup, chunk: Chunk) -> dict[int, int]:
+    """The whole tokens of every sequence of the group, which has all slices of each of them, and of `chunk`."""
     ends: dict[int, int] = {}
     for span in (span for other in (*group.chunks, chunk) for span in other.spans):
         ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
+    return ends
+
+
+def slices_of(group: SequenceGroup, chunk: Chunk) -> tuple[Slice, ...]:
+    """The documents of `chunk` that begin or go on in another chunk of its group, in order."""
+    ends = document_tokens(group, chunk)
     return tuple(
         Slice(document, span.sequence, span.start, span.stop, ends[span.sequence])
         for document, span in enumerate(chunk.spans)
