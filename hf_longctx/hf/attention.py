@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_longctx.hf.document_rope import follow_documents, ignore_documents
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.patterns import AttentionPattern
 from hf_longctx.runtime.sequence_parallel import sequence_parallel_attention
@@ -33,8 +34,11 @@ _WINDOW_OF_CONFIG = ("PhimoeAttention",)
 def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present one. Idempotent.
 
+    Rotary embeddings whose frequencies depend on a document's length learn it from the same context.
+
     Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
     """
+    follow_documents(model)
     current = model.config._attn_implementation
     if current in NAMES.values():
         return
@@ -60,6 +64,7 @@ def restore_attention(model: Any, name: str | None) -> None:
     """Gives `model` back the implementation that `attention_name` returned before it was patched. Idempotent."""
     if name is not None and attention_name(model) != name:
         model.set_attn_implementation(name)
+        ignore_documents(model)
 
 
 def num_attention_layers(model: PreTrainedModel) -> int:

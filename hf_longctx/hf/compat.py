@@ -10,11 +10,12 @@ from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
 from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
+from hf_longctx.hf.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.model_classes import DEFAULT_ROPE_ONLY, class_problem
 from hf_longctx.hf.rope import rope_problems
 from hf_longctx.hf.routers import router_problems
 
-TESTED_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
+TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 _MINIMUM = "5.17"
 # its trainers' methods are known by what they did in this version
@@ -68,8 +69,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     problems = [*adapter_problems(model), *_pattern_problems(base), *router_problems(base)]
     problems += _setting_problems(config)
     problems += [
-        f"rope type {rope_type!r} depends on the longest position of each forward and is not supported yet; use one of "
-        f"{', '.join(TESTED_ROPE_TYPES)}"
+        f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
     ]
     problems += [
@@ -78,6 +78,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         for rope_type in sorted((_rope_types(config) & set(TESTED_ROPE_TYPES)) - {"default"})
         if name in DEFAULT_ROPE_ONLY
     ]
+    if name not in DEFAULT_ROPE_ONLY:
+        problems += document_rope_problems(base, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
     problems += rope_problems(base)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from hf_longctx.hf.adapters import shard_problems
 from hf_longctx.hf.compat import model_problems, version_problems
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.rope import grows
 from hf_longctx.hf.stage_choice import loaded_ranges
 from hf_longctx.hf.stages import stage_problems
 from hf_longctx.hf.trl import is_planned, is_replaced, trl_class
@@ -288,7 +289,7 @@ def setup_problems(
         return problems
     text = model.config.get_text_config()
     positions = text.max_position_embeddings
-    if config.max_length is not None and config.max_length > positions:
+    if config.max_length is not None and config.max_length > positions and not grows(text):
         problems.append(
             f"max_length {config.max_length} is above the model's max_position_embeddings {positions}; lower max_length, or "
             f"load the model with a config that extend_positions(config, {config.max_length}) made"

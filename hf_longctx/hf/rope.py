@@ -4,7 +4,8 @@ A config that is changed after its model was built changes nothing, and a cast o
 are silent, and wrong the more the longer a sequence is. So a config is extended before the model is built, and the frequencies
 of every model that is trained are compared with what its config says.
 
-Source of "yarn": YaRN (arXiv 2309.00071); of "linear": position interpolation (arXiv 2306.15595).
+Source of "yarn": YaRN (arXiv 2309.00071); of "linear": position interpolation (arXiv 2306.15595); of "longrope": LongRoPE
+(arXiv 2402.13753); of "dynamic": `transformers.modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,28 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_longctx.hf.document_rope import DOCUMENT_ROPE_TYPES
+
 logger = logging.getLogger(__name__)
 
-RopeScaling = Literal["yarn", "linear", "none"]
+RopeScaling = Literal["yarn", "linear", "dynamic", "longrope", "none"]
 
 # relative; half precision rounds to 4e-3 or 5e-4
 _TOLERANCE = 1e-5
 # of models whose layers have different rotary embeddings, the layers that see the whole sequence
 _FULL = "full_attention"
+# what longrope cannot do without: it is searched for each checkpoint
+_LISTS = ("short_factor", "long_factor")
 
 
 def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: RopeScaling = "yarn") -> PretrainedConfig:
     """A copy of `config` for sequences of up to `max_length` tokens; build or load the model with it.
 
     The scaling factor is `max_length` over the length that the checkpoint was trained for; of layers with windows nothing is
-    scaled. "none" only allows more positions, with a warning. A config that has room already is returned as it is. Raises
-    ValueError for a model without rotary embeddings, and for one that has another kind of scaling already.
+    scaled. "dynamic" scales each document by its own length, and none up to the trained one, which stays the config's
+    `max_position_embeddings`. "longrope" takes its factors from a checkpoint that comes with lists of them. "none" only allows
+    more positions, with a warning. A config that has room already is returned as it is. Raises ValueError for a model without
+    rotary embeddings, for one that has another kind of scaling already, and for scaling that would change no frequency.
 
     Example:
 
@@ -42,41 +49,91 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
         model = AutoModelForCausalLM.from_pretrained(path, config=config)
     """
     if rope_scaling not in get_args(RopeScaling):
-        raise ValueError(
-            f"rope_scaling is {rope_scaling!r}; choose one of {', '.join(get_args(RopeScaling))} ('dynamic' and 'longrope' "
-            f"depend on the longest sequence of a forward, which is not supported yet)"
-        )
+        raise ValueError(f"rope_scaling is {rope_scaling!r}; choose one of {', '.join(get_args(RopeScaling))}")
     text = config.get_text_config()
-    if max_length <= text.max_position_embeddings:
+    if max_length <= _room(text, rope_scaling):
         return config
     if not (parameters := getattr(text, "rope_parameters", None)):
         raise ValueError(f"{type(config).__name__} has no rotary position embeddings to scale; use a model that has")
     extended = copy.deepcopy(config)
     text = extended.get_text_config()
-    if rope_scaling == "none":
-        logger.warning(
-            "positions up to %d are used without rope_scaling, where the checkpoint knows %d: expect it to learn slowly what "
-            "lies beyond; rope_scaling='yarn' starts closer",
-            max_length,
-            text.max_position_embeddings,
-        )
-    else:
-        old = parameters.get(_FULL, parameters)
-        kind = old.get("rope_type", "default")
-        if kind not in ("default", rope_scaling):
-            raise ValueError(
-                f"the config scales its positions by rope_type {kind!r} already; use rope_scaling='none' to train beyond its "
-                f"{text.max_position_embeddings} positions as it is"
-            )
-        trained = old.get("original_max_position_embeddings") or text.max_position_embeddings
-        new = {**old, "rope_type": rope_scaling, "factor": max_length / trained, "original_max_position_embeddings": trained}
-        if rope_scaling == "linear":
-            # its checkpoints do not say what they were trained for; the factor they have tells
-            trained = text.max_position_embeddings / old.get("factor", 1.0)
-            new = {**old, "rope_type": rope_scaling, "factor": max_length / trained}
-        text.rope_parameters = {**parameters, _FULL: new} if _FULL in parameters else new
-    text.max_position_embeddings = max_length
+    old = parameters.get(_FULL, parameters)
+    new = _unscaled(text, old, max_length) if rope_scaling == "none" else _scaled(text, old, max_length, rope_scaling)
+    text.rope_parameters = {**parameters, _FULL: new} if _FULL in parameters else new
+    # dynamic counts from the config's positions, and has no others
+    if rope_scaling != "dynamic":
+        text.max_position_embeddings = max_length
+    try:
+        text.validate_rope()
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{type(text).__name__} does not take rope_scaling={rope_scaling!r}: {error}; use another one"
+        ) from error
     return extended
+
+
+def grows(text: Any) -> bool:
+    """Whether a text config's rotary embeddings go on beyond its `max_position_embeddings`: "dynamic" ones do."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return bool(parameters.get(_FULL, parameters).get("rope_type") == "dynamic")
+
+
+def _room(text: Any, rope_scaling: RopeScaling) -> float:
+    """The longest sequence for which the config is as good as extended."""
+    positions: int = text.max_position_embeddings
+    if not grows(text):
+        return positions
+    parameters = text.rope_parameters
+    factors = {"none": float("inf"), "dynamic": parameters.get(_FULL, parameters)["factor"]}
+    return positions * factors.get(rope_scaling, 1.0)
+
+
+def _unscaled(text: Any, old: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """`old`, which more positions do not change."""
+    logger.warning(
+        "positions up to %d are used without rope_scaling, where the checkpoint knows %d: expect it to learn slowly what "
+        "lies beyond; rope_scaling='yarn' starts closer",
+        max_length,
+        text.max_position_embeddings,
+    )
+    if old.get("rope_type") not in ("yarn", "longrope") or old.get("factor"):
+        return old
+    # else the factor would be taken from the new positions
+    return {**old, "factor": text.max_position_embeddings / old["original_max_position_embeddings"]}
+
+
+def _scaled(text: Any, old: dict[str, Any], max_length: int, rope_scaling: RopeScaling) -> dict[str, Any]:
+    """The rope parameters of layers that see the whole sequence."""
+    kind, positions = old.get("rope_type", "default"), text.max_position_embeddings
+    if kind not in ("default", rope_scaling):
+        same = f"{kind!r}, or " if kind in get_args(RopeScaling) else ""
+        raise ValueError(
+            f"the config scales its positions by rope_type {kind!r} already; use rope_scaling={same}'none' to train beyond its "
+            f"{positions} positions as it is"
+        )
+    new = {**old, "rope_type": rope_scaling}
+    if rope_scaling == "dynamic":
+        return {**new, "factor": max_length / positions}
+    if rope_scaling == "linear":
+        # its checkpoints do not say what they were trained for; the factor they have tells
+        return {**new, "factor": max_length / (positions / old.get("factor", 1.0))}
+    if rope_scaling == "longrope":
+        _check_lists(text, old)
+    trained = old.get("original_max_position_embeddings") or positions
+    return {**new, "factor": max_length / trained, "original_max_position_embeddings": trained}
+
+
+def _check_lists(text: Any, old: dict[str, Any]) -> None:
+    if missing := [name for name in _LISTS if not old.get(name)]:
+        raise ValueError(
+            f"{type(text).__name__} has no {' and no '.join(missing)} in its rope_parameters, which longrope takes from the "
+            f"checkpoint's own config; use a checkpoint that comes with them, or rope_scaling='yarn'"
+        )
+    if old[_LISTS[0]] == old[_LISTS[1]]:
+        raise ValueError(
+            f"long_factor of {type(text).__name__} is the same as its short_factor, so that longrope would change no frequency; "
+            f"use rope_scaling='none' to train beyond its {text.max_position_embeddings} positions as it is"
+        )
 
 
 def rope_problems(model: nn.Module) -> list[str]:
@@ -85,12 +142,16 @@ def rope_problems(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         for layer_type, kind in _kinds(module):
             prefix = f"{layer_type}_" if layer_type else ""
-            found = getattr(module, f"{prefix}inv_freq", None)
+            # what the longest forward so far left is no property of the model
+            before = "original_" if kind in DOCUMENT_ROPE_TYPES else ""
+            found = getattr(module, f"{prefix}{before}inv_freq", None)
             if not isinstance(found, Tensor) or found.is_meta:
                 continue
             config: Any = model.config
             expected, planned = _frequencies(module, config.get_text_config(), layer_type)
             off = _difference(found, expected)
+            if before and kind == planned:
+                off = max(off, _difference_beyond(module, config.get_text_config(), layer_type, kind))
             if kind != planned or off > _TOLERANCE:
                 problems.append(
                     f"{name} has rotary frequencies of rope_type {kind!r} that differ by {off:.1e} from those of the model's "
@@ -122,6 +183,26 @@ def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tupl
         config = layers[layer_type]
     frequencies, _ = make(config, device="cpu", **({"layer_type": layer_type} if layer_type else {}))
     return frequencies, kind
+
+
+def _difference_beyond(module: Any, config: Any, layer_type: str, kind: str) -> float:
+    """The same of a document beyond the trained length, of where that ends, and of the factor on cosines and sines."""
+    parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+    own, length = module.config, 2 * config.max_position_embeddings
+    limits = module.original_max_seq_len, config.max_position_embeddings
+    if kind == "longrope":
+        own_parameters = own.rope_parameters[layer_type] if layer_type else own.rope_parameters
+        limits = own_parameters["original_max_position_embeddings"], parameters["original_max_position_embeddings"]
+        length = limits[1] + 1
+    make = ROPE_INIT_FUNCTIONS[kind]
+    expected, scale = make(config, "cpu", seq_len=length, layer_type=layer_type or None)
+    prefix = f"{layer_type}_" if layer_type else ""
+    # what was made for an earlier document is not made again
+    found = vars(module).get(f"{prefix}long_inv_freq")
+    if found is None:
+        found, _ = make(own, "cpu", seq_len=length, layer_type=layer_type or None)
+    own_scale = getattr(module, f"{prefix}attention_scaling", scale)
+    return max(_difference(found, expected), abs(own_scale / scale - 1), abs(limits[0] / limits[1] - 1))
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

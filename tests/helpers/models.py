@@ -141,11 +141,23 @@ MOE_FAMILIES: dict[str, Any] = {
     ),
 }
 VOCAB_SIZE = 64
+# the longest document that dynamic and longrope do not scale
+SHORT = 24
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "yarn": {"rope_type": "yarn", **_SCALED},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT},
+        **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    },
+    # for heads of which four dimensions are rotated
+    "longrope_narrow": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT},
+        **{"short_factor": [1.0, 1.1], "long_factor": [2.0, 8.0], "attention_factor": 1.3},
+    },
     "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_SCALED},
 }
 
@@ -183,7 +195,10 @@ def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformer
 
 def _defaults(case: ModelCase) -> dict[str, Any]:
     """Settings of a config that a family may set otherwise."""
+    # Phi 3 has its own
+    trained = {"original_max_position_embeddings": SHORT} if case.rope_type.startswith("longrope") else {}
     return {
+        **trained,
         "num_key_value_heads": case.num_kv_heads,
         "rope_parameters": ROPE[case.rope_type],
         "attn_implementation": case.attention,
@@ -201,7 +216,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         intermediate_size=48,
         num_hidden_layers=case.num_layers,
         num_attention_heads=case.num_heads,
-        max_position_embeddings=512,
+        max_position_embeddings=SHORT if case.rope_type == "dynamic" else 512,
         tie_word_embeddings=case.tied,
         # configs write into what they are given
         **copy.deepcopy(_defaults(case) | extra),

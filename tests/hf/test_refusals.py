@@ -14,6 +14,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_longctx.hf import compat
 from hf_longctx.hf.config import LongContextConfig
@@ -194,13 +195,17 @@ def test_noise_in_a_part_of_a_config_is_refused_with_its_whole_name() -> None:
     assert problem.startswith("ffn_config.moe_jitter_eps is 0.01; set it to 0.0")
 
 
-def test_a_rope_that_a_class_scales_by_the_longest_position_is_refused() -> None:
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "short_mscale": 1.1, "long_mscale": 1.3}
+@pytest.mark.parametrize("rope_type", ["linear", "longrope"])
+def test_a_rope_that_a_class_scales_by_the_longest_position_is_refused(rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4, "short_mscale": 1.1, "long_mscale": 1.3}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 256}
     config = transformers.PhimoeConfig(
         **SHAPE, num_local_experts=2, pad_token_id=0, router_jitter_noise=0.0, rope_parameters=rope, attention_dropout=0.0
     )
     assert any(
-        "rope type 'linear' of PhimoeForCausalLM" in problem for problem in problems_of(transformers.PhimoeForCausalLM(config))
+        f"rope type {rope_type!r} of PhimoeForCausalLM" in problem
+        for problem in problems_of(transformers.PhimoeForCausalLM(config))
     )
 
 
@@ -247,7 +252,7 @@ def test_each_kind_of_layer_has_a_tested_rope() -> None:
     ropes["full_attention"] |= {"rope_theta": 1e4, "factor": 8.0}
     model = build_model(ModelCase("gemma3", dtype=torch.float32))
     model.config.rope_parameters = ropes
-    assert problems_of(model)[0].startswith("rope type 'dynamic' depends on the longest position")
+    assert problems_of(model)[0].startswith("rope type 'dynamic' depends on the length of a document")
 
 
 @pytest.mark.parametrize(
@@ -273,13 +278,40 @@ def test_dropout_is_refused_with_its_value() -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_longest_position_is_refused(rope_type: str) -> None:
+def test_rope_that_depends_on_the_length_of_a_document_is_accepted_where_it_can_be_told(rope_type: str) -> None:
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 256}
-    (problem,) = problems_of(llama(rope_parameters=rope))
-    assert problem.startswith(f"rope type '{rope_type}' depends on the longest position of each forward")
-    assert "use one of default, linear, llama3, proportional, yarn" in problem
+    model = llama(rope_parameters=rope)
+    assert problems_of(model) == []
+    # a forward leaves the frequencies of a long document, which are no property of the model
+    model(torch.zeros(1, model.config.max_position_embeddings + 1, dtype=torch.int64))
+    assert problems_of(model) == []
+    del model.model.rotary_emb.rope_type
+    (problem,) = problems_of(model)
+    assert problem.startswith(f"rope type '{rope_type}' depends on the length of a document, which no rotary embedding of Llama")
+
+
+def test_a_rotary_embedding_that_does_more_with_the_longest_position_is_refused() -> None:
+    class OwnRotaryEmbedding(LlamaRotaryEmbedding):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            cosines, sines = super().forward(x, position_ids)
+            return cosines * (1 + int(position_ids.max()) // 1000), sines
+
+    model = llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    assert problems_of(model) == []
+    model.model.rotary_emb.__class__ = OwnRotaryEmbedding
+    (problem,) = problems_of(model)
+    assert problem.startswith(
+        "rope type 'dynamic' depends on the length of a document, and model.rotary_emb (OwnRotaryEmbedding) does not follow it"
+    )
+
+
+def test_documents_beyond_the_positions_of_a_config_are_for_dynamic_rope() -> None:
+    rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    for model, count in ((llama(), 1), (llama(rope_parameters=rope), 0)):
+        config = LongContextConfig(max_length=model.config.max_position_embeddings + 1)
+        assert len(setup_problems(model, None, config, 1, (1,))) == count
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "yarn"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MiniCPM3Config,
+    Phi3Config,
     PhiConfig,
     PretrainedConfig,
     Qwen3Config,
@@ -23,6 +26,11 @@ from hf_longctx.hf.rope import extend_positions, rope_problems
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
 TRAINED = 512
+LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": TRAINED, **LISTS}
+# Phi 3 has the trained length beside its rope parameters, and more positions
+PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0}
+MINICPM3 = {"rope_parameters": LONGROPE, "qk_rope_head_dim": 16}
 
 
 def config_of(kind: type[PretrainedConfig] = LlamaConfig, **changes: Any) -> PretrainedConfig:
@@ -82,6 +90,69 @@ def test_layers_with_windows_keep_their_frequencies() -> None:
     assert problem.startswith("model.rotary_emb has rotary frequencies of rope_type 'yarn'")
 
 
+def test_dynamic_scales_each_document_by_its_own_length(caplog) -> None:
+    extended = extend_positions(config_of(), 4 * TRAINED, "dynamic")
+    assert extended.max_position_embeddings == TRAINED and extended.rope_parameters["factor"] == 4
+    # beyond its factor it is extended once more, and without scaling it grows by itself
+    assert extend_positions(extended, 4 * TRAINED, "dynamic") is extended
+    assert extend_positions(extended, 8 * TRAINED, "dynamic").rope_parameters["factor"] == 8
+    assert extend_positions(extended, 8 * TRAINED, "none") is extended and not caplog.text
+    embedding = model_of(extended).model.rotary_emb
+    cosines, _ = embedding(torch.zeros(1), torch.arange(2 * TRAINED)[None])
+    # factor * length / trained - (factor - 1) at twice the trained length, to the power of dim / (dim - 2)
+    theta = 1e4 * (4 * 2 - 3) ** (16 / 14)
+    assert cosines[0, 1, :8].tolist() == pytest.approx([math.cos(theta ** (-2 * index / 16)) for index in range(8)], rel=1e-5)
+    assert rope_problems(model_of(extended)) == []
+
+
+@pytest.mark.parametrize("kind", [Phi3Config, MiniCPM3Config])
+def test_longrope_keeps_the_lists_and_takes_its_factor_from_the_trained_length(kind: type[PretrainedConfig]) -> None:
+    config = config_of(kind, **copy.deepcopy(PHI3 if kind is Phi3Config else MINICPM3))
+    extended = extend_positions(config, 16 * TRAINED, "longrope")
+    trained = config.rope_parameters["original_max_position_embeddings"]
+    assert trained == (128 if kind is Phi3Config else TRAINED)
+    assert extended.rope_parameters == {**config.rope_parameters, "factor": 16 * TRAINED / trained}
+    embedding = model_of(extended).model.rotary_emb
+    # section 3.3 of the paper
+    scale = math.sqrt(1 + math.log(16 * TRAINED / trained) / math.log(trained))
+    for length, factor in ((trained, 1), (trained + 1, 2)):
+        cosines, _ = embedding(torch.zeros(1), torch.arange(length)[None])
+        by_hand = [scale * math.cos(1e4 ** (-2 * index / 16) / factor) for index in range(8)]
+        assert cosines[0, 1, :8].tolist() == pytest.approx(by_hand, rel=1e-5)
+    assert rope_problems(model_of(extended)) == []
+
+
+def test_longrope_beyond_its_positions_as_it_is_keeps_its_scale(caplog) -> None:
+    config = config_of(Phi3Config, **copy.deepcopy(PHI3))
+    further = extend_positions(config, 16 * TRAINED, "none")
+    plain, model = model_of(config).model.rotary_emb, model_of(further).model.rotary_emb
+    assert further.max_position_embeddings == 16 * TRAINED and "where the checkpoint knows 512" in caplog.text
+    assert model.attention_scaling == plain.attention_scaling > 1 and torch.equal(model.inv_freq, plain.inv_freq)
+
+
+@pytest.mark.parametrize(
+    "kind, rope_type, change",
+    [
+        (LlamaConfig, "dynamic", lambda config: config.rope_parameters.update(factor=9.0)),
+        (LlamaConfig, "dynamic", lambda config: setattr(config, "max_position_embeddings", 2 * TRAINED)),
+        (Phi3Config, "longrope", lambda config: config.rope_parameters.update(long_factor=[3.0] * 8)),
+        (Phi3Config, "longrope", lambda config: config.rope_parameters.update(factor=99.0)),
+        (Phi3Config, "longrope", lambda config: setattr(config, "original_max_position_embeddings", 64)),
+    ],
+)
+def test_frequencies_beyond_the_trained_length_are_those_of_the_config(kind: Any, rope_type: str, change: Any) -> None:
+    config = config_of(kind, **copy.deepcopy(PHI3)) if rope_type == "longrope" else config_of(kind)
+    model = model_of(extend_positions(config, 16 * TRAINED, rope_type))
+    assert rope_problems(model) == []
+    # its own state is that of the last forward, which is no problem
+    model.model.rotary_emb(torch.zeros(1), torch.arange(8 * TRAINED)[None])
+    assert rope_problems(model) == []
+    model.config = copy.deepcopy(model.config)
+    change(model.config)
+    (problem,) = rope_problems(model)
+    assert "the config was changed after the model was built" in problem
+
+
 def test_nothing_changes_where_there_is_room_or_nothing_is_scaled(caplog) -> None:
     config = config_of()
     assert extend_positions(config, TRAINED) is config and not caplog.text
@@ -93,12 +164,28 @@ def test_nothing_changes_where_there_is_room_or_nothing_is_scaled(caplog) -> Non
 @pytest.mark.parametrize(
     "config, scaling, message",
     [
-        (config_of(), "dynamic", "rope_scaling is 'dynamic'; choose one of yarn, linear, none"),
+        (config_of(), "su", "rope_scaling is 'su'; choose one of yarn, linear, dynamic, longrope, none"),
+        (
+            config_of(),
+            "longrope",
+            "LlamaConfig has no short_factor and no long_factor in its rope_parameters, which longrope takes from",
+        ),
+        (
+            config_of(rope_parameters={**LONGROPE, "long_factor": [1.0] * 8}),
+            "longrope",
+            "long_factor of LlamaConfig is the same as its short_factor, so that longrope would change no frequency",
+        ),
+        (
+            config_of(rope_parameters=dict(LONGROPE)),
+            "yarn",
+            "by rope_type 'longrope' already; use rope_scaling='longrope', or 'none' to train beyond its 512 positions",
+        ),
+        (config_of(Phi3Config, pad_token_id=0), "dynamic", "Phi3Config does not take rope_scaling='dynamic'"),
         (GPT2Config(n_positions=TRAINED), "yarn", "GPT2Config has no rotary position embeddings to scale"),
         (
             config_of(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
             "yarn",
-            "scales its positions by rope_type 'linear' already; use rope_scaling='none'",
+            "scales its positions by rope_type 'linear' already; use rope_scaling='linear', or 'none'",
         ),
     ],
 )
