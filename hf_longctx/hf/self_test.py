@@ -11,6 +11,9 @@ fp32 sums of some thousand terms in different orders, TF32 included. The bugs it
 precisions, and autocast, run once more as they are: the yardstick is how far the plain model is then from the fp64 one, and
 plans may be four times as far (the loss, which may be right by chance, as far as hidden states).
 
+Rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") scale, in the copies, beyond half of
+the long document, so that documents on both sides of that limit, and slices that are shorter than it, are compared.
+
 What is compared, each by name: the loss; hidden states behind embedding and every layer and their gradients, token by token,
 which names the layer; the gradient of every layer's weights; the gradient of a long document's last token at its token 0; that
 this token has no gradient at other documents, exactly, nor at tokens beyond what all windows together let through. The real
@@ -40,6 +43,7 @@ from hf_longctx.hf.activations import ActivationRuntime
 from hf_longctx.hf.adapters import base_of
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.document_rope import forget_documents, shorten_limits
 from hf_longctx.hf.hidden_trace import HiddenTrace, Part, difference, largest
 from hf_longctx.hf.host_memory import host_bytes
 from hf_longctx.hf.layer_windows import decoder_layers
@@ -80,7 +84,10 @@ NOT_COMPARED = ("MoshiForCausalLM",)
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What is needed of the model before it is cut into stages or placed. exact, working: its copies in two precisions."""
+    """What is needed of the model before it is cut into stages or placed. exact, working: its copies in two precisions.
+
+    rope_limit: the longest document whose rotary frequencies are not scaled, where its length decides on that, else 0.
+    """
 
     exact: ReducedCopy
     working: ReducedCopy | None
@@ -89,6 +96,7 @@ class SelfTest:
     dtype: torch.dtype
     is_autocast: bool
     name: str
+    rope_limit: int = 0
 
     @classmethod
     def of(
@@ -131,7 +139,12 @@ class SelfTest:
         long_tokens = max(long_tokens, max(exact.windows.values(), default=0) * 3 // 2)
         is_working = dtype == torch.float64 and (is_autocast or model.dtype != dtype) and not _has_routers(exact.model)
         working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
-        return cls(exact, working, setup, probe_lengths(min(most, long_tokens)), dtype, is_autocast, name)
+        lengths = probe_lengths(min(most, long_tokens))
+        # longer than its slices and than the other documents
+        limit = lengths[LONG] // 2
+        copies = [each.model for each in (exact, working) if each is not None]
+        has_limit = all([shorten_limits(each, limit) for each in copies])
+        return cls(exact, working, setup, lengths, dtype, is_autocast, name, limit if has_limit else 0)
 
     def run(
         self,
@@ -258,6 +271,8 @@ class SelfTest:
         layers = f"{layers} of {self.exact.whole_layers}"
         shortened = ", windows shortened to be filled" if self.exact.was_shortened else ""
         whole = "" if self.exact.is_cut else ", all, since the model cannot be cut"
+        if self.rope_limit:
+            shortened += f", rotary frequencies scaled beyond {self.rope_limit} tokens already"
         precision = str(self.dtype).removeprefix("torch.") + ("" if self.working is None else " and the run's precision")
         return (
             f"self-test passed in {seconds:.1f} s: plans ({'; '.join(probe.name for probe in probes)}) against the plain model, "
@@ -339,6 +354,8 @@ class _Specimen:
             for number in range(len(rows)) if members is None else members:
                 ids = torch.tensor([rows[number]["input_ids"]], device=self.device)
                 labels = torch.tensor(rows[number]["labels"][1:], device=self.device)
+                # alone: not with the frequencies of a longer one before
+                forget_documents(self.model)
                 with trace.recording([(number, 0, ids.shape[1], 0)]):
                     logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
                 wide = torch.promote_types(logits_TV.dtype, torch.float32)

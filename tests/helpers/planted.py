@@ -33,6 +33,7 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "labels shifted after the cut": _late_shift,
         "rounds in another order on one rank": lambda: _reversed_rounds(rank),
         "positions of the shard": _own_positions,
+        "frequencies of the slice": _frequencies_of_slices,
         "windows ignored": lambda: patch.object(attention, "AttentionPattern", lambda **settings: CAUSAL),
         "neighbour's keys": _neighbours_keys,
         "neighbour's keys in rings": _neighbours_block,
@@ -48,6 +49,13 @@ def _mean_per_rank(num_ranks: int) -> Any:
         return F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum") / (labels != -100).sum().clamp(min=1)
 
     return patch.multiple(executor, summed_cross_entropy=mean, step_loss=lambda loss, count: loss / num_ranks)
+
+
+def _frequencies_of_slices() -> Any:
+    def tokens(group: Any, chunk: Any) -> dict[int, int]:
+        return {span.sequence: span.num_tokens for span in chunk.spans}
+
+    return patch.object(mesh, "document_tokens", tokens)
 
 
 def _one_document() -> Any:

@@ -140,6 +140,23 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         {},
         ["plans (one rank; slices, one rank, recomputed)", "layers 0 (full_attention), 1 (sliding_attention, window 6) of 2"],
     ),
+    "dynamic frequencies": (
+        2,
+        ModelCase("llama", rope_type="dynamic", dtype=torch.float32),
+        {"max_length": 61},
+        {},
+        [
+            "plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed)",
+            "rotary frequencies scaled beyond 12 tokens already, 46 tokens in float64 and the run's precision",
+        ],
+    ),
+    "longrope in stages": (
+        2,
+        ModelCase("phi3", rope_type="longrope"),
+        {"stages": 2},
+        {},
+        ["plans (one rank; slices, one rank, recomputed)", "rotary frequencies scaled beyond 32 tokens already"],
+    ),
 }
 
 
@@ -152,6 +169,14 @@ def test_sound_models_pass_and_say_what_was_covered(ranks, name: str) -> None:
         for text in said:
             assert text in line, line
         assert float(line.split("largest error ")[1]) <= 1e-6
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_by_the_length_of_a_slice_stop_the_run(rope_type: str) -> None:
+    case = ModelCase("phi3" if rope_type == "longrope" else "llama", rope_type=rope_type)
+    opening = start(case, {"max_length": 61}, {}, "frequencies of the slice")
+    assert "- slices, one rank, recomputed: hidden states: layer 0 (" in opening
+    assert "what passed (one rank) may be planned alone" in opening
 
 
 def traces(parameters: str, is_on: bool) -> tuple[list[torch.Tensor], bool]:
