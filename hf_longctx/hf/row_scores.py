@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_longctx.hf.collator import PlannedStep, shift
+from hf_longctx.hf.document_rope import forget_documents
 from hf_longctx.hf.layers import head_problem, output_head
 from hf_longctx.hf.sampler import IntArray
 from hf_longctx.plan.sharding import rank_pieces
@@ -74,6 +75,8 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
     with _scorer(model) as score:
         for number in range(rank, len(dataset), num_ranks):
             row = dataset[number]
+            # alone: not with the rotary frequencies of a longer one before
+            forget_documents(model)
             ids_T = torch.as_tensor(row["input_ids"], dtype=torch.int64)
             labels_T = shift(torch.as_tensor(row["labels"] if "labels" in row else row["input_ids"], dtype=torch.int64))
             scores = score(ids_T.unsqueeze(0).to(device), labels_T.unsqueeze(0))

@@ -94,14 +94,16 @@ def expected() -> dict[str, float]:
     return metrics
 
 
-def evaluate_under(config: dict[str, Any] | None, folder: str, num_ranks: int) -> tuple[dict[str, float], list[str], int]:
+def evaluate_under(
+    config: dict[str, Any] | None, folder: str, num_ranks: int, case: ModelCase = CASE
+) -> tuple[dict[str, float], list[str], int]:
     """Metrics of one evaluation, the layouts of its plans, and the most chunks of a group."""
     held_out = datasets.Dataset.from_list(HELD_OUT)
     if config is None:
-        trainer: Any = Trainer(model=build_model(CASE), args=training_arguments(folder))
+        trainer: Any = Trainer(model=build_model(case), args=training_arguments(folder))
         return LongContextEvaluation(trainer, held_out, task(), first_bucket=FIRST_BUCKET).run(), [], 0
     arguments = {"per_device_eval_batch_size": 16 // num_ranks}
-    trainer = make_trainer(CASE, TRAINED, folder, config, arguments)
+    trainer = make_trainer(case, TRAINED, folder, config, arguments)
     layouts, num_chunks, solve = [], [0], trainer._source.solve
 
     def recorded(*args: Any) -> Any:
@@ -146,6 +148,26 @@ def test_buckets_and_grid_are_those_of_plain_logits(ranks, expected, tmp_path: P
     assert run["step"] == 0 and len(run["cells"]) == 6
     # every label but those of first tokens
     assert sum(bucket["num_tokens"] for bucket in run["buckets"]) == sum(x != -100 for row in HELD_OUT for x in row["labels"][1:])
+
+
+@pytest.mark.parametrize("name", ["groups of one and two", "stock"])
+def test_documents_have_their_own_dynamic_frequencies(ranks, tmp_path: Path, name: str) -> None:
+    # 24 tokens are the longest that are not scaled; the longest document comes first, and the needles' lengths are on both sides
+    case = replace(CASE, rope_type="dynamic")
+    num_ranks, config = RUNS[name]
+    config = config and {**config, "max_length": 63}
+    found = ranks(num_ranks).run(evaluate_under, config, str(tmp_path), num_ranks, case)[0][0]
+    buckets: dict[str, list[float]] = {}
+    for row in HELD_OUT:
+        # a new model has no history
+        for position, (loss, _) in token_scores(build_model(case), row).items():
+            bucket = next(f"{low}_{high}" for low, high in BUCKETS if low <= position <= high)
+            buckets.setdefault(f"eval_loss_at_{bucket}", []).append(loss)
+    needles = [token_scores(build_model(case), row) for row in task().rows()]
+    answers = [loss for scores in needles for loss, _ in scores.values()]
+    expected = {bucket: sum(losses) / len(losses) for bucket, losses in buckets.items()}
+    expected["eval_needle_loss"] = sum(answers) / len(answers)
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-10)
 
 
 def test_tiled_head_gives_the_same_scores(expected, tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ def test_patterns_match(ranks, family: str) -> None:
     check(ranks(2), ModelCase(family, promoted=True, attention=attention), plan, lora=False)
 
 
+@pytest.mark.parametrize("case", [ModelCase(rope_type="dynamic"), ModelCase("phi3", promoted=True, rope_type="longrope")])
+def test_shared_slices_have_the_frequencies_of_the_whole_sequence(ranks, case: ModelCase) -> None:
+    check(ranks(2), case, one_sequence([15, 11, 9, 5], 2, num_layers=2), lora=False)
+
+
 def test_two_optimizer_steps_match(ranks) -> None:
     check(ranks(2), ModelCase(num_layers=4), one_sequence([15, 11, 9, 5], 2), num_steps=2)
 
