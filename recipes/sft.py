@@ -70,11 +70,12 @@ class RecipeArguments:
         default=None,
         metadata={"help": "Changes to the checkpoint's config as JSON, for example {sliding_window: null} for Mistral."},
     )
-    rope_scaling: Literal["yarn", "linear", "none"] | None = field(
+    rope_scaling: Literal["yarn", "linear", "dynamic", "longrope", "none"] | None = field(
         default=None,
         metadata={
-            "help": "How positions are scaled where max_length is above the checkpoint's: yarn, linear, or none (more positions "
-            "as they are, with a warning). Default: such a max_length is refused."
+            "help": "How positions are scaled where max_length is above the checkpoint's: yarn, linear, dynamic, longrope (by "
+            "the checkpoint's own factors), or none (more positions as they are, with a warning). Default: such a max_length is "
+            "refused, unless the checkpoint's positions are dynamic."
         },
     )
     dtype: Literal["float32", "bfloat16"] = field(

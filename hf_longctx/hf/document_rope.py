@@ -67,6 +67,12 @@ def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[
         f"told; use another rope type"
         for kind in sorted(set(rope_types) - {kind for *_, kind in named})
     ]
+    problems += [
+        f"rope type {kind!r} depends on the length of a document, which does not reach {name} ({type(module).__name__}) in a "
+        f"container that runs nothing itself; use another rope type"
+        for name, module, _, kind in named
+        if type(model.get_submodule(name.rpartition(".")[0])).forward is nn.Module.forward
+    ]
     return problems + [
         f"rope type {kind!r} depends on the length of a document, and {name} ({type(module).__name__}) does not follow it as "
         f"transformers' rotary embeddings do; use another rope type"

@@ -307,6 +307,13 @@ def test_a_rotary_embedding_that_does_more_with_the_longest_position_is_refused(
     )
 
 
+def test_rotary_embeddings_in_a_list_are_refused_where_lengths_matter() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = transformers.GraniteSWAForCausalLM(transformers.GraniteSWAConfig(**SHAPE, rope_parameters=rope, pad_token_id=0))
+    message = "which does not reach model.rotary_embs.0 (GraniteSWARotaryEmbedding) in a container that runs nothing itself"
+    assert any(message in problem for problem in problems_of(model))
+
+
 def test_documents_beyond_the_positions_of_a_config_are_for_dynamic_rope() -> None:
     rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     for model, count in ((llama(), 1), (llama(rope_parameters=rope), 0)):

@@ -97,10 +97,11 @@ def test_positions_of_a_checkpoint_are_extended_before_it_is_loaded(tmp_path: Pa
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     words = ["--dataset", "x", "--model_name_or_path", str(tmp_path), "--max_length", "256"]
     loaded = {}
-    for scaling in ("yarn", None):
+    for scaling in ("yarn", "dynamic", None):
         recipe, settings, _ = read_settings(ALL, [*words, *(["--rope_scaling", scaling] if scaling else [])])
         loaded[scaling] = load_model(recipe, settings)
     assert loaded["yarn"].config.rope_parameters["factor"] == 4 and rope_problems(loaded["yarn"]) == []
+    assert loaded["dynamic"].config.rope_parameters["factor"] == 4 and rope_problems(loaded["dynamic"]) == []
     assert loaded["yarn"].config.max_position_embeddings == 256 and loaded[None].config.max_position_embeddings == 64
 
 
