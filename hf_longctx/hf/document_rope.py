@@ -101,16 +101,18 @@ def forget_documents(model: nn.Module) -> None:
             setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
-def shorten_limits(model: nn.Module, limit: int) -> bool:
-    """Whether frequencies of `model` depend on a document's length, which they then do beyond `limit` tokens at the latest.
+def shorten_limits(model: nn.Module, limit: int) -> int:
+    """Lets frequencies that depend on a document's length be scaled beyond `limit` tokens at the latest.
 
-    Changes the config too: for copies only.
+    The longest document whose are not, from then on; 0 where frequencies are the same for all. Changes the config too: for
+    copies only.
     """
-    found = False
+    longest = 0
     modules: list[Any] = list(model.modules())
     for module in modules:
         for layer_type, kind in document_rope_types(module).items():
-            found, config, own = True, module.config, min(limit, _limit(module, kind, layer_type))
+            config, own = module.config, min(limit, _limit(module, kind, layer_type))
+            longest = max(longest, own)
             if kind == "dynamic":
                 config.max_position_embeddings = module.original_max_seq_len = own
             else:
@@ -121,7 +123,7 @@ def shorten_limits(model: nn.Module, limit: int) -> bool:
             for known in (_KNOWN, f"{layer_type}_long_inv_freq" if layer_type else "long_inv_freq"):
                 vars(module).pop(known, None)
     forget_documents(model)
-    return found
+    return longest
 
 
 @dataclass(slots=True)

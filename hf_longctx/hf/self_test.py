@@ -141,10 +141,8 @@ class SelfTest:
         working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
         # longer than its slices and than the other documents
-        limit = lengths[LONG] // 2
-        copies = [each.model for each in (exact, working) if each is not None]
-        has_limit = all([shorten_limits(each, limit) for each in copies])
-        return cls(exact, working, setup, lengths, dtype, is_autocast, name, limit if has_limit else 0)
+        limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
+        return cls(exact, working, setup, lengths, dtype, is_autocast, name, max(limits))
 
     def run(
         self,

@@ -153,6 +153,11 @@ ROPE: dict[str, dict[str, Any]] = {
         **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT},
         **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
     },
+    # beyond documents of tests
+    "longrope_far": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4 * SHORT},
+        **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    },
     # for heads of which four dimensions are rotated
     "longrope_narrow": {
         **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT},
@@ -196,9 +201,9 @@ def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformer
 def _defaults(case: ModelCase) -> dict[str, Any]:
     """Settings of a config that a family may set otherwise."""
     # Phi 3 has its own
-    trained = {"original_max_position_embeddings": SHORT} if case.rope_type.startswith("longrope") else {}
+    trained = ROPE[case.rope_type].get("original_max_position_embeddings")
     return {
-        **trained,
+        **({"original_max_position_embeddings": trained} if case.rope_type.startswith("longrope") else {}),
         "num_key_value_heads": case.num_kv_heads,
         "rope_parameters": ROPE[case.rope_type],
         "attn_implementation": case.attention,

@@ -152,7 +152,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
     ),
     "longrope in stages": (
         2,
-        ModelCase("phi3", rope_type="longrope"),
+        ModelCase("phi3", rope_type="longrope_far"),
         {"stages": 2},
         {},
         ["plans (one rank; slices, one rank, recomputed)", "rotary frequencies scaled beyond 32 tokens already"],
@@ -171,9 +171,9 @@ def test_sound_models_pass_and_say_what_was_covered(ranks, name: str) -> None:
         assert float(line.split("largest error ")[1]) <= 1e-6
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope_far"])
 def test_frequencies_by_the_length_of_a_slice_stop_the_run(rope_type: str) -> None:
-    case = ModelCase("phi3" if rope_type == "longrope" else "llama", rope_type=rope_type)
+    case = ModelCase("llama" if rope_type == "dynamic" else "phi3", rope_type=rope_type)
     opening = start(case, {"max_length": 61}, {}, "frequencies of the slice")
     assert "- slices, one rank, recomputed: hidden states: layer 0 (" in opening
     assert "what passed (one rank) may be planned alone" in opening
