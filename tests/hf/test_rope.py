@@ -138,10 +138,13 @@ def test_longrope_beyond_its_positions_as_it_is_keeps_its_scale(caplog) -> None:
         (Phi3Config, "longrope", lambda config: config.rope_parameters.update(long_factor=[3.0] * 8)),
         (Phi3Config, "longrope", lambda config: config.rope_parameters.update(factor=99.0)),
         (Phi3Config, "longrope", lambda config: setattr(config, "original_max_position_embeddings", 64)),
+        # whose scale does not depend on it
+        (MiniCPM3Config, "longrope", lambda config: config.rope_parameters.update(original_max_position_embeddings=64)),
     ],
 )
 def test_frequencies_beyond_the_trained_length_are_those_of_the_config(kind: Any, rope_type: str, change: Any) -> None:
-    config = config_of(kind, **copy.deepcopy(PHI3)) if rope_type == "longrope" else config_of(kind)
+    settings = {Phi3Config: PHI3, MiniCPM3Config: {**MINICPM3, "rope_parameters": {**LONGROPE, "attention_factor": 1.2}}}
+    config = config_of(kind, **copy.deepcopy(settings.get(kind, {})))
     model = model_of(extend_positions(config, 16 * TRAINED, rope_type))
     assert rope_problems(model) == []
     # its own state is that of the last forward, which is no problem
