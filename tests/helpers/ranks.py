@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+
+from helpers.forked import FORKED, free_port, rank_environment
 
 _START_TIMEOUT_S = 120.0
 
@@ -29,16 +29,13 @@ class RankPool:
 
     def __init__(self, num_ranks: int, collective_timeout_s: float = 60.0) -> None:
         self.num_ranks = num_ranks
-        context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
+            ours, theirs = FORKED.Pipe()
             # not daemons: loaders start workers. They end when their pipe closes, also if this process dies
-            process = context.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, theirs))
+            process = FORKED.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -113,20 +110,12 @@ def _give_up_groups() -> None:
 
 
 def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pipe: Connection) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-        HF_HUB_OFFLINE="1",
-        ACCELERATE_USE_CPU="true",
-    )
+    os.environ.update(rank_environment(rank, num_ranks, port), HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true")
     import torch
     import torch.distributed as dist
 
+    # what was imported stays: no collection looks at it again
+    gc.freeze()
     torch.set_num_threads(1)
     lasting(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s)))
     pipe.send((True, rank))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from helpers.forked import Program, free_port, rank_environment
 
 PROGRAM = """
 import os, sys, time
 from helpers.models import ModelCase, random_rows
 from helpers.training import make_trainer
 
-config = {"collective_timeout_s": 6.0, "parameters": "sharded" if "sharded" in sys.argv[2] else "replicated"}
+config = {"collective_timeout_s": 4.0, "parameters": "sharded" if "sharded" in sys.argv[2] else "replicated"}
 config["stages"] = 2 if "stages" in sys.argv[2] else 1
 trainer = make_trainer(ModelCase(), random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 3), sys.argv[1], config)
 original = trainer.training_step
@@ -38,45 +36,36 @@ def run_ranks(folder: Path, how: str) -> tuple[list[int], str, float]:
     """Exit codes of two ranks, what they wrote to one shared error stream, and the seconds until rank 0 ended."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29000 + os.getpid() % 2000),
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    errors = folder / "stderr.txt"
+    port, errors = free_port(), folder / "stderr.txt"
     started = time.monotonic()
-    with errors.open("w") as stream:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(program), str(folder), how],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=stream,
-            )
-            for rank in range(2)
-        ]
-        try:
-            processes[0].wait(timeout=100)
-            took = time.monotonic() - started
-            if how.startswith("hang"):
-                processes[1].kill()
-            processes[1].wait(timeout=20)
-        finally:
-            for process in processes:
-                process.kill()
-    return [process.returncode for process in processes], errors.read_text(), took
+    processes = [
+        Program(
+            program,
+            [str(folder), how],
+            {**rank_environment(rank, 2, port), "ACCELERATE_USE_CPU": "true"},
+            folder / "stdout.txt",
+            errors,
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [processes[0].wait(100)]
+        took = time.monotonic() - started
+        if how.startswith("hang"):
+            processes[1].kill()
+        codes.append(processes[1].wait(20))
+    finally:
+        for process in processes:
+            process.kill()
+    return codes, errors.read_text(), took
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "hang", "hang, sharded", "hang, stages"])
 def test_the_other_rank_exits_and_says_why(tmp_path: Path, how: str) -> None:
     codes, errors, took = run_ranks(tmp_path, how)
     assert codes[0] != 0 and codes[1] != 0
-    # start-up, three steps and the time-out of six seconds; without a time-out it would be thirty minutes
+    # start-up, three steps and the time-out of four seconds; without a time-out it would be thirty minutes
     assert took < 90
-    consequence = errors.index("step 4 could not finish on rank 0: another rank died or did not answer within 6 s")
+    consequence = errors.index("step 4 could not finish on rank 0: another rank died or did not answer within 4 s")
     if how == "raise":
         assert errors.index("planted failure on rank 1") < consequence

@@ -1,4 +1,4 @@
-"""The recipe as a user starts it: `accelerate launch`, two gloo ranks, real files, then a plain process on the result."""
+"""The recipe on two gloo ranks and real files, once as a user starts it, and plain transformers on the result."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.chats import TEMPLATE, byte_tokenizer, conversation
+from helpers.forked import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.recipes.evaluate import plain_loss
@@ -39,20 +40,21 @@ SMALL = [
 ]  # fmt: skip
 
 
-def launch(folder: Path, *arguments: str, accelerate_config: str = "cpu.yaml") -> subprocess.CompletedProcess[str]:
-    """Runs the recipe with `folder` as output folder."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(ROOT / "recipes" / "accelerate" / accelerate_config)]
-    command += [str(ROOT / "recipes" / "sft.py"), *arguments, "--output_dir", str(folder / "out")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the recipe on two ranks with `folder` as output folder."""
+    environment = {"HF_DATASETS_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": "no"}
+    return run_ranks(ROOT / "recipes" / "sft.py", [*arguments, "--output_dir", str(folder / "out")], 2, folder, environment)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The demo's own configuration with a smaller model and fewer steps."""
+    """The demo's own configuration with a smaller model and fewer steps, as a user starts it."""
     folder = tmp_path_factory.mktemp("demo")
-    return launch(folder, str(ROOT / "recipes" / "configs" / "demo.yaml"), *SMALL), folder / "out"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(ROOT / "recipes" / "accelerate" / "cpu.yaml"), str(ROOT / "recipes" / "sft.py")]
+    command += [str(ROOT / "recipes" / "configs" / "demo.yaml"), *SMALL, "--output_dir", str(folder / "out")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment), folder / "out"
 
 
 def test_demo_prints_one_line_per_step_and_its_world(demo) -> None:
@@ -90,10 +92,9 @@ def test_demo_draws_its_timeline(demo) -> None:
     assert json.loads((folder / "timeline.json").read_text())["traceEvents"]
 
 
-def test_plain_process_gets_the_same_held_out_loss(demo) -> None:
+def test_plain_transformers_get_the_same_held_out_loss(demo, tmp_path: Path) -> None:
     _, folder = demo
-    command = [sys.executable, str(ROOT / "recipes" / "evaluate.py"), str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = run_ranks(ROOT / "recipes" / "evaluate.py", [str(folder)], 1, tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "hf_longctx" not in (ROOT / "recipes" / "evaluate.py").read_text()
 

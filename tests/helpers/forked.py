@@ -1,0 +1,89 @@
+"""Processes that start at once: forked from one that has imported what takes eight seconds, and has done nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+FORKED = mp.get_context("forkserver")
+# numbers, groups and threads are each process's own: the server makes none
+FORKED.set_forkserver_preload(["hf_longctx.recipes.sft", "transformers.models.llama.modeling_llama"])
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What a launcher tells rank `rank` of one node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Program:
+    """`python script *arguments` in a forked process, which appends what it writes to two files."""
+
+    def __init__(self, script: Path, arguments: list[str], environment: dict[str, str], out: Path, errors: Path) -> None:
+        self._process = FORKED.Process(target=_run, args=(str(script), arguments, environment, str(out), str(errors)))
+        self._process.start()
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code; raises TimeoutError, and ends the process, when there is none in time."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            self.kill()
+            raise TimeoutError(f"no end within {timeout_s:g} s")
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def run_ranks(
+    script: Path, arguments: list[str], num_ranks: int, folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`script` on ranks of one node, as a launcher starts them; a failed rank ends the others after ten seconds."""
+    port, out, errors = free_port(), folder / "stdout.txt", folder / "stderr.txt"
+    ranks = [
+        Program(script, arguments, {**(environment or {}), **rank_environment(rank, num_ranks, port)}, out, errors)
+        for rank in range(num_ranks)
+    ]
+    codes: list[int] = []
+    try:
+        for rank in ranks:
+            codes.append(rank.wait(10.0 if any(codes) else 200.0))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return subprocess.CompletedProcess([str(script), *arguments], max(codes, key=abs), out.read_text(), errors.read_text())
+
+
+def _run(script: str, arguments: list[str], environment: dict[str, str], out: str, errors: str) -> None:
+    os.environ.update(environment)
+    for number, path in ((1, out), (2, errors)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    if cache := environment.get("HF_DATASETS_CACHE"):
+        # read when the library was imported
+        import datasets
+
+        datasets.config.HF_DATASETS_CACHE = Path(cache)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
