@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import tempfile
 from typing import Any
 
@@ -100,7 +102,13 @@ def train_on_rank(
 
 def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int = 20) -> tuple[list[float], dict[str, Any]]:
     """The same run as a plain loop: HF logits per row, summed fp64 cross-entropy, AdamW, clipping, linear warm-up."""
-    model = build_model(case)
+    losses, weights = _plain_training(case, json.dumps(rows), num_steps)
+    return list(losses), dict(weights)
+
+
+@functools.cache
+def _plain_training(case: ModelCase, rows_json: str, num_steps: int) -> tuple[list[float], dict[str, Any]]:
+    model, rows = build_model(case), json.loads(rows_json)
     # the trainer's grouping: no decay for norms and biases
     decay = [p for name, p in model.named_parameters() if p.dim() > 1 or "magnitude" in name]
     rest = [p for name, p in model.named_parameters() if p.dim() <= 1 and "magnitude" not in name]

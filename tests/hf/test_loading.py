@@ -39,7 +39,7 @@ class Watched(Sequence[dict[str, Any]]):
 
 
 def workers(count: int) -> dict[str, Any]:
-    # the ranks were spawned, and would spawn their workers too: seconds of imports each
+    # by default a rank would start workers by a server of its own: seconds of imports
     return {"dataloader_num_workers": count, "dataloader_multiprocessing_context": "fork" if count else None}
 
 

@@ -33,8 +33,10 @@ def rows() -> list[dict[str, list[int]]]:
     return random_rows(SKEWED)
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("promoted,tolerance", [(True, 1e-10), (False, 1e-6)], ids=["fp64 norms", "stock norms"])
+@pytest.mark.parametrize(
+    "name,promoted,tolerance",
+    [*((name, True, 1e-10) for name in RUNS), ("all ranks together", False, 1e-6), ("heterogeneous", False, 1e-6)],
+)
 def test_twenty_steps_follow_one_plain_process(ranks, rows, name: str, promoted: bool, tolerance: float) -> None:
     case = ModelCase("llama", promoted=promoted)
     expected_losses, expected = plain_training(case, rows)
@@ -117,7 +119,7 @@ def train_and_resume(rows: list[dict[str, list[int]]], folder: str, workers: int
         "save_steps": 7,
         "per_device_train_batch_size": 4,
         "dataloader_num_workers": workers,
-        # the ranks were spawned, and would spawn their workers too: seconds of imports each
+        # by default a rank would start workers by a server of its own: seconds of imports
         "dataloader_multiprocessing_context": "fork" if workers else None,
     }
     config = {"tokens_per_rank": 64, "timeline_steps": 2}

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forked import FORKED
+
+from hf_longctx.recipes import stage_processes
 
 BENCH = Path(__file__).resolve().parents[2] / "recipes" / "bench" / "pipeline_cpu.py"
 
@@ -19,7 +22,8 @@ def bench() -> dict[str, Any]:
     return names["main"].__globals__
 
 
-def test_plans_of_one_batch_agree_and_a_missed_ratio_fails(bench: dict[str, Any], tmp_path: Path, capsys) -> None:
+def test_plans_of_one_batch_agree_and_a_missed_ratio_fails(bench: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(stage_processes.mp, "get_context", lambda _: FORKED)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
     bench |= {"CONFIG": bench["CONFIG"] | sizes, "LONG_TOKENS": 200, "NUM_SHORT": 3}
     written = tmp_path / "rows.json"

@@ -45,10 +45,12 @@ def two_steps(plans_json: list[str], shard_ranks: int) -> list[tuple[float, dict
     return steps
 
 
-@pytest.mark.parametrize("ulysses", [0, 1, 2])
 @pytest.mark.parametrize(
-    "parameters,shard_ranks",
-    [("replicated", 0), ("sharded", 4), ("sharded", 2), ("gathered_per_round", 4), ("gathered_per_round", 2)],
+    "parameters,shard_ranks,ulysses",
+    [
+        *(("replicated", 0, 0), ("replicated", 0, 1), ("replicated", 0, 2)),
+        *(("sharded", 4, 0), ("sharded", 2, 1), ("gathered_per_round", 4, 2), ("gathered_per_round", 2, 0)),
+    ],
 )
 def test_several_plans_of_a_step_match(ranks, parameters: Parameters, shard_ranks: int, ulysses: int) -> None:
     plans = [plan_to_json(plan_of(layout, lengths, 4, ulysses, parameters=parameters)) for layout, lengths in PLANS]
