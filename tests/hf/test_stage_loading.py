@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.forked import FORKED
 from helpers.staged import even_parts, family_model, random_inputs, run_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -128,9 +128,8 @@ def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
     model = family_model("llama", dtype=torch.float32, **large)
     whole_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
     saved(model, tmp_path / "large", "1GB")
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_peak_growth, args=(str(tmp_path), 1, 4, theirs))
+    ours, theirs = FORKED.Pipe()
+    process = FORKED.Process(target=_peak_growth, args=(str(tmp_path), 1, 4, theirs))
     process.start()
     peak_bytes, stage_bytes = ours.recv()
     process.join()
