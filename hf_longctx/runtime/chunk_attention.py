@@ -2,7 +2,8 @@
 
 A document that is a slice finds the keys and values of earlier slices, its front, in the K/V book. Its queries see the front
 wholly and the slice itself causally: two tiles, merged by their log-sum-exp (LSE); backward of both uses the merged output
-and LSE. No copy of the front is made. A whole document is one causal tile. Other patterns are other tiles of the same keys.
+and LSE. No copy of the front is made. A whole document is one causal tile. Other patterns are other tiles of the same keys,
+and of a front that the book holds in a run per slice.
 
 With an `AttentionRecord` attention runs forward once under checkpointing: the first run leaves output and LSE there, the
 replay takes them back. The replay recomputes queries, keys and values, which backward needs anyway, and rebuilds the node on
@@ -32,8 +33,8 @@ from hf_longctx.runtime.heads import KVReaders, split_kv
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.plain_tiles import Scores
-from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward, sinks_backward
-from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.row_attention import KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
+from hf_longctx.runtime.slices import KeyRun, KVBook, Slice
 from hf_longctx.runtime.tiles import tile_backward
 
 
@@ -84,12 +85,12 @@ class _ChunkAttention(torch.autograd.Function):
         for document in how.documents:
             k, v = k_gSD[:, document.tokens], v_gSE[:, document.tokens]
             # a replay writes what is there: later slices that ran since have not changed it
-            front_gUW = None if document.part is None else _front(document.part, k, v, how)
+            front = () if document.part is None else _front(document.part, k, v, how, any(ctx.needs_input_grad))
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
                 start = 0 if document.part is None else document.part.start
                 settings = (how.readers, how.scores, how.pattern, start, sinks_h)
-                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front_gUW, *settings)
+                out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, *settings)
                 outs.append(out_hTE.transpose(0, 1))
                 lses.append(lse_hT)
         if kept is not None:
@@ -133,9 +134,10 @@ class _ChunkAttention(torch.autograd.Function):
         return dq_hSD, dk_gSD, dv_gSE, of_sinks, None
 
 
-def _front(part: Slice, k_gTD: Tensor, v_gTE: Tensor, how: ChunkAttention) -> Tensor:
-    """Keys and values in front of a slice, whose own go into the book, [g, U, W]."""
-    return how.book.write(how.layer, part, k_gTD, v_gTE)[:, : part.start]
+def _front(part: Slice, k_gTD: Tensor, v_gTE: Tensor, how: ChunkAttention, has_gradient: bool) -> tuple[KeyRun, ...]:
+    """What a slice sees in front of it; its own keys and values go into the book."""
+    keeps_own = has_gradient and (how.record is None or how.record.is_replay)
+    return how.book.write(how.layer, part, k_gTD, v_gTE, pattern=how.pattern, keeps_own=keeps_own)
 
 
 def _document_backward(
@@ -160,13 +162,13 @@ def _slice_backward(
 
     Adds to the gradients of its front.
     """
-    kv_gNW, num_tokens, head_dim = how.book.read(how.layer, part), part.stop - part.start, q_hTD.shape[2]
-    front_sum, own_sum = (split_kv(total, head_dim) for total in how.book.gradients(how.layer, part))
-    own, front = split_kv(kv_gNW[:, part.start :], head_dim), split_kv(kv_gNW[:, : part.start], head_dim)
-    pieces = (
-        KeyPiece(own, how.pattern.own_tiles(part.start, num_tokens), own_sum),
-        KeyPiece(front, how.pattern.front_tiles(part.start, num_tokens, 0, part.start), front_sum),
-    )
+    (front, own_gTW), num_tokens, head_dim = how.book.read(how.layer, part), part.stop - part.start, q_hTD.shape[2]
+    front_sum_gUW, own_sum_gTW = how.book.gradients(how.layer, part)
+    own_sum = split_kv(own_sum_gTW, head_dim)
+    pieces = [
+        KeyPiece(split_kv(own_gTW, head_dim), how.pattern.own_tiles(part.start, num_tokens), own_sum),
+        *front_pieces(front, front_sum_gUW, part.start, how.pattern, part.start, num_tokens, head_dim),
+    ]
     dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, pieces, how.readers, how.scores)
     how.book.backward_done(how.layer, part)
     dk_gTD, dv_gTE = own_sum

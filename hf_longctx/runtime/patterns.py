@@ -55,6 +55,12 @@ class AttentionPattern:
         if min(self.window, self.chunk) < 0:
             raise ValueError(f"{self} has a negative setting; leave out what does not apply")
 
+    def first_seen(self, position: int) -> int:
+        """The first key that the query at `position` of its document sees; none that a later one sees lies before it."""
+        if self.chunk:
+            return position - position % self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
+
     def tiles(self, start: int, num_tokens: int, first_key: int, num_keys: int) -> tuple[PatternTile, ...]:
         """Tokens from position `start` of their document on, and keys that are their own or all before them; may be empty."""
         if first_key == start:

@@ -19,6 +19,7 @@ from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.heads import KVReaders, split_kv
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern, PatternTile
 from hf_longctx.runtime.plain_tiles import Scores
+from hf_longctx.runtime.slices import KeyRun
 from hf_longctx.runtime.tiles import tile_backward, tile_forward
 
 
@@ -35,7 +36,7 @@ def rows_forward(
     q_hTD: Tensor,
     k_gTD: Tensor,
     v_gTE: Tensor,
-    front_gUW: Tensor | None,
+    front: Sequence[KeyRun],
     readers: KVReaders,
     scores: Scores,
     pattern: AttentionPattern = CAUSAL,
@@ -44,14 +45,11 @@ def rows_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [h, T, E] and LSE [h, T] of the first rows of a document, whose keys and values may be more.
 
-    start: where in its document the first row is, right behind the front. sinks: see `with_sinks`.
+    front: keys and values before them. start: where in its document the first row is. sinks: see `with_sinks`.
     """
     num_rows = q_hTD.shape[1]
     pieces = [KeyPiece((k_gTD, v_gTE), pattern.own_tiles(start, num_rows))]
-    if front_gUW is not None:
-        num_front = front_gUW.shape[1]
-        front = split_kv(front_gUW, q_hTD.shape[2])
-        pieces.append(KeyPiece(front, pattern.front_tiles(start, num_rows, start - num_front, num_front)))
+    pieces += [front_piece(run, pattern, start, num_rows, q_hTD.shape[2]) for run in front]
     (own, first), *rest = [(piece, tile) for piece in pieces for tile in piece.tiles]
     if first.num_rows == num_rows:
         out_hTE, lse_hT = _forward(q_hTD, own, first, readers, scores)
@@ -66,6 +64,24 @@ def rows_forward(
     if sinks_h is not None:
         out_hTE, lse_hT = with_sinks(out_hTE, lse_hT, sinks_h)
     return out_hTE.to(q_hTD.dtype), lse_hT
+
+
+def front_piece(
+    run: KeyRun, pattern: AttentionPattern, start: int, num_rows: int, head_dim: int, sums_gUW: Tensor | None = None
+) -> KeyPiece:
+    """What so many rows from position `start` on see of a run in front of them. sums: for the gradients of the run."""
+    tiles = pattern.front_tiles(start, num_rows, run.first, run.kv_GUW.shape[1])
+    return KeyPiece(split_kv(run.kv_GUW, head_dim), tiles, () if sums_gUW is None else split_kv(sums_gUW, head_dim))
+
+
+def front_pieces(
+    front: Sequence[KeyRun], sums_gUW: Tensor, end: int, pattern: AttentionPattern, start: int, num_rows: int, head_dim: int
+) -> list[KeyPiece]:
+    """`front_piece` of every run, whose gradients have a place in `sums_gUW`, of the tokens before position `end`."""
+    first = end - sums_gUW.shape[1]
+    return [
+        front_piece(run, pattern, start, num_rows, head_dim, sums_gUW[:, run.first - first : run.stop - first]) for run in front
+    ]
 
 
 def with_sinks(out_hTE: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:

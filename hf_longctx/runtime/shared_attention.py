@@ -29,8 +29,8 @@ from hf_longctx.plan.sharding import Piece
 from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.plain_tiles import Scores
-from hf_longctx.runtime.row_attention import KeyPiece, rows_backward, rows_forward, sinks_backward
-from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.row_attention import KeyPiece, front_piece, front_pieces, rows_backward, rows_forward, sinks_backward
+from hf_longctx.runtime.slices import KeyRun, KVBook, Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,17 @@ class _SharedAttention(torch.autograd.Function):
     def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, how: SharedAttention) -> Tensor:
         part, head_dim = how.shared.part, q_hSD.shape[2]
         kv_gTW = _whole_slice(join_kv(k_gSD, v_gSE), how.shared)
-        if how.shared.moves_front and part.start and not how.shared.is_owner:
+        if how.shared.moves_front and not how.shared.is_owner:
             _receive_front(kv_gTW, head_dim, how)
-        kv_gNW = how.book.write(how.layer, part, *split_kv(kv_gTW, head_dim))
-        if how.shared.moves_front and part.start and how.shared.is_owner:
-            _send_front(kv_gNW, how)
+        front = how.book.write(how.layer, part, *split_kv(kv_gTW, head_dim), pattern=how.pattern)
+        if how.shared.moves_front and how.shared.is_owner:
+            _send_front(front, how)
         out_ShE = q_hSD.new_empty(q_hSD.shape[1], q_hSD.shape[0], v_gSE.shape[2])
         lses = []
         for piece in how.shared.pieces:
-            start, stop = part.start + piece.start, part.start + piece.stop
-            own = split_kv(kv_gNW[:, start:stop], head_dim)
-            rows = (q_hSD[:, piece.tokens], *own, kv_gNW[:, :start])
+            start = part.start + piece.start
+            own = split_kv(kv_gTW[:, piece.start : piece.stop], head_dim)
+            rows = (q_hSD[:, piece.tokens], *own, (*front, KeyRun(part.start, kv_gTW[:, : piece.start])))
             out_hPE, lse_hP = rows_forward(*rows, how.readers, how.scores, how.pattern, start, sinks_h)
             out_ShE[piece.tokens] = out_hPE.transpose(0, 1)
             lses.append(lse_hP)
@@ -111,24 +111,19 @@ class _SharedAttention(torch.autograd.Function):
         q_hSD, out_ShE, lse_hS, sinks_h = ctx.saved_tensors
         how: SharedAttention = ctx.how
         shared, part, head_dim = how.shared, how.shared.part, q_hSD.shape[2]
-        kv_gNW = how.book.read(how.layer, part)
+        front, kv_gTW = how.book.read(how.layer, part)
         front_sum_gUW, own_sum_gTW = how.book.gradients(how.layer, part)
         dq_hSD = torch.empty_like(q_hSD)
         for piece in shared.pieces:
             rows = piece.tokens
             gradient_hPE, out_hPE = gradient_ShE[rows].transpose(0, 1), out_ShE[rows].transpose(0, 1)
             start, num_rows = part.start + piece.start, piece.num_tokens
-            # its own tokens, those of the slice before them, the front
-            tiles = (
-                how.pattern.own_tiles(start, num_rows),
-                how.pattern.front_tiles(start, num_rows, part.start, piece.start),
-                how.pattern.front_tiles(start, num_rows, 0, part.start),
-            )
-            keys = (slice(start, start + num_rows), slice(part.start, start), slice(0, part.start))
-            sums = (own_sum_gTW[:, piece.start : piece.stop], own_sum_gTW[:, : piece.start], front_sum_gUW)
+            own, own_sum = (split_kv(x[:, piece.start : piece.stop], head_dim) for x in (kv_gTW, own_sum_gTW))
+            before = KeyRun(part.start, kv_gTW[:, : piece.start])
             key_pieces = [
-                KeyPiece(split_kv(kv_gNW[:, where], head_dim), seen, split_kv(total, head_dim))
-                for where, seen, total in zip(keys, tiles, sums, strict=True)
+                KeyPiece(own, how.pattern.own_tiles(start, num_rows), own_sum),
+                front_piece(before, how.pattern, start, num_rows, head_dim, own_sum_gTW[:, : piece.start]),
+                *front_pieces(front, front_sum_gUW, part.start, how.pattern, start, num_rows, head_dim),
             ]
             lse_hP = lse_hS[:, rows]
             dq_hPD = rows_backward(gradient_hPE, q_hSD[:, rows], out_hPE, lse_hP, key_pieces, how.readers, how.scores)
@@ -137,7 +132,7 @@ class _SharedAttention(torch.autograd.Function):
         if sinks_h is not None:
             of_sinks = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
         dk_gSD, dv_gSE = split_kv(_own_tokens(own_sum_gTW, shared).to(q_hSD.dtype), head_dim)
-        if shared.moves_front and part.start:
+        if shared.moves_front:
             _return_front(front_sum_gUW, shared)
         how.book.backward_done(how.layer, part)
         return dq_hSD, dk_gSD, dv_gSE, of_sinks, None
@@ -178,21 +173,29 @@ def _own_tokens(whole_gTW: Tensor, shared: SharedSlice) -> Tensor:
     return received.view(len(counts), num_kv, num_own, width).sum(0)
 
 
-def _send_front(kv_gNW: Tensor, how: SharedAttention) -> None:
-    front_gUW = kv_gNW[:, : how.shared.part.start].contiguous()
-    dist.broadcast(front_gUW, group=how.shared.process_group, group_src=how.shared.owner)
+def _send_front(front: tuple[KeyRun, ...], how: SharedAttention) -> None:
+    """Of the front what the slice sees, which all of its ranks know from the pattern; none where that is nothing."""
+    if front:
+        front_gUW = torch.cat([run.kv_GUW for run in front], dim=1)
+        dist.broadcast(front_gUW, group=how.shared.process_group, group_src=how.shared.owner)
 
 
 def _receive_front(kv_gTW: Tensor, head_dim: int, how: SharedAttention) -> None:
     """Writes into the book what the owner sends."""
     part = how.shared.part
-    front_gUW = kv_gTW.new_empty(kv_gTW.shape[0], part.start, kv_gTW.shape[2])
-    dist.broadcast(front_gUW, group=how.shared.process_group, group_src=how.shared.owner)
-    how.book.write(how.layer, replace(part, start=0, stop=part.start), *split_kv(front_gUW, head_dim))
+    num_seen = part.start - how.pattern.first_seen(part.start)
+    front_gUW = kv_gTW.new_empty(kv_gTW.shape[0], num_seen, kv_gTW.shape[2])
+    if num_seen:
+        dist.broadcast(front_gUW, group=how.shared.process_group, group_src=how.shared.owner)
+    if part.start:
+        earlier = replace(part, start=0, stop=part.start)
+        how.book.write(how.layer, earlier, *split_kv(front_gUW, head_dim), pattern=how.pattern, keeps_own=False)
 
 
 def _return_front(front_sum_gUW: Tensor, shared: SharedSlice) -> None:
     """Adds to the owner's gradients of the front those of all other ranks."""
+    if not front_sum_gUW.shape[1]:
+        return
     total_gUW = front_sum_gUW.contiguous()
     dist.reduce(total_gUW, group=shared.process_group, group_dst=shared.owner)
     if shared.is_owner:

@@ -118,6 +118,26 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(relative_error(ours.detach(), theirs.detach()) for ours, theirs in zip(found, expected, strict=True))
 
 
+def tokens_held(pattern: AttentionPattern, cuts: list[int], num_forward: int, is_kept: bool, waiting: int | None) -> int:
+    """Tokens whose keys and values, or gradients of these, the book holds, by the definition.
+
+    num_forward: slices that ran forward. is_kept: their backward comes without a replay. waiting: tokens in front of the last
+    slice that ran backward, None before the first.
+    """
+    end = cuts[-1]
+
+    def seen(keys: range, first_query: int) -> int:
+        return int(visible(pattern, range(first_query, end), keys).any(0).sum()) if keys and first_query < end else 0
+
+    stop = end if waiting is None else waiting
+    slices = [one for one in list(pairwise(cuts))[:num_forward] if one[1] <= stop]
+    if bool(visible(pattern, range(end - 1, end), range(1)).all()):
+        gradients = 0 if waiting is None else cuts[-2]
+        return (end if slices else 0) + (gradients if slices else 0)
+    held = sum(last - first if is_kept else seen(range(first, last), last) for first, last in slices)
+    return held + (seen(range(waiting), waiting) if waiting and slices else 0)
+
+
 @settings(max_examples=150)
 @given(
     patterns,
@@ -161,7 +181,8 @@ def test_slices_and_documents_are_one_masked_softmax(
     expected = torch.cat([masked_softmax(*one, pattern, sinks, softcap) for one in expanded])
     expected_gradients = torch.autograd.grad(expected, leaves, gradient)
 
-    book, outputs = KVBook(), []
+    book, runs, outputs = KVBook(), [], []
+    token_bytes = 8 * readers.num_kv * (HEAD_DIM + value_dim)
     cuts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
     for start, stop in pairwise(cuts):
         part = Slice(0, 0, start, stop, cuts[-1])
@@ -173,14 +194,32 @@ def test_slices_and_documents_are_one_masked_softmax(
                 places.append(Document(places[-1].stop, row[0].shape[1]))
         record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
         attend = ChunkAttention(readers, Scores(SCALE, softcap), tuple(places), record, book, "layer", pattern)
-        if record is not None:
-            with torch.no_grad():
-                attend(*row, sinks)
-            record.is_replay = True
-        outputs.append(attend(*row, sinks))
+        runs.append((attend, row, attend(*row, sinks)))
+        assert book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), record is None, None)
     found = [torch.zeros_like(leaf) for leaf in leaves]
-    for output, of_output in reversed(list(zip(outputs, gradient.split([len(x) for x in outputs]), strict=True))):
+    of_outputs = gradient.split([len(output) for _, _, output in runs])
+    for (attend, row, output), of_output, start in zip(runs[::-1], of_outputs[::-1], cuts[-2::-1], strict=True):
+        if attend.record is not None:
+            attend.record.is_replay = True
+            output = attend(*row, sinks)
+        outputs.insert(0, output)
         parts = torch.autograd.grad(output, leaves, of_output, allow_unused=True)
         found = [total if part is None else total + part for total, part in zip(found, parts, strict=True)]
+        assert book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), attend.record is None, start)
     assert error_of([torch.cat(outputs), *found], [expected, *expected_gradients]) <= TOLERANCE
-    assert book.num_bytes == 0
+
+
+@settings(max_examples=100)
+@given(patterns, st.lists(st.integers(1, 12), min_size=1, max_size=6))
+def test_forwards_alone_hold_what_the_next_token_sees(pattern: AttentionPattern, sizes: list[int]) -> None:
+    book, cuts = KVBook(has_backward=False), [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    keys_1TD = torch.arange(float(cuts[-1])).view(1, -1, 1)
+    for start, stop in pairwise(cuts):
+        own = keys_1TD[:, start:stop]
+        front = book.write("layer", Slice(0, 0, start, stop, cuts[-1]), own, own, pattern, keeps_own=False)
+        seen = visible(pattern, range(start, stop), range(start)).any(0) if start else torch.zeros(0, dtype=torch.bool)
+        found = [key for run in front for key in run.kv_GUW[0, :, 0].tolist()]
+        assert found == [float(key) for run in front for key in range(run.first, run.stop)] == seen.nonzero()[:, 0].tolist()
+        is_whole = pattern.first_seen(cuts[-1] - 1) == 0
+        left = 0 if stop == cuts[-1] else cuts[-1] if is_whole else stop - pattern.first_seen(stop)
+        assert book.num_bytes == 2 * 4 * left

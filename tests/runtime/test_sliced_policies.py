@@ -273,9 +273,9 @@ def _dropped_gradients() -> Any:
 def _stale_entries() -> Any:
     original, first_step = KVBook.write, {}
 
-    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor) -> Tensor:
+    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor, **how: Any) -> Any:
         # as a book would that outlives its step and takes what is there for what it is given
-        return original(book, layer, part, *first_step.setdefault((layer.layer_idx, part), (k.clone(), v.clone())))
+        return original(book, layer, part, *first_step.setdefault((layer.layer_idx, part), (k.clone(), v.clone())), **how)
 
     return patch.object(KVBook, "write", write)
 
@@ -283,11 +283,12 @@ def _stale_entries() -> Any:
 def _keys_of_another_sequence() -> Any:
     original = KVBook.write
 
-    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor) -> Tensor:
-        found = original(book, layer, part, k, v)
+    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor, **how: Any) -> Any:
+        found = original(book, layer, part, k, v, **how)
         others = [entry for (of, sequence), entry in book._entries.items() if of is layer and sequence != part.sequence]
         for entry in others:
-            entry.kv_SGW[: part.stop - part.start] = book._entries[layer, part.sequence].kv_SGW[part.start : part.stop]
+            own = book._entries[layer, part.sequence].tokens.kv_SGW[part.start : part.stop]
+            entry.tokens.kv_SGW[: part.stop - part.start] = own
         return found
 
     return patch.object(KVBook, "write", write)
@@ -328,9 +329,9 @@ def _lse_of_the_slice_alone() -> Any:
 def _front_left_out_of_recomputed_rows() -> Any:
     original = chunk_attention.rows_forward
 
-    def rows_forward(q: Tensor, k: Tensor, v: Tensor, front: Tensor | None, *how: Any) -> Any:
-        is_partial = front is not None and q.shape[1] < k.shape[1]
-        return original(q, k, v, None if is_partial else front, *how)
+    def rows_forward(q: Tensor, k: Tensor, v: Tensor, front: Any, *how: Any) -> Any:
+        is_partial = front and q.shape[1] < k.shape[1]
+        return original(q, k, v, () if is_partial else front, *how)
 
     return patch.object(chunk_attention, "rows_forward", rows_forward)
 

@@ -271,9 +271,11 @@ def _dropped_gradients() -> Any:
 def _stale_entries() -> Any:
     original, first_step = KVBook.write, {}
 
-    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor) -> Tensor:
+    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor, **how: Any) -> Any:
         # as a book would that outlives its step and takes what is there for what it is given
-        return original(book, layer, part, *first_step.setdefault((type(layer), layer.layer_idx, part), (k.clone(), v.clone())))
+        return original(
+            book, layer, part, *first_step.setdefault((type(layer), layer.layer_idx, part), (k.clone(), v.clone())), **how
+        )
 
     return patch.object(KVBook, "write", write)
 
