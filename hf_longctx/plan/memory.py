@@ -2,7 +2,8 @@
 
 A chunk's *held* bytes wait from its forward for its backward, on the device or on the host. Its *workspace* is the most that
 one of its passes needs beyond all that is held when the forward is complete: a layer's replay and backward, or the loss
-(`layer_memory.py`). A round adds up the chunks in flight, keys and values of slices, and the workspace of the running action.
+(`layer_memory.py`). A round adds up the chunks in flight, keys and values of slices (`book_memory.py`), and the workspace of the
+running action.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from operator import attrgetter
 import numpy as np
 
 from hf_longctx.plan.activation_memory import class_bytes
+from hf_longctx.plan.book_memory import book_moments, group_ends
 from hf_longctx.plan.cost import BoolArray, IntArray
 from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
-from hf_longctx.plan.sharding import head_shares, shard_tokens
+from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import (
     Action,
@@ -252,11 +254,11 @@ def round_moments(
     work = np.where(is_forward, forward_workspace, backward_workspace)
     # a chunk is held from its forward on, and in its own backward still
     saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
-    first, last, others = _book_bytes(model, group, stage, position, place, is_forward)
+    first, last, most, others = book_moments(model, group, stage, position, place, is_forward)
     peak = np.maximum(saved + work + first, saved - device + ending + last) + others
     if len(copying):
         peak += np.array(copying, dtype=np.int64)
-    return RoundMoments(saved, on_host, np.maximum(first, last) + others, work, peak)
+    return RoundMoments(saved, on_host, most + others, work, peak)
 
 
 def _part_chunks(
@@ -309,60 +311,6 @@ def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, en
         sliced_tokens=min(tokens, sum(-(-span.num_tokens // degree) for span in slices)),
         is_shared=degree > 1,
     )
-
-
-def group_ends(group: SequenceGroup) -> dict[int, int]:
-    """Where every sequence ends in the group."""
-    ends: dict[int, int] = {}
-    for span in (span for chunk in group.chunks for span in chunk.spans):
-        ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
-    return ends
-
-
-def _book_bytes(
-    model: ModelSpec, group: SequenceGroup, stage: StagePlan, position: int, place: IntArray, is_forward: BoolArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Keys and values of sliced sequences, and their gradients, as the runtime's book holds them, in every pass of a round.
-
-    When the last and when the first layer of the pass's chunk run (in a forward only the former), and of the stage's other parts.
-    place: chunk times parts, plus part, of every pass.
-    """
-    num_parts, block = len(stage.parts), group.shape.ulysses
-    heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
-    # of keys and values, and of their gradients in at least fp32, in a layer
-    token_bytes = heads * model.kv_head_size * model.bytes_per_element
-    gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
-    opened, closed = _book_changes(group, token_bytes, gradient_bytes)
-    layers = np.array([part.num_layers for part in stage.parts], dtype=np.int64)[place % num_parts]
-    change = np.where(is_forward, opened[place // num_parts], closed[place // num_parts]) * layers
-    after = np.zeros_like(change)
-    for part in range(num_parts):
-        own = place % num_parts == part
-        after[own] = np.cumsum(change[own])
-    before = after - change
-    # layer by layer, gradients come before the layer's attention and all goes after it
-    by_layer = change // layers
-    first = np.where(is_forward, after, np.where(change > 0, before + by_layer, before))
-    last = np.where(is_forward, 0, np.where(change > 0, after, after - by_layer))
-    return first, last, np.cumsum(change) - after
-
-
-def _book_changes(group: SequenceGroup, token_bytes: int, gradient_bytes: int) -> tuple[IntArray, IntArray]:
-    """By how much the forward and the backward of every chunk change a layer's book."""
-    ends = group_ends(group)
-    last_starts = {
-        span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]
-    }
-    opened, closed = np.zeros(len(group.chunks), dtype=np.int64), np.zeros(len(group.chunks), dtype=np.int64)
-    for chunk in group.chunks:
-        for span in chunk.spans:
-            end = ends[span.sequence]
-            if span.start and span.stop == end:
-                closed[chunk.index] += gradient_bytes * span.start
-            elif not span.start and span.stop < end:
-                opened[chunk.index] += token_bytes * end
-                closed[chunk.index] -= token_bytes * end + gradient_bytes * last_starts[span.sequence]
-    return opened, closed
 
 
 def lean_policy(

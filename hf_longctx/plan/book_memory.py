@@ -1,0 +1,151 @@
+"""Bytes of the K/V book: keys and values of sliced sequences and their gradients, as `runtime/slices.py` holds them.
+
+A layer that sees all tokens holds a sequence's keys and values from its first slice's forward to its first slice's backward, and
+gradients of all tokens in front of the last slice from that one's backward on. A layer whose window w is shorter than the
+sequence holds every slice on its own, from its forward to its backward: the last w - 1 tokens, which later slices see, where the
+layer is replayed (none of the last slice), and all tokens where it is not, or once it has been; of gradients, those of the last
+w - 1 tokens before the slice that ran backward last.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_longctx.plan.cost import BoolArray, IntArray
+from hf_longctx.plan.sharding import head_shares
+from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.types import SequenceGroup, StagePlan
+
+
+class BookMoments(NamedTuple):
+    """Of every pass: when the last layer of its part runs; when the first runs backward (0 in a forward); the most inside of it;
+    and what the other parts of the stage hold meanwhile."""
+
+    first: IntArray
+    last: IntArray
+    most: IntArray
+    others: IntArray
+
+
+class _Changes(NamedTuple):
+    """Of one layer for every chunk: what a forward adds; what a replay does, and the slice's gradients; what goes with them."""
+
+    written: IntArray
+    rewritten: IntArray
+    left: IntArray
+    gone: IntArray
+
+
+def group_ends(group: SequenceGroup) -> dict[int, int]:
+    """Where every sequence ends in the group."""
+    ends: dict[int, int] = {}
+    for span in (span for chunk in group.chunks for span in chunk.spans):
+        ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
+    return ends
+
+
+def book_moments(
+    model: ModelSpec, group: SequenceGroup, stage: StagePlan, position: int, place: IntArray, is_forward: BoolArray
+) -> BookMoments:
+    """The book in every pass of a round. place: chunk times parts, plus part, of each; is_forward: whether it is one."""
+    num_parts, block = len(stage.parts), group.shape.ulysses
+    heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
+    # of keys and values, and of their gradients in at least fp32, in a layer
+    token_bytes = heads * model.kv_head_size * model.bytes_per_element
+    gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
+    windows = sorted({window or 0 for window in model.windows} or {0})
+    # whether layers are replayed does not matter where all see all tokens
+    replays = (False, True) if max(windows) else (False,)
+    kinds = [
+        _layer_changes(group, window, is_replayed, token_bytes, gradient_bytes) for window in windows for is_replayed in replays
+    ]
+    first, last, most, change = (np.zeros_like(place) for _ in range(4))
+    for part, layers in enumerate(stage.parts):
+        if len(kinds) == 1:
+            found = _alike(kinds[0], layers.num_layers)
+        else:
+            found = _in_turn(kinds, _layer_kinds(model, stage, part, windows, len(group.chunks)))
+        forward, backward, first_run, last_run, fullest = found
+        own = slice(None) if num_parts == 1 else place % num_parts == part
+        chunk, goes_forward = place[own] // num_parts, is_forward[own]
+        change[own] = np.where(goes_forward, forward[chunk], backward[chunk])
+        after = np.cumsum(change[own])
+        before = after - change[own]
+        first[own] = np.where(goes_forward, after, before + first_run[chunk])
+        last[own] = np.where(goes_forward, 0, before + last_run[chunk])
+        most[own] = np.where(goes_forward, after, before + fullest[chunk])
+    others = np.cumsum(change)
+    for part in range(num_parts):
+        own = place % num_parts == part
+        others[own] -= np.cumsum(change[own])
+    return BookMoments(first, last, most, others)
+
+
+# of every chunk: what a forward and a backward change; beside what was there before it, the book when the first of its layers
+# to run backward does, when the last one does, and the most
+_PassChanges = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
+
+
+def _alike(changes: _Changes, num_layers: int) -> _PassChanges:
+    """Of layers that see all tokens."""
+    net = changes.left - changes.gone
+    last_run = (num_layers - 1) * net + changes.left
+    return num_layers * changes.written, num_layers * net, changes.left, last_run, np.maximum(changes.left, last_run)
+
+
+def _in_turn(kinds: list[_Changes], kind_CL: IntArray) -> _PassChanges:
+    """Of layers of these kinds."""
+    known = np.array([list(kind) for kind in kinds], dtype=np.int64).transpose(1, 0, 2)
+    # last layer first
+    written, rewritten, left, gone = known[:, kind_CL[:, ::-1], np.arange(len(kind_CL))[:, None]]
+    net = rewritten + left - gone
+    replayed = np.cumsum(net, axis=1) - net + rewritten
+    running = replayed + left
+    return written.sum(1), net.sum(1), running[:, 0], running[:, -1], np.maximum(replayed, running).max(1)
+
+
+def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[int], num_chunks: int) -> IntArray:
+    """For every chunk and layer of a part, [C, L], twice the place of its window, and one more where it is replayed."""
+    layers = stage.parts[part]
+    own = model.windows[layers.first_layer : layers.first_layer + layers.num_layers]
+    places = np.array([2 * windows.index(window or 0) for window in own], dtype=np.int64)
+    kinds = np.broadcast_to(places, (num_chunks, layers.num_layers)).copy()
+    # layers alike are the same object
+    known: dict[int, bool] = {}
+    for policy in stage.activations:
+        if policy.part == part:
+            for layer in policy.layers:
+                if id(layer) not in known:
+                    known[id(layer)] = not layer.keeps_everything
+            row = np.array([known[id(layer)] for layer in policy.layers[: layers.num_layers]], dtype=np.int64)
+            kinds[policy.chunk, : len(row)] += row
+    return kinds
+
+
+def _layer_changes(group: SequenceGroup, window: int, is_replayed: bool, token_bytes: int, gradient_bytes: int) -> _Changes:
+    """By how much passes of every chunk change the book of a layer with this window (0: none)."""
+    ends = group_ends(group)
+    last_starts = {
+        span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]
+    }
+    found = _Changes(*(np.zeros(len(group.chunks), dtype=np.int64) for _ in _Changes._fields))
+    for index, span in ((chunk.index, span) for chunk in group.chunks for span in chunk.spans):
+        end, is_last = ends[span.sequence], span.stop == ends[span.sequence]
+        if is_last and not span.start:
+            continue
+        if not window or window >= end:
+            if not span.start:
+                found.written[index] += token_bytes * end
+                found.gone[index] += token_bytes * end + gradient_bytes * last_starts[span.sequence]
+            elif is_last:
+                found.left[index] += gradient_bytes * span.start
+            continue
+        seen = 0 if is_last else min(span.num_tokens, window - 1)
+        kept = seen if is_replayed else span.num_tokens
+        found.written[index] += token_bytes * kept
+        found.rewritten[index] += token_bytes * (span.num_tokens - kept)
+        found.left[index] += gradient_bytes * (min(span.start, window - 1) - (0 if is_last else min(span.stop, window - 1)))
+        found.gone[index] += token_bytes * span.num_tokens
+    return found
