@@ -13,6 +13,7 @@ A slice that several pipeline stages share is cut at every position again, in zi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -172,6 +173,29 @@ def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piec
                 held += piece.num_tokens
         result.append(tuple(kept))
     return tuple(result)
+
+
+def seen_pieces(keys: tuple[Piece, ...], queries: tuple[Piece, ...], first_seen: Callable[[int], int]) -> tuple[Piece, ...]:
+    """What the queries of another block see of a block's pieces, lying from 0 on: of each its last tokens, all or none.
+
+    first_seen: the first key that the query at a position of its document sees; keys before its position are seen from there on.
+    """
+    starts: dict[int, list[int]] = {}
+    for query in queries:
+        starts.setdefault(query.document, []).append(query.start)
+    seen, held = [], 0
+    for key in keys:
+        nearest = min((start for start in starts.get(key.document, ()) if start >= key.stop), default=-1)
+        first = max(key.start, first_seen(nearest)) if nearest >= 0 else key.stop
+        if first < key.stop:
+            seen.append(Piece(key.document, first, key.stop, held))
+            held += key.stop - first
+    return tuple(seen)
+
+
+def longest_document(blocks: tuple[tuple[Piece, ...], ...]) -> int:
+    """Tokens of the longest document that lies in these blocks."""
+    return max((piece.stop for block in blocks for piece in block), default=0)
 
 
 def held_tokens(pieces: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:

@@ -3,17 +3,27 @@
 Inside a block (Ulysses) a rank sends each neighbour that neighbour's heads of its own tokens (queries, and every KV head
 that these read, in keys and values), and after attention its own heads of the neighbour's tokens; backward the same the
 other way round. Around the ring, b blocks pass on b - 1 times the keys and values that other blocks see (all but the last
-of the 2b zigzag pieces of a document), in backward again, and as often their gradients, in at least fp32.
+of the 2b zigzag pieces of a document), in backward again, and as often their gradients, in at least fp32. In layers whose
+window is shorter than the chunk's longest document, blocks instead send each other what is seen and no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 
-from hf_longctx.plan.sharding import head_shares
+from hf_longctx.plan.sharding import (
+    Piece,
+    block_pieces,
+    head_shares,
+    held_tokens,
+    longest_document,
+    rank_pieces,
+    seen_pieces,
+    travelling_pieces,
+)
 from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
-from hf_longctx.plan.types import GroupShape
+from hf_longctx.plan.types import Chunk, GroupShape
 
 _LEAST_GRADIENT_BYTES = 4
 
@@ -69,41 +79,61 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
     return tuple(dict.fromkeys(shapes))
 
 
-def sent_bytes(
-    model: ModelSpec, shape: GroupShape, tokens: Sequence[int], travelling: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Bytes that every rank sends to others in one forward and one backward over all layers, exactly.
-
-    `tokens`: tokens of every rank of the group, dummy tokens included. `travelling`: tokens of every block whose keys and
-    values go around (`sharding.travelling_pieces`).
-    """
+def sent_bytes(model: ModelSpec, shape: GroupShape, chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    """Bytes that every rank of a group sends to others in one forward and one backward of a chunk over all layers, exactly."""
     element, gradient = _value_bytes(model)
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
+    tokens, blocks = held_tokens(rank_pieces(chunk, shape)), block_pieces(chunk, shape)
     # elements of a token: what a rank gets of queries, keys and values, and what it returns
     sent = [q * model.head_dim + kv * model.kv_head_size for q, kv in zip(heads.queries, heads.kv, strict=True)]
     returned_heads = [q * (model.kv_head_size - model.head_dim) for q in heads.queries]
-    block_tokens = [sum(tokens[first : first + shape.ulysses]) for first in range(0, shape.degree, shape.ulysses)]
+    block_tokens = held_tokens(blocks)
+    passed, returned = _ring_tokens(model, blocks)
     result = []
     for rank, own in enumerate(tokens):
         block, inside = divmod(rank, shape.ulysses)
         others = block_tokens[block] - own
-        forward = (own * (sum(sent) - sent[inside]) + others * returned_heads[inside]) * element
-        backward = (others * sent[inside] + own * (sum(returned_heads) - returned_heads[inside])) * element
-        hops = shape.num_blocks - 1
-        if hops:
-            # a rank passes on keys and values of all blocks but the one it gets last, and gradients of all but its own
-            passed = sum(travelling[(block - hop) % shape.num_blocks] for hop in range(hops))
-            returned = sum(travelling) - travelling[block]
-            forward += passed * heads.kv[inside] * model.kv_head_size * element
-            backward += (passed * element + returned * gradient) * heads.kv[inside] * model.kv_head_size
-        result.append((forward * model.num_layers, backward * model.num_layers))
+        forward = (own * (sum(sent) - sent[inside]) + others * returned_heads[inside]) * element * model.num_layers
+        backward = (others * sent[inside] + own * (sum(returned_heads) - returned_heads[inside])) * element * model.num_layers
+        values = heads.kv[inside] * model.kv_head_size
+        forward += passed[block] * values * element
+        backward += (passed[block] * element + returned[block] * gradient) * values
+        result.append((forward, backward))
     return tuple(result)
+
+
+def _ring_tokens(model: ModelSpec, blocks: tuple[tuple[Piece, ...], ...]) -> tuple[list[int], list[int]]:
+    """Tokens whose keys and values, and of whose gradients, every block sends around in one pass, added up over all layers."""
+    passed, returned = [0] * len(blocks), [0] * len(blocks)
+    for window, num_layers in Counter(model.windows or (None,) * model.num_layers).items():
+        if window and window < longest_document(blocks):
+            sent = [[0 if q is k else _seen_tokens(k, q, window) for q in blocks] for k in blocks]
+            counts = [(sum(row), sum(column)) for row, column in zip(sent, zip(*sent, strict=True), strict=True)]
+        else:
+            # a block passes on keys and values of all blocks but the one it gets last, and gradients of all but its own
+            travelling = held_tokens(travelling_pieces(blocks))
+            counts = [
+                (sum(travelling) - travelling[(block + 1) % len(blocks)], sum(travelling) - own)
+                for block, own in enumerate(travelling)
+            ]
+        for block, (keys, gradients) in enumerate(counts):
+            passed[block] += num_layers * keys
+            returned[block] += num_layers * gradients
+    return passed, returned
+
+
+def _seen_tokens(keys: tuple[Piece, ...], queries: tuple[Piece, ...], window: int) -> int:
+    """Tokens of a block that another one's queries see through a window."""
+    return sum(piece.num_tokens for piece in seen_pieces(keys, queries, lambda position: max(0, position - window + 1)))
 
 
 def mean_traffic(
     model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_tokens: float, is_backward: bool, near_ranks: int = 0
 ) -> Traffic:
     """What a rank sends on average in one pass of a chunk of `num_tokens` tokens spread evenly: `sent_bytes`, smoothed.
+
+    In rings no less than that: all layers count as if they saw all tokens, since what a window lets travel is not linear in
+    tokens but a matter of documents.
 
     `near_ranks`: the fewest ranks of the group that share a node; 0 for the most that any place allows. A ring that leaves a
     node runs at the speed of the network, because all of its ranks wait for the slowest hop. Where the hardware's rate for a

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import HeadShare, Piece
+from hf_longctx.plan.sharding import HeadShare, Piece, longest_document, seen_pieces
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
+from hf_longctx.runtime.patterns import AttentionPattern
 from hf_longctx.runtime.slices import KVBook, Slice
 
 if TYPE_CHECKING:
@@ -42,44 +43,82 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectBlocks:
+    """What blocks send each other directly, where a pattern lets go of keys, seen by one of them.
+
+    incoming: of every block what this one's queries see, lying from 0 on. outgoing: for every block which of this one's tokens
+    its queries see, in the order in which they are sent.
+    """
+
+    incoming: tuple[tuple[Piece, ...], ...]
+    outgoing: tuple[tuple[slice, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ring:
     """The blocks of a group, seen by one rank: the ranks that hold the same heads in every block, in ring order.
 
     process_group: the group of all ranks, whose links messages use (any ranks form a ring without a group of their own).
-    index: this rank's block. ranks: the global ranks of the ring. pieces: what this rank's block holds of the documents.
-    travelling: of every block, what others see. departing: the tokens of this rank's block that travel. known_tiles:
-    filled by `tiles`, for all layers of a chunk.
+    index: this rank's block. ranks: the global ranks of the ring. blocks: what every block holds of the documents.
+    travelling: of every block, what others see where tokens see all before them. departing: the tokens of this rank's block that
+    travel. known_tiles, known_direct: filled by `tiles` and `direct`, for all layers of a chunk.
     """
 
     process_group: dist.ProcessGroup | None
     index: int
     ranks: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    blocks: tuple[tuple[Piece, ...], ...]
     travelling: tuple[tuple[Piece, ...], ...]
     departing: tuple[slice, ...] = ()
-    known_tiles: dict[int, list[Tile]] = field(default_factory=dict)
+    known_tiles: dict[tuple[AttentionPattern | None, int], list[Tile]] = field(default_factory=dict)
+    known_direct: dict[AttentionPattern, DirectBlocks | None] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
         return len(self.ranks)
 
-    def num_travelling(self, block: int) -> int:
-        """Tokens of a block whose keys and values go around."""
-        pieces = self.travelling[block]
-        return pieces[-1].first + pieces[-1].num_tokens if pieces else 0
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank's block holds."""
+        return self.blocks[self.index]
 
-    def tiles(self, block: int) -> list[Tile]:
-        """What this rank's queries see of the keys of a block, as they lie there or, of other blocks, as they travel."""
-        if block not in self.known_tiles:
-            keys = self.pieces if block == self.index else self.travelling[block]
-            self.known_tiles[block] = visible_tiles(self.pieces, keys)
-        return self.known_tiles[block]
+    def direct(self, pattern: AttentionPattern) -> DirectBlocks | None:
+        """What blocks send each other under a pattern; None where some token sees all of the longest document."""
+        if pattern not in self.known_direct:
+            self.known_direct[pattern] = self._direct(pattern)
+        return self.known_direct[pattern]
+
+    def _direct(self, pattern: AttentionPattern) -> DirectBlocks | None:
+        if not pattern.first_seen(longest_document(self.blocks) - 1):
+            return None
+        own, others = self.pieces, [() if place == self.index else block for place, block in enumerate(self.blocks)]
+        incoming = tuple(seen_pieces(block, own, pattern.first_seen) for block in others)
+        leaving = (seen_pieces(own, block, pattern.first_seen) for block in others)
+        return DirectBlocks(incoming, tuple(departing_tokens(own, pieces) for pieces in leaving))
+
+    def tiles(self, block: int, pattern: AttentionPattern) -> list[Tile]:
+        """What this rank's queries see of the keys of a block, as they lie there or, of other blocks, as they arrive.
+
+        A tile may be wholly outside of the pattern.
+        """
+        direct = self.direct(pattern)
+        known = (pattern if direct else None, block)
+        if known not in self.known_tiles:
+            arriving = direct.incoming if direct else self.travelling
+            self.known_tiles[known] = visible_tiles(self.pieces, self.pieces if block == self.index else arriving[block])
+        return self.known_tiles[known]
 
 
 def departing_tokens(pieces: tuple[Piece, ...], travelling: tuple[Piece, ...]) -> tuple[slice, ...]:
-    """Where in its block lies what travels of it, in the order of `travelling`."""
-    sent = {(piece.document, piece.start) for piece in travelling}
-    return tuple(piece.tokens for piece in pieces if (piece.document, piece.start) in sent)
+    """Where in its block lies what travels of it, pieces or the ends of pieces, in the order of `travelling`."""
+    sent = {(piece.document, piece.stop): piece.num_tokens for piece in travelling}
+    ends = ((piece.tokens.stop, sent.get((piece.document, piece.stop), 0)) for piece in pieces)
+    return tuple(slice(stop - num_tokens, stop) for stop, num_tokens in ends if num_tokens)
+
+
+def sent_tokens(pieces: tuple[Piece, ...]) -> int:
+    """Tokens of pieces that lie from 0 on."""
+    return pieces[-1].first + pieces[-1].num_tokens if pieces else 0
 
 
 def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[Tile]:

@@ -140,7 +140,7 @@ class GroupPool:
                 self.everyone,
                 index,
                 tuple(self.stage * self.ranks_per_stage + position for position in group.positions[inside :: shape.ulysses]),
-                pieces[index],
+                pieces,
                 travelling,
                 departing_tokens(pieces[index], travelling[index]),
             ),

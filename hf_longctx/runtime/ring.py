@@ -5,6 +5,10 @@ one query piece and one key piece is seen wholly, causally (the same piece) or n
 computed, and keys that no other block sees are never sent. Partial outputs merge by their log-sum-exp (LSE) in at least
 fp32. Backward passes keys, values and their gradients around once more and uses the merged output and LSE.
 
+Where a pattern lets go of keys (a window), nothing is passed on: in hop h every block sends the block h places behind it
+what that one's queries see of its own keys, in backward again, and gets their gradients back. Zigzag neighbours in a document
+are neighbours of the ring in both directions, so that passing on would take most keys nearly all the way around.
+
 Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size of queries and keys, E of values, W = D + E,
 U tokens of the block whose keys are at hand.
 
@@ -21,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.sharding import Piece
-from hf_longctx.runtime.context import Ring
+from hf_longctx.runtime.context import DirectBlocks, Ring, sent_tokens
 from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
@@ -88,21 +92,25 @@ class _RingAttention(torch.autograd.Function):
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
         own_sum = torch.zeros_like(own_kv, dtype=wide)
-        travelling = own_sum
-        for hop, (source, kv) in enumerate(_around(own_kv, ring)):
+        travelling, direct = own_sum, ring.direct(pattern)
+        for hop, (source, kv) in enumerate(_around(own_kv, ring, direct)):
             # the gradients of another block travel behind its keys and values, from the first rank that sees these
-            total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if hop == 1 else travelling
-            for query, key in ring.tiles(source):
+            is_new = hop == 1 or direct is not None
+            total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if is_new else travelling
+            for query, key in ring.tiles(source, pattern):
                 piece = _key_piece(query, key, kv, q_HTD.shape[2], pattern, total)
                 if piece.tiles:
                     rows = query.tokens
                     of_rows = (gradient_HTE[:, rows], q_HTD[:, rows], out_HTE[:, rows], lse_HT[:, rows])
                     dq_HTD[:, rows] += rows_backward(*of_rows, (piece,), readers, scores)
-            if hop:
+            if hop and direct is not None:
+                _return(total, own_sum, ring, direct, hop)
+            elif hop:
                 travelling = _pass_on(total, ring, source)
-        # home again after the last hop
-        for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
-            own_sum[:, tokens] += travelling[:, arrived.tokens]
+        if direct is None:
+            # home again after the last hop
+            for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
+                own_sum[:, tokens] += travelling[:, arrived.tokens]
         dk_GTD, dv_GTE = split_kv(own_sum.to(q_HTD.dtype), q_HTD.shape[2])
         of_sinks = None if sinks_H is None else sinks_backward(gradient_HTE, out_HTE, lse_HT, sinks_H)
         return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, of_sinks, None, None, None, None, None
@@ -119,8 +127,8 @@ def _around_the_ring(
 ) -> tuple[Tensor, Tensor]:
     """Output [H, T, E] and LSE [H, T] of this rank's queries over all blocks' keys."""
     out_HTE, lse_HT = no_keys_yet(q_HTD, own_kv.shape[2] - q_HTD.shape[2])
-    for source, kv in _around(own_kv, ring):
-        for query, key in ring.tiles(source):
+    for source, kv in _around(own_kv, ring, ring.direct(pattern)):
+        for query, key in ring.tiles(source, pattern):
             piece, rows = _key_piece(query, key, kv, q_HTD.shape[2], pattern), query.tokens
             for tile in piece.tiles:
                 merge_tile(out_HTE[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, readers, scores)
@@ -138,28 +146,58 @@ def _key_piece(
     return KeyPiece(kv, tiles, sums)
 
 
-def _around(own_kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """(block, its keys and values) for every block of the ring: this rank's whole, of the others what travels."""
+def _around(own_kv: Tensor, ring: Ring, direct: DirectBlocks | None) -> Iterator[tuple[int, Tensor]]:
+    """(block, its keys and values) for every block of the ring: this rank's whole, of the others what arrives."""
     yield ring.index, own_kv
-    kv = torch.cat([own_kv[:, tokens] for tokens in ring.departing], dim=1) if ring.departing else own_kv[:, :0]
+    kv = _gathered(own_kv, ring.departing) if direct is None else own_kv
     for hop in range(1, ring.num_blocks):
-        kv = _pass_on(kv, ring, (ring.index - hop + 1) % ring.num_blocks)
-        yield (ring.index - hop) % ring.num_blocks, kv
+        following, source = _partners(ring, hop)
+        if direct is None:
+            kv = _pass_on(kv, ring, (ring.index - hop + 1) % ring.num_blocks)
+        else:
+            num_tokens = sent_tokens(direct.incoming[source])
+            kv = _exchange(_gathered(own_kv, direct.outgoing[following]), num_tokens, following, source, ring)
+        yield source, kv
+
+
+def _return(total: Tensor, own_sum: Tensor, ring: Ring, direct: DirectBlocks, hop: int) -> None:
+    """Sends the gradients of what arrived directly in a hop back; adds what comes back to those of this rank's own keys."""
+    following, source = _partners(ring, hop)
+    places = direct.outgoing[following]
+    arrived = _exchange(total, sum(tokens.stop - tokens.start for tokens in places), source, following, ring)
+    first = 0
+    for tokens in places:
+        stop = first + tokens.stop - tokens.start
+        own_sum[:, tokens] += arrived[:, first:stop]
+        first = stop
+
+
+def _partners(ring: Ring, hop: int) -> tuple[int, int]:
+    """The blocks so many places behind and before this rank's."""
+    return (ring.index + hop) % ring.num_blocks, (ring.index - hop) % ring.num_blocks
+
+
+def _gathered(kv: Tensor, places: tuple[slice, ...]) -> Tensor:
+    return torch.cat([kv[:, tokens] for tokens in places], dim=1) if places else kv[:, :0]
 
 
 def _pass_on(tensor: Tensor, ring: Ring, source: int) -> Tensor:
     """Sends what belongs to block `source` to the next block; returns what the previous block passes on."""
+    num_tokens = sent_tokens(ring.travelling[(source - 1) % ring.num_blocks])
+    return _exchange(tensor, num_tokens, *_partners(ring, 1), ring)
+
+
+def _exchange(tensor: Tensor, num_tokens: int, to_block: int, from_block: int, ring: Ring) -> Tensor:
+    """Sends a tensor to one block of the ring and returns as many tokens from another one, which has this one to send to."""
     shape = list(tensor.shape)
-    shape[1] = ring.num_travelling((source - 1) % ring.num_blocks)
+    shape[1] = num_tokens
     received = tensor.new_empty(shape)
-    following = ring.ranks[(ring.index + 1) % ring.num_blocks]
-    previous = ring.ranks[(ring.index - 1) % ring.num_blocks]
     operations = []
     # both ends know from the layout where there is nothing to send
     if tensor.shape[1]:
-        operations.append(dist.P2POp(dist.isend, tensor.contiguous(), following, group=ring.process_group))
-    if shape[1]:
-        operations.append(dist.P2POp(dist.irecv, received, previous, group=ring.process_group))
+        operations.append(dist.P2POp(dist.isend, tensor.contiguous(), ring.ranks[to_block], group=ring.process_group))
+    if num_tokens:
+        operations.append(dist.P2POp(dist.irecv, received, ring.ranks[from_block], group=ring.process_group))
     for request in dist.batch_isend_irecv(operations) if operations else []:
         request.wait()
     return received

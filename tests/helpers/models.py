@@ -172,7 +172,7 @@ class ModelCase:
     """A tiny model: heads of size 8; `promoted` computes its norms in the dtype of their input.
 
     lora: settings of a `LoraConfig`; of none, all weights are trained. balance: the coefficient of the experts' balance, where
-    the config asks for one.
+    the config asks for one. window: of layers that have one, instead of the family's.
     """
 
     family: str = "llama"
@@ -189,6 +189,7 @@ class ModelCase:
     num_layers: int = 2
     lora: tuple[tuple[str, Any], ...] = ()
     balance: float | None = None
+    window: int = 0
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -215,6 +216,8 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | MOE_FAMILIES)[case.family]
     if case.balance is not None:
         extra = {**extra, "output_router_logits": True, "router_aux_loss_coef": case.balance}
+    if case.window:
+        extra = {**extra, "sliding_window": case.window}
     config = config_class(
         vocab_size=VOCAB_SIZE,
         hidden_size=8 * case.num_heads,

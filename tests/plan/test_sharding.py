@@ -14,6 +14,7 @@ from hf_longctx.plan.sharding import (
     document_bounds,
     held_tokens,
     rank_pieces,
+    seen_pieces,
     shared_pieces,
     travelling_pieces,
 )
@@ -91,6 +92,29 @@ def test_what_travels_is_what_another_block_sees(lengths: list[int], shape: Grou
         assert [piece.first for piece in travelling] == list(accumulate((p.num_tokens for p in seen[:-1]), initial=0))[
             : len(seen)
         ]
+
+
+@given(lengths_of_documents, shapes(), st.integers(1, 40), st.booleans())
+def test_what_is_seen_through_a_window_or_chunk_is_the_end_of_a_piece(
+    lengths: list[int], shape: GroupShape, size: int, has_chunks: bool
+) -> None:
+    def first_seen(position: int) -> int:
+        return position - position % size if has_chunks else max(0, position - size + 1)
+
+    blocks = block_pieces(chunk_of(lengths), shape)
+    for index, keys in enumerate(blocks):
+        for queries in (block for other, block in enumerate(blocks) if other != index):
+            tokens = [(piece.document, token) for piece in queries for token in range(piece.start, piece.stop)]
+            expected = [
+                (key.document, token)
+                for key in keys
+                for token in range(key.start, key.stop)
+                if any(document == key.document and first_seen(query) <= token <= query for document, query in tokens)
+            ]
+            seen = seen_pieces(keys, queries, first_seen)
+            assert [(piece.document, token) for piece in seen for token in range(piece.start, piece.stop)] == expected
+            assert {(piece.document, piece.stop) for piece in seen} <= {(piece.document, piece.stop) for piece in keys}
+            assert [piece.first for piece in seen] == list(accumulate((p.num_tokens for p in seen), initial=0))[: len(seen)]
 
 
 @settings(max_examples=30)

@@ -65,7 +65,7 @@ def test_context_of_one_rank() -> None:
 
 
 def test_shards_that_do_not_cover_the_chunk_are_refused() -> None:
-    ring = Ring(None, 0, (0,), (Piece(0, 0, 8, 0),), ((),))
+    ring = Ring(None, 0, (0,), ((Piece(0, 0, 8, 0),),), ((),))
     with pytest.raises(ValueError, match=r"\(7,\) tokens do not add up to the chunk's 8 tokens"):
         GroupContext(Block(None, 0, (7,)), ring, (0, 8))
 

@@ -120,7 +120,7 @@ def test_packed_attention_of_some_heads_is_the_reference(
 
 def block_context(group: Any, index: int, shards: tuple[int, ...], bounds: tuple[int, ...]) -> GroupContext:
     """A context of one block whose ranks hold `shards` tokens each, with documents at `bounds`."""
-    return GroupContext(Block(group, index, shards), Ring(None, 0, (0,), (), ((),)), bounds)
+    return GroupContext(Block(group, index, shards), Ring(None, 0, (0,), ((),), ((),)), bounds)
 
 
 def attend(context: GroupContext, num_heads: int, num_kv_heads: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

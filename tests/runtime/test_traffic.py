@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.model_spec import model_spec
-from hf_longctx.plan.sharding import block_pieces, head_shares, held_tokens, rank_pieces, travelling_pieces
+from hf_longctx.plan.sharding import head_shares
 from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.traffic import HeadCounts, mean_traffic, sent_bytes
 from hf_longctx.plan.types import Chunk, GroupShape, Span, StepPlan
@@ -80,14 +80,20 @@ def test_values_of_another_size_are_counted(ranks, ulysses: int) -> None:
     check_sent(ranks, ModelCase("deepseek_v3", num_heads=6, dtype=torch.bfloat16), ulysses)
 
 
+# of three layers one without a window and two with one, shorter than a piece, as long as several, longer than all but the
+# longest document, and longer than all
+@pytest.mark.parametrize("window", [1, 3, 16, 36, 37])
+@pytest.mark.parametrize("ulysses", [2, 1], ids=["hybrid", "ring"])
+def test_layers_with_windows_send_what_is_seen(ranks, ulysses: int, window: int) -> None:
+    check_sent(ranks, ModelCase("qwen3_window", dtype=torch.bfloat16, num_layers=3, window=window), ulysses)
+
+
 def check_sent(ranks: Any, case: ModelCase, ulysses: int) -> None:
     """Asserts the formula's bytes for every rank of a group of four."""
     lengths = [37, 14, 3]
     plan = plan_of([[(4, (0, 1, 2))]], lengths, 4, ulysses)
     (group,) = plan.micro_batches[0].groups
-    tokens = held_tokens(rank_pieces(group.chunks[0], group.shape))
-    travelling = held_tokens(travelling_pieces(block_pieces(group.chunks[0], group.shape)))
-    expected = sent_bytes(spec_of(case), GroupShape(4, ulysses), tokens, travelling)
+    expected = sent_bytes(spec_of(case), GroupShape(4, ulysses), group.chunks[0])
     found = ranks(4).run(sent_on_rank, case, plan, random_rows(lengths))
     assert found == [(forward, forward + backward) for forward, backward in expected]
 
@@ -119,8 +125,7 @@ def test_the_mean_of_values_of_another_size_is_exact_too(shape: GroupShape) -> N
 def check_mean(model: ModelSpec, shape: GroupShape) -> None:
     """Asserts that the planner's mean is the exact count of an even chunk."""
     num_tokens = 2 * shape.num_blocks * shape.degree
-    travelling = held_tokens(travelling_pieces(block_pieces(Chunk(0, (Span(0, 0, num_tokens),)), shape)))
-    exact = sent_bytes(model, shape, [num_tokens // shape.degree] * shape.degree, travelling)
+    exact = sent_bytes(model, shape, Chunk(0, (Span(0, 0, num_tokens),)))
     cluster = ClusterSpec(8, 8, GENERIC_CPU)
     for is_backward in (False, True):
         mean = mean_traffic(model, cluster, shape, num_tokens, is_backward)
