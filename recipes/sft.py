@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     ByT5Tokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -91,6 +94,10 @@ class RecipeArguments:
     )
     lora_targets: list[str] | None = field(
         default=None, metadata={"help": "Names of the Linear modules that get adapters. Default: all but the output head."}
+    )
+    load_in_4bit: bool = field(
+        default=False,
+        metadata={"help": "Freeze the linear weights below the adapters in four bits (QLoRA: NF4, scales in eight bits)."},
     )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Tokenizer on the hub or a local folder; 'bytes' for UTF-8 bytes. Default: the model's."}
@@ -195,6 +202,10 @@ class RecipeArguments:
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) is not None and not self.lora_rank:
                 raise ValueError(f"{name} has no effect without adapters; set lora_rank, or leave it out")
+        if self.load_in_4bit and not self.lora_rank:
+            raise ValueError("load_in_4bit freezes weights, so that nothing is left to train; set lora_rank, or leave it out")
+        if self.load_in_4bit and find_spec("bitsandbytes") is None:
+            raise ValueError("load_in_4bit needs bitsandbytes, which is not installed; pip install 'hf_longctx[qlora]'")
         if self.lora_rank and self.model_config is not None:
             raise ValueError(
                 "lora_rank saves adapters without the weights below, which model_config makes at random; give a model"
@@ -277,7 +288,8 @@ def add_needles(trainer: LongContextTrainer, recipe: RecipeArguments, held_out: 
     trainer.add_callback(evaluation)
     if recipe.needle_base:
         config = checkpoint_config(recipe)
-        base = AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, config=config, dtype=recipe.dtype)
+        settings = {"config": config, "dtype": recipe.dtype, **four_bits(recipe)}
+        base = AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, **settings)
         evaluation.measure(base, "base, not extended")
 
 
@@ -308,7 +320,7 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
 
 def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> PreTrainedModel:
     """The checkpoint, or random weights of the given config, with sdpa attention; this rank's stage of a local checkpoint."""
-    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa"}
+    path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa", **four_bits(recipe)}
     if path is None:
         assert recipe.model_config is not None
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(recipe.model_config)), **settings)
@@ -318,6 +330,17 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
     if longctx_config.stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
         return load_pipeline_stage(path, longctx_config, config=config, **settings)
     return AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
+
+
+def four_bits(recipe: RecipeArguments) -> dict[str, Any]:
+    """How weights below adapters are loaded: nothing, or quantised as in QLoRA, with products in the model's dtype."""
+    if not recipe.load_in_4bit:
+        return {}
+    compute = getattr(torch, recipe.dtype)
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+    return {"quantization_config": quantised}
 
 
 def checkpoint_config(recipe: RecipeArguments) -> PretrainedConfig:

@@ -54,6 +54,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
     how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, of weights and saved activations")
     how.add_argument("--lora-rank", type=int, default=0, help="of adapters on all matrices; 0 trains all weights (default)")
+    how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
     how.add_argument("--host-gib", type=float, help="host memory for each rank's saved tensors (default: the profile's)")
     how.add_argument(
         "--activations", choices=("auto", "keep"), default="auto", help="auto: recompute and offload by need; keep: never"
@@ -171,6 +172,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
         solver_time_limit_s=options.solver_time_limit,
         longest_tokens=longest_tokens,
         lora_rank=options.lora_rank,
+        quantize=options.quantize,
         activations=options.activations,
         host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
     )

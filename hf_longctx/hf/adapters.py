@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.checkpoint import sharded_like
+from hf_longctx.hf.quantised import four_bit_layers, is_four_bit
 from hf_longctx.plan.specs import AdapterSpec
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -82,7 +83,7 @@ def _module_problems(model: PeftModel) -> list[str]:
     base = base_of(model)
     problems = []
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    if other := next((module for _, module in layers if type(module) is not Linear), None):
+    if other := next((module for _, module in layers if not _is_tested(module)), None):
         problems.append(f"an adapter lies on {type(other.get_base_layer()).__name__}, which is not tested; target Linear modules")
     if any(module.merged for _, module in layers):
         problems.append("the adapters are merged into the weights; call model.unmerge_adapter()")
@@ -107,6 +108,13 @@ def _module_problems(model: PeftModel) -> list[str]:
     return problems
 
 
+def _is_tested(layer: BaseTunerLayer) -> bool:
+    """Whether an adapter lies on a linear module, or on one of four bits; those have a class of their own in PEFT."""
+    if type(layer) is Linear:
+        return True
+    return isinstance(layer, LoraLayer) and is_four_bit(layer.get_base_layer())
+
+
 def shard_problems(model: Any) -> list[str]:
     """Why the trained weights of a model cannot be sharded: FSDP2 sums the gradients of a unit in one dtype."""
     base = base_of(model)
@@ -122,7 +130,7 @@ def shard_problems(model: Any) -> list[str]:
 
 
 def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """Dtypes of the model's own weights, and of those that adapters add to its modules."""
+    """Dtypes of the model's own weights, and of those that adapters add; of four-bit layers neither weight nor bias counts."""
     added = {
         id(parameter)
         for module in model.modules()
@@ -130,10 +138,23 @@ def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
         for name, parameter in module.named_parameters()
         if not name.startswith("base_layer.")
     }
+    packed = {id(parameter) for layer in four_bit_layers(model).values() for parameter in layer.parameters()}
     dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
     for parameter in model.parameters():
-        dtypes[id(parameter) in added].add(parameter.dtype)
+        if id(parameter) not in packed:
+            dtypes[id(parameter) in added].add(parameter.dtype)
     return dtypes
+
+
+def hidden_dtype(model: Any) -> torch.dtype:
+    """The dtype of hidden states, that of the model's own weights; `model`, or a stage of it, mixes none."""
+    own, _ = own_dtypes(model)
+    if len(own) == 1:
+        return next(iter(own))
+    # a stage of norms without weights, and of layers of four bits
+    asked = getattr(base_of(model).config, "dtype", None)
+    dtype: torch.dtype = asked if not own and isinstance(asked, torch.dtype) else base_of(model).dtype
+    return dtype
 
 
 def adapter_spec(model: Any) -> AdapterSpec:
@@ -143,11 +164,12 @@ def adapter_spec(model: Any) -> AdapterSpec:
     base = base_of(model)
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     sizes = [_trained(layer) for layer in layers] or [(0, 0)]
+    hidden = hidden_dtype(model)
     first, last = _trained(base.get_input_embeddings()), _trained(base.get_output_embeddings())
     return AdapterSpec(
         layer_parameters=max(count for count, _ in sizes),
         layer_bytes=max(num_bytes for _, num_bytes in sizes),
-        layer_saved_bytes=max((sum(map(_saved_bytes, layer.modules())) for layer in layers), default=0),
+        layer_saved_bytes=max((sum(_saved_bytes(module, hidden) for module in layer.modules()) for layer in layers), default=0),
         first_parameters=first[0],
         first_bytes=first[1],
         last_parameters=last[0],
@@ -166,8 +188,8 @@ def _trained(module: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
 
 
-def _saved_bytes(module: nn.Module) -> int:
-    """Bytes per token that an adapter on `module` keeps for backward, beside what the module itself keeps.
+def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
+    """Bytes per token that an adapter on `module`, whose input is `hidden`, keeps beside what the module itself keeps.
 
     The input in the adapter's dtype if that is another one, and what the first matrix makes of it; DoRA the product of the frozen
     weight, that of the adapter, and a sum with both.
@@ -175,9 +197,9 @@ def _saved_bytes(module: nn.Module) -> int:
     if not isinstance(module, LoraLayer):
         return 0
     layer: Any = module
-    first, frozen = layer.lora_A[_ADAPTER].weight, layer.get_base_layer().weight
-    element = max(first.element_size(), frozen.element_size())
-    copied = layer.in_features * first.element_size() if first.dtype != frozen.dtype else 0
+    first = layer.lora_A[_ADAPTER].weight
+    element = max(first.element_size(), hidden.itemsize)
+    copied = layer.in_features * first.element_size() if first.dtype != hidden else 0
     products = 3 * layer.out_features * element if layer.use_dora[_ADAPTER] else 0
     kept: int = copied + first.shape[0] * first.element_size() + products
     return kept

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hf.document_rope import follow_documents, ignore_documents
+from hf_longctx.hf.quantised import settle_quantised
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.patterns import AttentionPattern
 from hf_longctx.runtime.sequence_parallel import sequence_parallel_attention
@@ -34,11 +35,12 @@ _WINDOW_OF_CONFIG = ("PhimoeAttention",)
 def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present one. Idempotent.
 
-    Rotary embeddings whose frequencies depend on a document's length learn it from the same context.
-
+    Rotary embeddings whose frequencies depend on a document's length learn it from the same context. Of quantised weights
+    nothing changes from then on, as it else may in bitsandbytes' own forward.
     Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
     """
     follow_documents(model)
+    settle_quantised(model)
     current = model.config._attn_implementation
     if current in NAMES.values():
         return

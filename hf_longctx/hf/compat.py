@@ -9,9 +9,10 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
-from hf_longctx.hf.adapters import adapter_problems, base_of, kind_problems, own_dtypes
+from hf_longctx.hf.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
 from hf_longctx.hf.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.model_classes import DEFAULT_ROPE_ONLY, class_problem
+from hf_longctx.hf.quantised import quantised_problems
 from hf_longctx.hf.rope import rope_problems
 from hf_longctx.hf.routers import router_problems
 
@@ -66,6 +67,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
             f"tested; use the class of transformers"
         ]
+    if quantised := quantised_problems(model):
+        # what else would be said of its weights is said of those that stand for others
+        return quantised
     problems = [*adapter_problems(model), *_pattern_problems(base), *router_problems(base)]
     problems += _setting_problems(config)
     problems += [
@@ -96,15 +100,13 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         problems.append(f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))}; load it in one dtype")
     elif len(added) > 1 or not added <= dtypes | {torch.float32}:
         problems.append(
-            f"the adapters have weights of {', '.join(sorted(map(str, added)))} on a model of {model.dtype}; make all of them "
-            f"float32 (get_peft_model's default) or all of the model's dtype (autocast_adapter_dtype=False)"
+            f"the adapters have weights of {', '.join(sorted(map(str, added)))} on a model of {hidden_dtype(model)}; make all of "
+            f"them float32 (get_peft_model's default) or all of the model's dtype (autocast_adapter_dtype=False)"
         )
-    if model.dtype == torch.float16:
+    if hidden_dtype(model) == torch.float16:
         problems.append(
             "the model's weights are torch.float16, which is not supported; load it with dtype='bfloat16' or 'float32'"
         )
-    if getattr(model, "is_quantized", False):
-        problems.append("quantized models are not supported yet; load the model in float32")
     return problems
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.adapters import adapter_spec
+from hf_longctx.hf.adapters import adapter_spec, hidden_dtype
 from hf_longctx.hf.layer_windows import layer_windows
 from hf_longctx.hf.layers import has_plain_projections
+from hf_longctx.hf.quantised import own_elements, packed_spec
 from hf_longctx.hf.stages import RANGES
 from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.types import Parameters
@@ -27,14 +28,16 @@ _QK_NORMS = (".q_norm", ".q_layernorm")
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
     """The shapes of `model` as the planner sees them; `is_autocast`: attention runs in bf16 whatever the weights are."""
-    spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=model.dtype.itemsize)
+    element = hidden_dtype(model).itemsize
+    spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=element)
     return replace(
         spec,
         idle_parameters=spec.idle_parameters + _uncounted_parameters(model, spec),
-        bytes_sent_per_element=min(2, model.dtype.itemsize) if is_autocast else 0,
+        bytes_sent_per_element=min(2, element) if is_autocast else 0,
         qk_norms=any(name.endswith(_QK_NORMS) for name, _ in model.named_modules()),
         can_keep_qkv=has_plain_projections(model),
         adapters=adapter_spec(model),
+        packed=packed_spec(model),
         windows=layer_windows(model),
     )
 
@@ -52,7 +55,7 @@ def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
     if hasattr(model, RANGES):
         return 0
     added = ("lora_", "modules_to_save")
-    held = sum(weight.numel() for name, weight in model.named_parameters() if not any(word in name for word in added))
+    held = sum(count for name, count in own_elements(model).items() if not any(word in name for word in added))
     missing = held - spec.num_parameters
     return round(missing / spec.num_layers) if abs(missing) > _AGREES * spec.num_parameters else 0
 

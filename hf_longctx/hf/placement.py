@@ -29,6 +29,7 @@ from hf_longctx.hf.checkpoint import (
     save_optimizer,
 )
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.quantised import move_scales
 from hf_longctx.hf.setup import shared_parameters
 from hf_longctx.plan.types import Parameters
 from hf_longctx.runtime.sharded import free_gathered, is_sharded, shard_mesh, shard_model
@@ -90,6 +91,7 @@ class PlacementMixin(_TrainerBase):
         model: Any = self.model
         if not self._is_placed:
             if self._mesh is not None:
+                move_scales(model, self.args.device)
                 shard_model(model, tuple(model._no_split_modules or ()), self._mesh, self.longctx_config.fp32_gradients)
             self._is_placed = True
         # evaluation_mode: autocast, once, but no wrapping; every training makes the accelerator forget its models

@@ -3,7 +3,7 @@
 Layers are of one kind if their modules are of the same classes and agree in every setting and in the shapes of all weights. The
 copy has the first layer of every kind, and two at least, under their own numbers; the others hand on what they get. Embedding
 and head keep the first token ids. Windows and chunks of attention that are too long to be filled are shortened, in the config
-and in every module alike. The model itself is left as it is.
+and in every module alike. A copy in another precision has weights of four bits in full. The model itself is left as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from hf_longctx.hf.adapters import base_of
 from hf_longctx.hf.attention import num_attention_layers
 from hf_longctx.hf.layer_windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
+from hf_longctx.hf.quantised import four_bit_layers, in_full, own_elements
 from hf_longctx.hf.stages import Identity
 
 # token ids that the copy knows
@@ -79,13 +80,16 @@ def reduced_copy(
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): SkippedLayer(layer) for place, layer in enumerate(layers) if place not in kept}
     num_token_ids = _cut_vocabulary(base_of(model), memo)
+    if dtype is not None:
+        # what products unpack, which have no other precision
+        memo |= {id(packed): in_full(packed) for place in kept for packed in four_bit_layers(layers[place]).values()}
     copied = copy.deepcopy(model, memo)
     # a forward under autocast, which accelerate left on a model that was trained before
     copied = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     was_shortened = _shorten_windows(copied, longest_window)
     generator = torch.Generator().manual_seed(seed)
     for parameter in copied.parameters():
-        if not parameter.any():
+        if parameter.is_floating_point() and not parameter.any():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * _NOISE
             parameter.data.copy_(noise)
         if dtype is not None and parameter.is_floating_point():
@@ -111,12 +115,13 @@ def reduced_copy(
 
 
 def num_elements(model: Any, boundaries: Sequence[int]) -> int:
-    """Elements of the weights that a copy has."""
+    """Elements of the weights that a copy has, of those of four bits in full."""
     _, layers, kept = _layers_and_kept(model, boundaries)
     left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
     memo: dict[int, Any] = {}
     _cut_vocabulary(base_of(model), memo)
-    return sum(memo.get(id(p), p).numel() for p in model.parameters() if id(p) not in left_out)
+    counts, own = own_elements(model), dict(model.named_parameters())
+    return sum(memo[id(p)].numel() if id(p) in memo else counts[name] for name, p in own.items() if id(p) not in left_out)
 
 
 def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[nn.Module], Sequence[int]]:

@@ -8,8 +8,8 @@ activation engine, on the largest groups that plans may use in every shape, and 
 In fp64 everything must agree to 5e-5 of a norm: what transformers computes in fp32 inside (norms, rotary embeddings, softmax
 of eager attention) is rounded at 6e-8, and some hundred roundings may differ. Where memory is short it is fp32 and 2e-3, two
 fp32 sums of some thousand terms in different orders, TF32 included. The bugs it is there for are not as small. Weights in other
-precisions, and autocast, run once more as they are: the yardstick is how far the plain model is then from the fp64 one, and
-plans may be four times as far (the loss, which may be right by chance, as far as hidden states).
+precisions, those of four bits too, and autocast, run once more as they are: the yardstick is how far the plain model is then
+from the fp64 one, and plans may be four times as far (the loss, which may be right by chance, as far as hidden states).
 
 Rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") scale, in the copies, beyond half of
 the long document, so that documents on both sides of that limit, and slices that are shorter than it, are compared.
@@ -48,6 +48,7 @@ from hf_longctx.hf.hidden_trace import HiddenTrace, Part, difference, largest
 from hf_longctx.hf.host_memory import host_bytes
 from hf_longctx.hf.layer_windows import decoder_layers
 from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings, merged
+from hf_longctx.hf.quantised import four_bit_layers, move_scales
 from hf_longctx.hf.reduced_copy import ReducedCopy, num_elements, reduced_copy
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
@@ -86,6 +87,7 @@ NOT_COMPARED = ("MoshiForCausalLM",)
 class SelfTest:
     """What is needed of the model before it is cut into stages or placed. exact, working: its copies in two precisions.
 
+    is_packed: whether it has weights of four bits, which the exact copy has in full.
     rope_limit: the longest document whose rotary frequencies are not scaled, where its length decides on that, else 0.
     """
 
@@ -96,6 +98,7 @@ class SelfTest:
     dtype: torch.dtype
     is_autocast: bool
     name: str
+    is_packed: bool
     rope_limit: int = 0
 
     @classmethod
@@ -137,12 +140,14 @@ class SelfTest:
         exact = reduced_copy(model, boundaries, longest_window, dtype)
         # so that the window matters to a third of the tokens
         long_tokens = max(long_tokens, max(exact.windows.values(), default=0) * 3 // 2)
-        is_working = dtype == torch.float64 and (is_autocast or model.dtype != dtype) and not _has_routers(exact.model)
+        is_packed = bool(four_bit_layers(model))
+        is_rounded = is_autocast or is_packed or model.dtype != dtype
+        is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
         working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
         # longer than its slices and than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
-        return cls(exact, working, setup, lengths, dtype, is_autocast, name, max(limits))
+        return cls(exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
 
     def run(
         self,
@@ -271,7 +276,8 @@ class SelfTest:
         whole = "" if self.exact.is_cut else ", all, since the model cannot be cut"
         if self.rope_limit:
             shortened += f", rotary frequencies scaled beyond {self.rope_limit} tokens already"
-        precision = str(self.dtype).removeprefix("torch.") + ("" if self.working is None else " and the run's precision")
+        precision = str(self.dtype).removeprefix("torch.") + (" with weights of four bits in full" if self.is_packed else "")
+        precision += "" if self.working is None else " and the run's precision"
         return (
             f"self-test passed in {seconds:.1f} s: plans ({'; '.join(probe.name for probe in probes)}) against the plain model, "
             f"layers {layers}{whole}{shortened}, {sum(self.lengths)} tokens in {precision}, largest error "
@@ -324,6 +330,7 @@ class _Specimen:
         owned = self.stage.model
         if mesh is not None:
             # in shards to the device, as the model itself
+            move_scales(owned, device)
             shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, fp32_gradients)
         for model in {id(each): each for each in (self.model, owned)}.values():
             if mesh is None or model is not owned:

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.activations import activation_problem
-from hf_longctx.hf.adapters import largest_adapters
+from hf_longctx.hf.adapters import hidden_dtype, largest_adapters
 from hf_longctx.hf.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
 from hf_longctx.hf.host_memory import host_bytes as bytes_of_host
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, usable_device_bytes
 from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.quantised import largest_packed
 from hf_longctx.hf.refusals import launch_problems, setup_problems, stage_ranks
 from hf_longctx.hf.stage_choice import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.catalog import spec_name
@@ -110,7 +111,9 @@ def planning_setup(
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
     # of a stage that was loaded alone, adapters on other layers and ends are known elsewhere
-    spec = replace(spec, adapters=largest_adapters(gather_objects(spec.adapters, control)))
+    everyone = gather_objects((spec.adapters, spec.packed), control)
+    adapters, packed = (list(each) for each in zip(*everyone, strict=True))
+    spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     max_length = config.max_length or spec.max_positions
     costs = CostModel(spec, cluster, coefficients)
@@ -196,7 +199,7 @@ def _setup_for(
 
 
 def _states(spec: ModelSpec) -> str:
-    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters"
+    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{' in four bits' if spec.packed.is_there else ''}"
     if not spec.adapters.is_there:
         return f"weights, gradients and Adam states {total}"
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
@@ -317,7 +320,7 @@ def plan_source(
 
 def opening_line(setup: PlanningSetup, args: TrainingArguments, model: Any) -> str:
     """What a run should say once: the attention operator of tiles, and where memory makes it recompute or offload."""
-    dtype = torch.bfloat16 if args.bf16 else model.dtype
+    dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
     spec = setup.costs.model
     name = attention_backend(args.device, dtype, max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"

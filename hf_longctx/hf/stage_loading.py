@@ -14,6 +14,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.checkpoint import checkpoint_files
+from hf_longctx.hf.quantised import can_load
 from hf_longctx.hf.stages import Ranges, check_ties, cut_model, drop_embedding, find_pieces
 
 
@@ -23,8 +24,12 @@ def checkpoint_config(folder: str) -> PretrainedConfig:
         raise ValueError(f"{folder} is not a folder; download the checkpoint first, stages are read from local files")
     checkpoint_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"the checkpoint in {folder} is quantized, which stages do not support; use one in bfloat16 or float32")
+    quantised = getattr(config, "quantization_config", None) or {}
+    if not can_load(quantised):
+        raise ValueError(
+            f"the checkpoint in {folder} is quantised by {quantised.get('quant_method')}, and not in four bits by bitsandbytes, "
+            f"which alone is tested; use one of those, or in bfloat16 or float32"
+        )
     return config
 
 
@@ -33,7 +38,8 @@ def load_stage(folder: str, parts: Ranges, stage: int, dtype: torch.dtype | str 
 
     Neither this rank's memory nor its reads ever hold another stage's weights, but for the embedding that the head of the
     last stage is tied to. `settings` go to `from_pretrained`. Not collective. Raises ValueError for a folder without
-    safetensors, a model that cannot be cut, and weights of the stage that the checkpoint does not have.
+    safetensors, a model that cannot be cut, and weights of the stage that the checkpoint does not have. Weights of four bits, by
+    the checkpoint or a `quantization_config`, are read or made of this stage's tensors alone.
     """
     config = checkpoint_config(folder)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -63,7 +69,8 @@ def _cutting(model_class: type[PreTrainedModel], parts: Ranges, stage: int) -> A
         # what other stages have is no surprise in the checkpoint; one of a base model has no prefix
         prefix = f"{self.base_model_prefix}."
         dropped = {re.escape(name.removeprefix(prefix)) for name in whole - set(self.state_dict())}
-        self._keys_to_ignore_on_load_unexpected |= {f"^({re.escape(prefix)})?{name}$" for name in dropped}
+        # and beside a weight of four bits its scales
+        self._keys_to_ignore_on_load_unexpected |= {f"^({re.escape(prefix)})?{name}(\\..*)?$" for name in dropped}
 
     # named like the original, by which transformers finds conversions of weights
     return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.adapters import hidden_dtype
 from hf_longctx.plan.types import LayerRange
 from hf_longctx.runtime.binding import bound
 from hf_longctx.runtime.stage_model import PART_KEYWORD, StageModel
@@ -187,7 +188,6 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
     if len(parts) > 1:
         _check_passes(pieces)
         _bind_parts(pieces, parts, stage)
-    weights = [parameter for parameter in getattr(pieces.decoder, pieces.layers).parameters() if parameter.is_floating_point()]
     ends = {0: pieces.model.get_input_embeddings(), len(parts) - 1: getattr(pieces.model, pieces.head)}
     is_tied = pieces.is_tied and len(parts) > 1 and stage in ends
     return StageModel(
@@ -196,7 +196,7 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
         num_stages=len(parts),
         attention_layers=tuple(part.num_layers for part in parts[stage]),
         hidden_size=int(pieces.decoder.config.hidden_size),
-        hidden_dtype=weights[0].dtype,
+        hidden_dtype=hidden_dtype(model),
         tied=next(name for name, value in model.named_parameters() if value is ends[stage].weight) if is_tied else "",
     )
 
@@ -214,8 +214,7 @@ def shared_stages_of(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
     _keep_layers(pieces, ranges)
     _check_passes(pieces)
     _bind_parts(pieces, [ranges], 0)
-    weights = [parameter for parameter in getattr(pieces.decoder, pieces.layers).parameters() if parameter.is_floating_point()]
-    size, dtype = int(pieces.decoder.config.hidden_size), weights[0].dtype
+    size, dtype = int(pieces.decoder.config.hidden_size), hidden_dtype(model)
     return tuple(
         StageModel(model, stage, len(ranges), (own.num_layers,), size, dtype, first_part=stage)
         for stage, own in enumerate(ranges)

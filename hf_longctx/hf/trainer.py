@@ -26,6 +26,7 @@ from hf_longctx.hf.agreement import control_group, explain_lost_ranks, raise_tog
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planned_data import PlannedDataMixin
+from hf_longctx.hf.quantised import four_bit_layers
 from hf_longctx.hf.refusals import (
     argument_problems,
     config_problems,
@@ -242,6 +243,8 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         problems = self._argument_problems(config, model, self.args, arguments)
         if loaded_ranges(model) is not None:
             problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
+        if four_bit_layers(model):
+            problems.append("weights of four bits are not tested with trainers of TRL; use LongContextTrainer")
         datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         return self._check_run(config, model, self.args, self.processing_class, datasets, problems)
 

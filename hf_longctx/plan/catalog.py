@@ -76,6 +76,7 @@ def spec_name(spec: ModelSpec) -> str:
     sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
     adapters = f", {trained} trained beside them" if trained else ""
+    packed = f", layers packed to {spec.packed.layer_bytes + spec.packed.layer_scale_bytes}" if spec.packed.is_there else ""
     idle = f", {spec.idle_parameters} idle in a layer" if spec.idle_parameters else ""
     sizes = Counter(window for window in spec.windows if window is not None)
     windows = "".join(f", windows of {window} in {count} layers" for window, count in sorted(sizes.items()))
@@ -83,5 +84,5 @@ def spec_name(spec: ModelSpec) -> str:
     return (
         f"{spec.num_layers} layers of {spec.hidden_size} and {spec.intermediate_size}{'' if spec.gated_mlp else ' ungated'}, "
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{values}{ranks}{capped}{windows}, vocabulary "
-        f"{vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{adapters}"
+        f"{vocabulary}, {spec.bytes_per_element} bytes{sent}{normed}{idle}{packed}{adapters}"
     )

@@ -18,7 +18,7 @@ from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, chunk_load
 from hf_longctx.plan.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
 from hf_longctx.plan.schedule import PlanError
 from hf_longctx.plan.sharding import head_shares, shard_tokens, shared_order, sharing_stages
-from hf_longctx.plan.stage_memory import message_bytes, stage_parameters, stage_state_bytes
+from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes, stage_weight_bytes
 from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
 
 
@@ -158,8 +158,8 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
     States of its own stage, and the weights of all others. Every part of the sequence's keys and values counts whole.
     """
     model = costs.model
-    others = sum(stage_parameters(model, other, plan.num_stages) for other in group.stages if other.stage != stage)
-    total = stage_state_bytes(model, group.stages[stage], plan) + others * model.bytes_per_element
+    others = sum(stage_weight_bytes(model, other, plan.num_stages) for other in group.stages if other.stage != stage)
+    total = stage_state_bytes(model, group.stages[stage], plan) + others
     most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
     total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
     kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv

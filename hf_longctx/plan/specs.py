@@ -48,6 +48,29 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedSpec:
+    """Frozen weights of layers in a few bits each; nothing: weights have `bytes_per_element`.
+
+    layer_bytes: of all weights of a layer but adapters', as they lie in memory. layer_scale_bytes: of the scales beside them, of
+    which shards hold all. unpacked_bytes: of the largest matrix while a product unpacks it.
+    """
+
+    layer_bytes: int = 0
+    layer_scale_bytes: int = 0
+    unpacked_bytes: int = 0
+
+    @classmethod
+    def nf4(cls, model: ModelSpec) -> PackedSpec:
+        """Of all matrices of a layer as QLoRA has them: a scale of eight bits for 64 elements, one of fp32 for 256 of these."""
+        count, largest = model.layer_weights, model.hidden_size * max(model.intermediate_size, model.query_size)
+        return cls(count // 2, -(-count // 64) + 4 * -(-count // (64 * 256)), largest * model.bytes_per_element)
+
+    @property
+    def is_there(self) -> bool:
+        return self.layer_bytes > 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shapes of a decoder-only model.
 
@@ -55,10 +78,10 @@ class ModelSpec:
     fewer than that under autocast (0: as many). gated_mlp: the MLP has a gate beside up and down, as Llama's and unlike
     GPT's. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys have norms of their own.
     can_keep_qkv: a replay can take queries, keys and values from the first run. adapters: what is trained beside weights that
-    are frozen then. value_head_dim: of values where it is not head_dim (0: it is). kv_rank: of the latent that keys and values
-    are made of, all but rope_head_dim of a key (0: they are made of hidden states); query_rank: the same of queries.
-    caps_scores: attention has a softcap. windows: of every layer the tokens that a query sees at most, its own included, None
-    for all before it; () where all layers see all.
+    are frozen then. packed: of frozen weights in fewer bits. value_head_dim: of values where it is not head_dim (0: it is).
+    kv_rank: of the latent that keys and values are made of, all but rope_head_dim of a key (0: they are made of hidden states);
+    query_rank: the same of queries. caps_scores: attention has a softcap. windows: of every layer the tokens that a query
+    sees at most, its own included, None for all before it; () where all layers see all.
 
     Of a mixture of experts all sizes are means over layers. intermediate_size: of what one token passes, its experts together.
     idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements of a token that its
@@ -81,6 +104,7 @@ class ModelSpec:
     qk_norms: bool = False
     can_keep_qkv: bool = True
     adapters: AdapterSpec = AdapterSpec()
+    packed: PackedSpec = PackedSpec()
     value_head_dim: int = 0
     query_rank: int = 0
     kv_rank: int = 0
@@ -221,6 +245,13 @@ class ModelSpec:
         num_tables = 1 if self.tied_embeddings and is_first and is_last else is_first + is_last
         return num_layers * self.layer_weights + num_tables * table + positions
 
+    def part_weight_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> int:
+        """Bytes of the same, without scales of packed weights."""
+        count = self.part_parameters(num_layers, is_first, is_last)
+        if not self.packed.is_there:
+            return count * self.bytes_per_element
+        return (count - num_layers * self.layer_weights) * self.bytes_per_element + num_layers * self.packed.layer_bytes
+
     @property
     def trains_layers(self) -> bool:
         """Whether the layers' own weights are trained."""
@@ -251,23 +282,24 @@ class ModelSpec:
         """Bytes on a rank of weights, gradients and two fp32 Adam moments, which `shard_ranks` ranks share if sharded.
 
         Gathered beside the shards are the embeddings and two layers, weights and gradients, or all weights for a round. Frozen
-        weights have neither gradients nor moments.
+        weights have neither gradients nor moments. Of packed weights every rank has all scales, and one matrix unpacked.
         """
         return self.part_state_bytes(self.num_layers, True, True, parameters, shard_ranks)
 
     def part_state_bytes(self, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int) -> int:
         """The same of so many layers, with the embedding if `is_first` and the head if `is_last`."""
         weights, gradients, moments = self._part_bytes(num_layers, is_first, is_last)
+        beside = num_layers * self.packed.layer_scale_bytes + (self.packed.unpacked_bytes if num_layers else 0)
         if parameters == "replicated":
-            return weights + gradients + moments
+            return weights + gradients + moments + beside
         unit_weights, unit_gradients, _ = self._part_bytes(min(num_layers, 2), is_first, is_last)
         gathered = unit_weights if parameters == "sharded" else weights
-        return -(-(weights + gradients + moments) // shard_ranks) + gathered + unit_gradients
+        return -(-(weights + gradients + moments) // shard_ranks) + gathered + unit_gradients + beside
 
     def _part_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
         """Bytes of weights, of gradients and of moments."""
         count = self.part_parameters(num_layers, is_first, is_last)
-        weights = count * self.bytes_per_element
+        weights = self.part_weight_bytes(num_layers, is_first, is_last)
         if not self.adapters.is_there:
             return weights, weights, 8 * count
         trained, trained_bytes = self.adapters.sizes(num_layers, is_first, is_last)

@@ -68,12 +68,13 @@ class MemoryModel:
     def _lora_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
         """Frozen weights, and adapters with gradients and two fp32 moments."""
         model, e = self.model, self.model.bytes_per_element
-        weights, adapters = model.num_parameters * e, self.adapter_parameters * (2 * e + 8)
+        weights = model.part_weight_bytes(model.num_layers, True, True)
+        adapters = self.adapter_parameters * (2 * e + 8)
+        beside = model.num_layers * model.packed.layer_scale_bytes + model.packed.unpacked_bytes
         if parameters == "replicated":
-            return weights + adapters
-        unit = model.num_parameters - max(0, model.num_layers - 2) * model.layer_weights
-        gathered = unit if parameters == "sharded" else model.num_parameters
-        return -(-(weights + adapters) // shard_ranks) + gathered * e
+            return weights + adapters + beside
+        gathered = model.part_weight_bytes(min(model.num_layers, 2), True, True) if parameters == "sharded" else weights
+        return -(-(weights + adapters) // shard_ranks) + gathered + beside
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
         """Most tokens that a rank holds beside the states with everything kept; 0 when these alone do not fit."""

@@ -10,7 +10,7 @@ from typing import Any
 from hf_longctx._version import __version__
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.specs import GROUP_METHODS, AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.specs import GROUP_METHODS, AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.types import PARAMETERS, StepPlan
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
@@ -173,7 +173,8 @@ def read_plan_file(text: str) -> PlanFile:
     record = dict(_object(data["cost_model"], "cost_model"))
     shapes = _fields(ModelSpec, record.get("model"), "cost_model.model")
     adapters = AdapterSpec(**_fields(AdapterSpec, shapes["adapters"], "cost_model.model.adapters"))
-    model = ModelSpec(**shapes | {"adapters": adapters})
+    packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
+    model = ModelSpec(**shapes | {"adapters": adapters, "packed": packed})
     memory = MemoryModel(model, **_fields(MemoryModel, record.pop("memory", None), "cost_model.memory", leave=("model",)))
     names = (str(data.get("model", "")), str(data.get("hardware", "")))
     return PlanFile(plan, *names, _cost_model(record, model), memory)

@@ -237,7 +237,8 @@ def _longest(forecast: Forecast) -> list[str]:
     scenario, best = forecast.scenario, forecast.longest_row
     planned, positions = scenario.longest_tokens, scenario.costs.model.max_positions
     degree = scenario.placement.degrees[-1]
-    trained = f"LoRA of rank {scenario.memory.lora_rank}" if scenario.memory.lora_rank else "all weights trained"
+    over = " over weights of four bits" if scenario.costs.model.packed.is_there else ""
+    trained = f"LoRA of rank {scenario.memory.lora_rank}{over}" if scenario.memory.lora_rank else "all weights trained"
     rows = [(row.switches, f"{row.tokens:,}", _seconds(row.step_s) if row.tokens else "-", "") for row in forecast.longest]
     lines = [
         f"LONGEST SEQUENCE  {best.tokens:,} tokens on {_ranks(degree)}, {trained}; "

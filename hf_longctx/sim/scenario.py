@@ -16,6 +16,7 @@ from hf_longctx.plan.specs import (
     ClusterSpec,
     GroupMethod,
     ModelSpec,
+    PackedSpec,
     PlannerConfig,
     Solver,
     check_degrees,
@@ -34,8 +35,8 @@ _LEAST_TOKENS = 512
 class Request:
     """What the user asked for; empty strings, zeros and () mean: choose. longest_tokens: of the sequences to be planned.
 
-    lora_rank: of adapters, 0 for all weights. host_bytes: for each rank, less than 0 for the profile's. activations: "auto"
-    recomputes and offloads by need, "keep" does not.
+    lora_rank: of adapters, 0 for all weights. quantize: how weights below them are frozen, "nf4" or as they are. host_bytes: for
+    each rank, less than 0 for the profile's. activations: "auto" recomputes and offloads by need, "keep" does not.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Request:
     longest_tokens: int = 0
     solver_time_limit_s: float = 10.0
     lora_rank: int = 0
+    quantize: str = ""
     host_bytes: int = -1
     activations: str = "auto"
 
@@ -183,7 +185,20 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             f"{request.model} was measured on {request.hardware} as it was trained there; --dtype has no effect, leave it out"
         )
     model = read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"])
-    return model, []
+    return _quantised(request, model), []
+
+
+def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
+    """`model` with the weights of its layers in four bits if the request asks for them."""
+    if not request.quantize:
+        return model
+    if request.quantize != "nf4":
+        raise ValueError(f"--quantize is {request.quantize!r}; give nf4, or leave it out")
+    if not request.lora_rank:
+        raise ValueError("--quantize freezes the weights, so that nothing is left to train; give --lora-rank, or leave it out")
+    if model.idle_parameters:
+        raise ValueError(f"--quantize leaves experts as they are, of which {request.model} is mostly made; leave it out")
+    return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False)
 
 
 def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSpec:

@@ -171,8 +171,9 @@ ROPE: dict[str, dict[str, Any]] = {
 class ModelCase:
     """A tiny model: heads of size 8; `promoted` computes its norms in the dtype of their input.
 
-    lora: settings of a `LoraConfig`; of none, all weights are trained. balance: the coefficient of the experts' balance, where
-    the config asks for one. window: of layers that have one, instead of the family's.
+    lora: settings of a `LoraConfig`; of none, all weights are trained. four_bit: the type of frozen linear weights below them.
+    balance: the coefficient of the experts' balance, where the config asks for one. window: of layers that have one, instead of
+    the family's.
     """
 
     family: str = "llama"
@@ -188,6 +189,7 @@ class ModelCase:
     rope_type: str = "default"
     num_layers: int = 2
     lora: tuple[tuple[str, Any], ...] = ()
+    four_bit: str = ""
     balance: float | None = None
     window: int = 0
 
@@ -195,8 +197,33 @@ class ModelCase:
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The model with weights of `dtype`, as `from_pretrained` loads it: rotary frequencies keep theirs."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
+
+
+def in_four_bits(model: Any, kind: str) -> Any:
+    """The model as transformers loads it with linear weights of four bits (scales of nf4 in eight), whose products are of fp32.
+
+    Of half precision they are its own.
+    """
+    compute = model.dtype if model.dtype.itemsize == 2 else torch.float32
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=kind == "nf4",
+        bnb_4bit_compute_dtype=compute,
+    )
+    weights = {name: weight.clone() for name, weight in cast(model, compute).state_dict().items()}
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=weights,
+        dtype=compute,
+        quantization_config=settings,
+        device_map={"": "cpu"},
+        attn_implementation=model.config._attn_implementation,
+    )
 
 
 def _defaults(case: ModelCase) -> dict[str, Any]:
@@ -237,6 +264,8 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     model.tie_weights()
     # drawn in fp64 and rounded, so that models of all dtypes have the same weights up to rounding
     model = cast(model, case.dtype)
+    if case.four_bit:
+        model = cast(in_four_bits(model, case.four_bit), case.dtype)
     if case.autocast:
         model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     if case.promoted:

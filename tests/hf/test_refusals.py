@@ -347,8 +347,10 @@ def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:
 def test_a_quantized_model_is_refused() -> None:
     model = llama()
     # what transformers sets after loading with a quantization config; the packages for that are not installed here
-    model.is_quantized = True
-    assert problems_of(model) == ["quantized models are not supported yet; load the model in float32"]
+    model.is_quantized, model.quantization_method = True, "gptq"
+    assert problems_of(model) == [
+        "weights quantised by gptq are not in the tested list; load with BitsAndBytesConfig(load_in_4bit=True), or unquantised"
+    ]
 
 
 def lora(model: Any = None, autocast: bool = True, **settings: Any) -> Any:

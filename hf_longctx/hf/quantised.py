@@ -1,0 +1,166 @@
+"""Frozen weights of four bits under adapters (QLoRA): which are tested, what they take, and the same weights in full.
+
+Layers are bitsandbytes' `Linear4bit`, known by their class, so that the package is imported only where a model has them. Their
+`weight` is a column of bytes, two elements in each; what a block of them is scaled by lies in its `quant_state`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_longctx.plan.specs import PackedSpec
+
+# of weights; gradients would overflow fp16 without a scale, and of fp64 the kernels leave their output unwritten
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
+_SCALES = ("absmax", "code", "offset")
+
+
+def is_four_bit(module: nn.Module) -> bool:
+    """Whether `module` is a linear one whose weight has four bits; others, such as those of eight bits, are not."""
+    kind = type(module)
+    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
+
+
+def can_load(config: Any) -> bool:
+    """Whether a checkpoint with this `quantization_config`, a mapping, is unquantised (none) or of four bits."""
+    return not config or (config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_4bit")))
+
+
+def four_bit_layers(model: nn.Module) -> dict[str, Any]:
+    """All of them by name, those inside of adapters included."""
+    return {name: module for name, module in model.named_modules() if is_four_bit(module)}
+
+
+def quantised_problems(model: Any) -> list[str]:
+    """Why quantised weights of a model, with its adapters or without, cannot be trained beside; empty for one without any."""
+    layers = four_bit_layers(model)
+    if not layers:
+        return _method_problems(model)
+    if not any("lora_" in name for name, _ in model.named_parameters()):
+        return [
+            "weights of four bits cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or "
+            "load the model in bfloat16"
+        ]
+    problems = []
+    for name, end in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+        if isinstance(end, nn.Module) and four_bit_layers(end):
+            problems.append(f"the {name} is quantised, which is not tested; name it in llm_int8_skip_modules when loading")
+    found = {layer.compute_dtype for layer in layers.values()}
+    if wrong := sorted(map(str, found - set(_COMPUTE_DTYPES))):
+        problems.append(
+            f"products of four-bit weights are computed in {', '.join(wrong)}; load with "
+            f"bnb_4bit_compute_dtype=torch.bfloat16 or torch.float32"
+        )
+    if stored := sorted({str(layer.weight.dtype) for layer in layers.values()} - {"torch.uint8"}):
+        problems.append(
+            f"weights of four bits are stored as {', '.join(stored)}; leave bnb_4bit_quant_storage out, shards take bytes as well"
+        )
+    bare = [name for name, layer in layers.items() if getattr(layer.weight, "quant_state", None) is None]
+    if bare:
+        problems.append(f"{len(bare)} layers of four bits have no scales yet, {bare[0]} first; load them with from_pretrained")
+    elif any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers.values()):
+        problems.append(
+            "a forward in evaluation mode has repacked the weights of four bits for inference on this CPU, and their products "
+            "let no gradient through any more; load the model again and give it to the trainer first, whose evaluate() leaves "
+            "them as they are"
+        )
+    return problems
+
+
+def _method_problems(model: Any) -> list[str]:
+    """What is said of a model that another quantiser made, by its name."""
+    if not getattr(model, "is_quantized", False):
+        return []
+    method = getattr(model, "quantization_method", None)
+    name = str(getattr(method, "value", method) or "an unknown method")
+    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+        return [
+            "weights of eight bits (LLM.int8) are not supported: which features of a product are outliers depends on all tokens "
+            "of the call, so packs and slices would change the result; load with BitsAndBytesConfig(load_in_4bit=True)"
+        ]
+    return [
+        f"weights quantised by {name} are not in the tested list; load with BitsAndBytesConfig(load_in_4bit=True), or unquantised"
+    ]
+
+
+def settle_quantised(model: nn.Module) -> None:
+    """Keeps four-bit layers as they are whatever runs them. Idempotent, and no result of training changes.
+
+    In evaluation mode on a CPU with AVX-512 BF16 a layer would repack its weight, rounded, for good, after which it lets no
+    gradient through. In its first forward it would give its bias, in place, the dtype of its products.
+    """
+    for layer in four_bit_layers(model).values():
+        layer.support_avx512bf16_for_cpu = False
+        if layer.bias is not None and layer.compute_dtype is not None:
+            layer.bias.data = layer.bias.data.to(layer.compute_dtype)
+
+
+def move_scales(model: nn.Module, device: torch.device) -> None:
+    """Puts the scales of four-bit weights on the device to which their weights will go in shards."""
+    for layer in four_bit_layers(model).values():
+        layer.weight.quant_state.to(device)
+        # one and the same, but in copies
+        layer.quant_state = layer.weight.quant_state
+
+
+def own_elements(model: nn.Module) -> dict[str, int]:
+    """Elements of every parameter by name; of four-bit weights those that they stand for."""
+    packed = {id(layer.weight): _num_elements(layer) for layer in four_bit_layers(model).values()}
+    return {name: packed.get(id(parameter), parameter.numel()) for name, parameter in model.named_parameters()}
+
+
+def packed_spec(model: nn.Module) -> PackedSpec:
+    """What weights of four bits take of a layer at most, in `model` or one stage of it; nothing without any."""
+    packed = four_bit_layers(model)
+    if not packed:
+        return PackedSpec()
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    own = [{id(p): p.nbytes for name, p in layer.named_parameters() if "lora_" not in name} for layer in layers]
+    scales = [sum(map(scale_bytes, four_bit_layers(layer).values())) for layer in layers]
+    unpacked = max(map(unpacked_bytes, packed.values()))
+    return PackedSpec(max(sum(sizes.values()) for sizes in own), max(scales), unpacked)
+
+
+def largest_packed(specs: Sequence[PackedSpec]) -> PackedSpec:
+    """The most of each number."""
+    return PackedSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(PackedSpec)))
+
+
+def scale_bytes(layer: Any) -> int:
+    """Bytes beside a four-bit layer's weight: scales of its blocks, and scales of these."""
+    state = layer.weight.quant_state
+    states = [each for each in (state, state.state2) if each is not None]
+    tensors = [getattr(each, name) for each in states for name in _SCALES]
+    # the table of all sixteen values, and that of scales, are shared by nobody
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def unpacked_bytes(layer: Any) -> int:
+    """Bytes of a four-bit layer's weight in a product: unpacked, and in backward once more where that has another dtype."""
+    stored, computed = layer.weight.quant_state.dtype, layer.compute_dtype
+    return _num_elements(layer) * max(stored.itemsize + (computed.itemsize if computed != stored else 0), computed.itemsize)
+
+
+def in_full(layer: Any) -> nn.Linear:
+    """A plain frozen linear module in fp32 of the weight that the layer stands for, and of its bias."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = copy.copy(layer.weight.quant_state)
+    state.dtype = torch.float32
+    weight = dequantize_4bit(layer.weight.data, state)
+    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    if layer.bias is not None:
+        plain.bias = nn.Parameter(layer.bias.detach().clone().to(weight.dtype), layer.bias.requires_grad)
+    return plain.train(layer.training)
+
+
+def _num_elements(layer: Any) -> int:
+    return int(layer.in_features * layer.out_features)
