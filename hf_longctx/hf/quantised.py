@@ -138,7 +138,6 @@ def scale_bytes(layer: Any) -> int:
     state = layer.weight.quant_state
     states = [each for each in (state, state.state2) if each is not None]
     tensors = [getattr(each, name) for each in states for name in _SCALES]
-    # the table of all sixteen values, and that of scales, are shared by nobody
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 

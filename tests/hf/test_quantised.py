@@ -7,21 +7,34 @@ behind it.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.engines import EngineStep
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.models import ModelCase, adapted, build_model, in_four_bits, random_rows, reference_step, relative_error
 from helpers.pipelines import pipeline_plan, stage_step_on_rank
 from helpers.sliced import cut, sliced_plan
-from helpers.steps import plan_of, run_step
+from helpers.steps import plan_of, run_step, whole
+from helpers.stock import run_alone
+from helpers.training import LossRecorder, make_trainer, plain_training, resuming
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
+from transformers import BitsAndBytesConfig
 
-from hf_longctx.hf.quantised import four_bit_layers
+from hf_longctx import LongContextConfig
+from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.compat import model_problems
+from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.quantised import four_bit_layers, largest_packed
+from hf_longctx.hf.stage_loading import checkpoint_config, load_stage
 from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.types import LayerPolicy, TensorShare
+from hf_longctx.plan.specs import PackedSpec
+from hf_longctx.plan.types import LayerPolicy, LayerRange, TensorShare
+from hf_longctx.recipes.sft import RecipeArguments, load_model, with_adapters
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -106,3 +119,208 @@ def test_stages_match_one_plain_process(pair) -> None:
     chunks = [[(0, 0, 13), (1, 0, 1)], *([span] for span in cut(2, [9, 15, 7])), [(3, 0, 7)]]
     plan = pipeline_plan(LENGTHS, [[(1, chunks)]], 2, num_layers=2)
     assert_equal(pair.run(stage_step_on_rank, CASE, plan_to_json(plan), ROWS))
+
+
+def loaded(compute: torch.dtype = torch.float32, adapters: bool = True, **settings: Any) -> Any:
+    """A tiny fp32 model as transformers loads it with such a quantization config, under LoRA if asked."""
+    plain = build_model(ModelCase(dtype=torch.float32))
+    quantised = BitsAndBytesConfig(**{"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, **settings})
+    weights = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    model = type(plain).from_pretrained(
+        None, config=plain.config, state_dict=weights, dtype=torch.float32, quantization_config=quantised, device_map={"": "cpu"}
+    )
+    return get_peft_model(model, LoraConfig(**dict(LORA), task_type="CAUSAL_LM")).train() if adapters else model
+
+
+def repacked() -> Any:
+    """A model whose weights carry the mark of a forward for inference, which this CPU may not have."""
+    model = loaded()
+    next(iter(four_bit_layers(model).values())).weight.quant_state.packing_format_for_cpu = True
+    return model
+
+
+def bare() -> Any:
+    model = loaded()
+    layer = next(iter(four_bit_layers(model).values()))
+    layer.weight.quant_state = None
+    return model
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "eight bits": (lambda: loaded(load_in_4bit=False, load_in_8bit=True), "weights of eight bits (LLM.int8) are not supported"),
+    "nothing to train": (lambda: loaded(adapters=False), "weights of four bits cannot be trained; put adapters beside them"),
+    "fp64": (
+        lambda: loaded(torch.float64),
+        "products of four-bit weights are computed in torch.float64; load",
+    ),
+    "fp16": (lambda: loaded(torch.float16), "products of four-bit weights are computed in torch.float16"),
+    "storage": (
+        lambda: loaded(bnb_4bit_quant_storage=torch.bfloat16),
+        "weights of four bits are stored as torch.bfloat16",
+    ),
+    "head": (lambda: loaded(llm_int8_skip_modules=["none"]), "the head is quantised, which is not tested; name it in llm_int8"),
+    "repacked": (repacked, "a forward in evaluation mode has repacked the weights of four bits for inference on this CPU"),
+    "no scales": (bare, "1 layers of four bits have no scales yet, base_model.model.model.layers.0.self_attn.q_proj.base_layer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_tested_or_silently_wrong_is_refused(name: str) -> None:
+    build, said = REFUSED[name]
+    (problem,) = model_problems(build())
+    assert problem.startswith(said)
+
+
+def test_other_checkpoints_are_refused_for_stages(tmp_path: Path) -> None:
+    model = build_model(ModelCase(dtype=torch.float32))
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is quantised by gptq, and not in four bits by bitsandbytes"):
+        checkpoint_config(str(tmp_path))
+
+
+def test_a_model_prepared_as_peft_says_is_taken_but_for_its_checkpointing() -> None:
+    def prepared(checkpointing: bool = False) -> Any:
+        model = in_four_bits(build_model(ModelCase(dtype=torch.bfloat16)), "nf4")
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
+        return adapted(model, autocast=True, **dict(LORA)).train()
+
+    (problem,) = model_problems(prepared(True))
+    assert "gradient_checkpointing_disable()" in problem
+    model = prepared()
+    assert model_problems(model) == []
+    assert model_spec(model).bytes_per_element == 4
+    step = EngineStep(None, LENGTHS, prepared)
+    loss, _ = step.forward((POLICIES["half"],) * 2)
+    loss.backward()
+    # products round to bf16 what differs in the last bit of fp32
+    assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=1e-3)
+    assert step.error() <= 0.03
+
+
+def test_evaluating_under_a_patched_model_leaves_its_weights_as_they_are() -> None:
+    model, untouched = build_model(CASE), build_model(CASE)
+    patch_model(model)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ROWS[0]["input_ids"]]))
+    assert model_problems(model) == []
+    (_, found), (_, expected) = (reference_step(each.train(), ROWS) for each in (model, untouched))
+    assert max(relative_error(found[name], gradient) for name, gradient in expected.items()) <= ISLANDS
+
+
+def test_biases_get_the_dtype_of_products_before_the_first_one() -> None:
+    model = build_model(ModelCase("qwen2", lora=LORA, four_bit="fp4"))
+    biases = [layer.bias for layer in four_bit_layers(model).values() if layer.bias is not None]
+    assert {bias.dtype for bias in biases} == {torch.float64}
+    patch_model(model)
+    assert len(biases) == 6 and {bias.dtype for bias in biases} == {torch.float32}
+    assert model_problems(model) == []
+
+
+def test_plans_count_the_bytes_that_lie_in_memory() -> None:
+    found = model_spec(build_model(replace(CASE, dtype=torch.float32)))
+    plain = model_spec(build_model(ModelCase(dtype=torch.float32)))
+    # q and o of 32 by 32, k and v of 16 by 32, three of 48 by 32
+    matrices = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32
+    # half a byte each, and two norms
+    assert found.packed.layer_bytes == matrices // 2 + 2 * 32 * 4
+    # seven matrices: a byte for 64 elements, one fp32 scale of these and an offset, tables of 16 and of 256 values
+    assert found.packed.layer_scale_bytes == matrices // 64 + 7 * (4 + 4 + 16 * 4 + 256 * 4)
+    assert found.packed.unpacked_bytes == 48 * 32 * 4
+    assert (found.num_parameters, found.idle_parameters) == (plain.num_parameters, 0)
+    trained, _ = found.adapters.sizes(2, True, True)
+    weights = 2 * found.packed.layer_bytes + 2 * 64 * 32 * 4
+    # on every rank, however weights live
+    beside = 2 * found.packed.layer_scale_bytes + found.packed.unpacked_bytes
+    assert found.state_bytes() == weights + trained * (4 + 4 + 8) + beside < plain.state_bytes()
+    gathered = weights + trained * (4 + 4)
+    assert found.state_bytes("sharded", 2) == (weights + trained * (4 + 4 + 8)) // 2 + gathered + beside
+    # the dtype of hidden states, not of bytes
+    assert found.adapters.layer_saved_bytes == 7 * 2 * 4
+    assert largest_packed([PackedSpec(3, 1, 2), PackedSpec(1, 4, 2)]) == PackedSpec(3, 4, 2)
+
+
+def test_a_stage_is_read_or_made_of_its_own_tensors(tmp_path: Path) -> None:
+    plain = build_model(ModelCase(dtype=torch.float32))
+    plain.save_pretrained(tmp_path)
+    whole = in_four_bits(plain, "nf4")
+    whole.save_pretrained(tmp_path / "packed")
+    expected = whole.state_dict()
+    parts = ((LayerRange(0, 1),), (LayerRange(1, 1),))
+    for folder, settings in ((tmp_path, {"quantization_config": whole.config.quantization_config}), (tmp_path / "packed", {})):
+        for stage in (0, 1):
+            found = load_stage(str(folder), parts, stage, torch.float32, device_map={"": "cpu"}, **settings)
+            assert len(four_bit_layers(found)) == 7
+            weights = found.state_dict()
+            assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+            assert not any(f"layers.{1 - stage}" in name for name in weights)
+
+
+TRAINED = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 2)
+TRAINING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+SHARDED = {"tokens_per_rank": 48, "parameters": "sharded"}
+STAGES = {"tokens_per_rank": 96, "stages": 2}
+
+
+def train(folder: str, config: dict[str, Any], resume: str | None) -> tuple[str, list[float], dict[str, Tensor]]:
+    """What is said at start, losses and adapters of a run on this rank that evaluates before it trains."""
+    trainer = make_trainer(CASE, TRAINED, folder, {"self_test": True, **config}, TRAINING, eval_dataset=held_out())
+    before = trainer.evaluate()["eval_loss"]
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    found = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return trainer._report.opening, [before, *recorder.losses], found
+
+
+def held_out() -> datasets.Dataset:
+    return datasets.Dataset.from_list(TRAINED[:3])
+
+
+@resuming
+def test_runs_follow_one_plain_process_and_plain_peft_loads_their_adapters(pair, tmp_path: Path) -> None:
+    losses, weights = plain_training(CASE, TRAINED, 4)
+    before = reference_step(build_model(CASE), TRAINED[:3])[0]
+    whole_run = pair.run(train, str(tmp_path / "shards"), SHARDED, None)
+    resumed = pair.run(train, str(tmp_path / "stages"), STAGES, str(tmp_path / "shards" / "checkpoint-2"))
+    for start, results in ((0, whole_run), (2, resumed)):
+        for opening, found, adapters in results:
+            assert "tokens in float64 with weights of four bits in full and the run's precision" in opening
+            # AdamW makes steps of one size of gradients that differ in their last bits
+            assert found == pytest.approx([before, *losses[start:]], rel=1e-5)
+            assert max(relative_error(weight, weights[name]) for name, weight in adapters.items()) <= 1e-4
+    for folder in ("shards", "stages"):
+        base = build_model(replace(CASE, lora=()))
+        found = PeftModel.from_pretrained(base, tmp_path / folder / "checkpoint-4", autocast_adapter_dtype=False).train()
+        assert max(relative_error(p.detach(), weights[name]) for name, p in found.named_parameters() if "lora_" in name) <= 1e-4
+
+
+def test_products_that_depend_on_the_rows_of_a_call_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = bitsandbytes.matmul_4bit
+
+    def dependent(x: Tensor, *rest: Any, **settings: Any) -> Tensor:
+        # as outliers of other documents would change it
+        return product(x, *rest, **settings) * (1.0 + 1e-2 * (x.shape[-2] > 80))
+
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", dependent)
+    with pytest.raises(ValueError, match=r"one rank: hidden states: layer 0 .* is the first that differs"):
+        make_trainer(CASE, TRAINED, str(tmp_path), {"self_test": True, "tokens_per_rank": 200})
+
+
+def test_the_callback_on_a_stock_trainer_matches_one_plain_process(pair) -> None:
+    stock = run_alone(CASE, TRAINED, None, {"max_steps": 2})
+    for run in pair.run(run_alone, CASE, TRAINED, {"tokens_per_rank": 96}, {"max_steps": 2}):
+        assert run.layouts
+        assert max(relative_error(weight, stock.weights[name]) for name, weight in run.weights.items()) <= 1e-4
+
+
+def test_the_recipe_loads_a_checkpoint_in_four_bits_under_adapters(tmp_path: Path) -> None:
+    build_model(ModelCase(dtype=torch.float32)).save_pretrained(tmp_path)
+    recipe = RecipeArguments(model_name_or_path=str(tmp_path), dataset="x", lora_rank=2, load_in_4bit=True, dtype="bfloat16")
+    model = with_adapters(load_model(recipe, LongContextConfig()), recipe)
+    assert model_problems(model) == []
+    layers = four_bit_layers(model)
+    assert len(layers) == 14 and {layer.compute_dtype for layer in layers.values()} == {torch.bfloat16}
+    assert {layer.weight.quant_state.quant_type for layer in layers.values()} == {"nf4"}
+    assert model_spec(model).bytes_per_element == 2
