@@ -206,6 +206,8 @@ def refused(arguments: list[str], capsys) -> str:
         (["--lengths", "LENGTHS", "--tokens-per-rank", "100"], "leave --tokens-per-rank out"),
         (["--shard-ranks", "3"], "--shard-ranks 3 does not divide the 8 ranks"),
         (["--lora-rank", "-1"], "--lora-rank is -1"),
+        (["--quantize", "nf4"], "--quantize freezes the weights, so that nothing is left to train; give --lora-rank"),
+        (["--quantize", "int8", "--lora-rank", "4"], "--quantize is 'int8'; give nf4"),
         (["--host-gib", "-2"], "--host-gib is -2"),
         (["--dtype", "int8"], "dtype 'int8' is not one of bfloat16, float32"),
     ],

@@ -29,8 +29,9 @@ from hf_longctx import LongContextConfig
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.model_spec import model_spec
-from hf_longctx.hf.quantised import four_bit_layers, largest_packed
+from hf_longctx.hf.quantised import four_bit_layers, in_full, largest_packed
 from hf_longctx.hf.stage_loading import checkpoint_config, load_stage
+from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.serialize import plan_to_json
 from hf_longctx.plan.specs import PackedSpec
 from hf_longctx.plan.types import LayerPolicy, LayerRange, TensorShare
@@ -216,6 +217,24 @@ def test_biases_get_the_dtype_of_products_before_the_first_one() -> None:
     patch_model(model)
     assert len(biases) == 6 and {bias.dtype for bias in biases} == {torch.float32}
     assert model_problems(model) == []
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_weights_in_full_are_those_of_the_products(kind: str) -> None:
+    model = build_model(ModelCase("qwen2", lora=LORA, four_bit=kind, dtype=torch.float32))
+    for layer in four_bit_layers(model).values():
+        x = torch.randn(5, layer.in_features)
+        assert relative_error(in_full(layer)(x), layer(x)) <= 1e-6
+
+
+def test_a_stage_has_the_hidden_states_of_the_model_and_not_of_adapters() -> None:
+    model = build_model(ModelCase(dtype=torch.bfloat16, four_bit="nf4"))
+    model = adapted(model, autocast=True, **dict(LORA))
+    parts = ((LayerRange(0, 1),), (LayerRange(1, 1),))
+    # its first weight that is no integer is one of the adapters, in fp32
+    cut_model(model, parts, 1)
+    assert stage_model(model, parts, 1).hidden_dtype == torch.bfloat16
+    assert model_spec(model).bytes_per_element == 2
 
 
 def test_plans_count_the_bytes_that_lie_in_memory() -> None:

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.rope import rope_problems
+from hf_longctx.recipes import sft
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sft import RecipeArguments, load_model
 
@@ -80,11 +81,21 @@ def test_values_that_a_dataclass_refuses_are_said_without_a_traceback(config_fil
         (["--lora_alpha", "16"], "lora_alpha has no effect without adapters; set lora_rank, or leave it out"),
         (["--lora_targets", "q_proj"], "lora_targets has no effect without adapters"),
         (["--lora_rank", "4", "--lora_alpha", "0"], "lora_alpha is 0.0; give more than 0 or leave it out"),
+        (["--load_in_4bit", "true"], "load_in_4bit freezes weights, so that nothing is left to train; set lora_rank"),
     ],
 )
 def test_settings_of_adapters_that_cannot_be_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         read_settings(ALL, ["--dataset", "x", "--model_name_or_path", "y", *arguments])
+
+
+def test_weights_of_four_bits_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft, "find_spec", lambda name: None)
+    words = ["--dataset", "x", "--model_name_or_path", "y", "--lora_rank", "4", "--load_in_4bit", "true"]
+    with pytest.raises(
+        SystemExit, match=r"load_in_4bit needs bitsandbytes, which is not installed; pip install 'hf_longctx\[qlora\]'"
+    ):
+        read_settings(ALL, words)
 
 
 def test_adapters_over_random_weights_are_refused(config_file: str) -> None:

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from helpers.models import in_four_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -272,6 +273,21 @@ def test_layer_inputs_on_the_host_are_gone_from_the_device(host: float, num_aliv
     # a tensor that autograd holds keeps its Python object
     assert sum(reference() is not None for reference in outputs) == num_alive
     output.last_hidden_state.sum().backward()
+
+
+def test_layers_of_four_bits_under_adapters_in_fp32_save_no_more_than_is_predicted() -> None:
+    pytest.importorskip("bitsandbytes")
+    found = AdapterSpec()
+
+    def prepare(model: Any) -> None:
+        nonlocal found
+        model.model = in_four_bits(model, "nf4").model.train()
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        found = adapter_spec(peft.get_peft_model(model, config))
+
+    measured = layer_bytes("llama", torch.bfloat16, prepare)
+    predicted = plain_layer_bytes(replace(spec(torch.bfloat16), adapters=found))
+    assert measured <= predicted <= 1.2 * measured
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.2), (torch.float32, 1.15)])

@@ -160,6 +160,36 @@ def test_plans_of_adapters_say_what_they_are_priced_as() -> None:
     assert planned.tokens_per_rank > build_scenario(SMALL).tokens_per_rank
 
 
+def mixture(folder: Path) -> str:
+    """The config of a small mixture of experts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    config = {**sizes, "max_position_embeddings": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
+    whole, packed = (
+        build_scenario(Request("llama-3.1-70b", "h200", 1, lora_rank=16, quantize=kind), must_fit=False) for kind in ("", "nf4")
+    )
+    # 80 layers of two matrices of 8192 by 8192, two of 1024 by 8192 and three of 28672 by 8192
+    layer = 2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192
+    scales = layer // 64 + 4 * -(-layer // (64 * 256))
+    saved = 80 * (2 * layer - layer // 2 - scales) - 2 * 28672 * 8192
+    assert whole.memory.state_bytes("replicated", 1) - packed.memory.state_bytes("replicated", 1) == saved
+    # scales are whole on every rank, embedding and head as they were
+    for scenario, held in ((whole, 2 * layer), (packed, layer // 2)):
+        weights = 80 * held + 2 * 2 * 128256 * 8192
+        adapters = scenario.memory.adapter_parameters * 12
+        gathered = 2 * held + 2 * 2 * 128256 * 8192
+        beside = 0 if held > layer else 80 * scales + 2 * 28672 * 8192
+        assert scenario.memory.state_bytes("sharded", 8) == -(-(weights + adapters) // 8) + gathered + beside
+    # what transformers has of experts is no linear module
+    with pytest.raises(ValueError, match="--quantize leaves experts as they are"):
+        build_scenario(Request(mixture(tmp_path), "h200", 1, lora_rank=16, quantize="nf4"))
+    assert not packed.costs.model.can_keep_qkv and packed.tokens_per_rank > whole.tokens_per_rank == 0
+
+
 def test_only_what_was_not_measured_is_recomputed_by_need() -> None:
     scenario = build_scenario(replace(SMALL, host_bytes=2**34))
     budget, memory = scenario.planner_config.activations, scenario.memory
