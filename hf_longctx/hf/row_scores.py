@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_longctx.hf.collator import PlannedStep, shift
 from hf_longctx.hf.document_rope import forget_documents
 from hf_longctx.hf.layers import head_problem, output_head
+from hf_longctx.hf.quantised import settle_quantised
 from hf_longctx.hf.sampler import IntArray
 from hf_longctx.plan.sharding import rank_pieces
 from hf_longctx.plan.types import Chunk, SequenceGroup
@@ -70,6 +71,8 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
     Logits are made tile by tile, unless the model does something to them behind its head.
     """
     was_training = model.training
+    # which may be in training, and evaluates here for the first time
+    settle_quantised(model)
     model.eval()
     parts = []
     with _scorer(model) as score:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.hf.quantised import four_bit_layers, in_full, largest_packed
+from hf_longctx.hf.row_scores import plain_scores
 from hf_longctx.hf.stage_loading import checkpoint_config, load_stage
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.serialize import plan_to_json
@@ -199,12 +201,21 @@ def test_a_model_prepared_as_peft_says_is_taken_but_for_its_checkpointing() -> N
     assert step.error() <= 0.03
 
 
-def test_evaluating_under_a_patched_model_leaves_its_weights_as_they_are() -> None:
-    model, untouched = build_model(CASE), build_model(CASE)
+def evaluate_patched(model: Any) -> None:
     patch_model(model)
     model.eval()
     with torch.no_grad():
         model(input_ids=torch.tensor([ROWS[0]["input_ids"]]))
+
+
+def score_plain(model: Any) -> None:
+    assert np.isfinite(plain_scores(model, ROWS, 0, 1, torch.device("cpu")).losses).all()
+
+
+@pytest.mark.parametrize("evaluate", [evaluate_patched, score_plain])
+def test_evaluating_leaves_weights_as_they_are(evaluate: Any) -> None:
+    model, untouched = build_model(CASE), build_model(CASE)
+    evaluate(model)
     assert model_problems(model) == []
     (_, found), (_, expected) = (reference_step(each.train(), ROWS) for each in (model, untouched))
     assert max(relative_error(found[name], gradient) for name, gradient in expected.items()) <= ISLANDS
