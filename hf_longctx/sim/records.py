@@ -174,7 +174,7 @@ def read_plan_file(text: str) -> PlanFile:
     shapes = _fields(ModelSpec, record.get("model"), "cost_model.model")
     adapters = AdapterSpec(**_fields(AdapterSpec, shapes["adapters"], "cost_model.model.adapters"))
     packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
-    model = ModelSpec(**shapes | {"adapters": adapters, "packed": packed})
+    model = ModelSpec(**shapes | {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"])})
     memory = MemoryModel(model, **_fields(MemoryModel, record.pop("memory", None), "cost_model.memory", leave=("model",)))
     names = (str(data.get("model", "")), str(data.get("hardware", "")))
     return PlanFile(plan, *names, _cost_model(record, model), memory)
