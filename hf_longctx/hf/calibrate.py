@@ -168,9 +168,17 @@ _SMALL = ModelSpec(4, 256, 704, 8, 4, 32, vocab_size=1024, max_positions=8192)
 
 
 def shaped_config(spec: ModelSpec) -> PretrainedConfig:
-    """A Llama with the shapes of `spec`; a Qwen3 if queries and keys have norms."""
+    """A Llama with the shapes of `spec`; a Qwen3 if queries and keys have norms, and with its windows then."""
+    sizes = {window for window in spec.windows if window is not None}
+    if len(sizes) > spec.qk_norms:
+        raise ValueError(f"no layers with windows of {sorted(sizes)} can be built for these shapes; give a config.json instead")
     config_class = Qwen3Config if spec.qk_norms else LlamaConfig
+    windows: dict[str, Any] = {}
+    if sizes:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in spec.windows]
+        windows = {"use_sliding_window": True, "sliding_window": sizes.pop(), "layer_types": kinds}
     return config_class(
+        **windows,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -264,10 +272,12 @@ def chunk_samples(
 ) -> list[ChunkSample]:
     """What was measured with what `costs` counts of it, held out or not, or both (None)."""
 
+    pairs = costs.model.attention_pairs()
+
     def sample(timing: Timing, is_backward: bool) -> PassSample:
         chunk, shape = timing.probe.chunk, timing.probe.shape
         traffic = mean_traffic(costs.model, costs.cluster, shape, float(max(chunk.num_tokens, shape.degree)), is_backward)
-        num_pairs = chunk.num_pairs if has_attention else 0.0
+        num_pairs = pairs.of_chunk(chunk) if has_attention else 0.0
         seconds = timing.backward_s if is_backward else timing.forward_s
         return PassSample(chunk.num_tokens, num_pairs, shape.degree, traffic, seconds, num_tiles(shape, len(chunk.spans)))
 

@@ -12,7 +12,7 @@ from hf_longctx.plan.pipeline_run import StageRun, run_pipeline
 from hf_longctx.plan.policies import added_seconds
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.traffic import mean_traffic
-from hf_longctx.plan.types import Action, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.runtime.profiler import Interval
 
 
@@ -30,7 +30,8 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         tiles = num_tiles(group.shape, len(chunk.spans))
         part = _part_of(costs.model, group, action)
         seconds_of = seconds[round_index, str(action)]
-        return PassSample(chunk.num_tokens, chunk.num_pairs, group.degree, traffic, seconds_of, tiles, part)
+        num_pairs = costs.model.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
+        return PassSample(chunk.num_tokens, num_pairs, group.degree, traffic, seconds_of, tiles, part)
 
     # nested plans leave ranks out of micro-batches, so a rank's rounds are not numbered as others' are
     _, position = plan.place(rank)
@@ -57,7 +58,8 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
             names = [(index, str(replace(forward, kind=kind))) for kind in ("F", "B")]
             part = _part_of(costs.model, group, forward)
             num_layers, chunk = stage.parts[forward.part].num_layers, group.chunks[forward.chunk]
-            expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head) + forward_s
+            pairs = costs.model.attention_pairs(_layers_of(group, forward))
+            expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head, pairs=pairs) + forward_s
             rate = seconds[names[0]] / max(expected_s, 1e-12)
             # a pass takes time, whatever the model says of what was added
             for name, added_s in zip(names, (forward_s, backward_s), strict=True):
@@ -87,6 +89,11 @@ def _added_by_policies(
 
 def _action_seconds(run: StageRun) -> dict[Action, float]:
     return {action: stop_s - start_s for action, (start_s, stop_s) in zip(run.actions, run.times, strict=True)}
+
+
+def _layers_of(group: SequenceGroup, action: Action) -> tuple[LayerRange, ...]:
+    """The layers that an F or B ran."""
+    return (group.stages[action.stage].parts[action.part],)
 
 
 def _part_of(model: ModelSpec, group: SequenceGroup, action: Action) -> ModelPart:

@@ -12,8 +12,8 @@ forward of slot n+1, copies back beside the backward of slot n+1, which comes be
     where       H_n = sum of h b in slot n,   G_n = sum of g b in slots 0 to n
 
 Of a class that costs more to run again the farther back its tokens lie, as attention does, t is no constant: the first r of the
-rows of a causal triangle hold r^2 of it. The program has the seconds as a convex piecewise linear curve, the lower hull of exact
-points where several documents make the exact curve dent; outcomes are priced exactly.
+rows of a causal triangle hold r^2 of it, under a window more than that. The program has the seconds as a convex piecewise linear
+curve, the lower hull of exact points where several documents make the exact curve dent; outcomes are priced exactly.
 
 A class that everything else is recomputed from (the layer input) cannot be recomputed itself: that is the whole dependency
 closure, since attention and MLP are replayed from the layer input on, through what is kept of the classes between.
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hf_longctx.plan.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.cost import FloatArray, IntArray
 from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
 from hf_longctx.plan.types import TensorClass, TensorShare
@@ -46,8 +47,8 @@ _IDLE_COPY = 1e-6
 class SavedClass:
     """What one slot saves of one class, and what may be done with it.
 
-    recompute_s: of all its tokens. documents: (tokens in front, tokens) of each, in order, where seconds go with causal pairs;
-    () where every token costs the same. Recomputed are the front tokens.
+    recompute_s: of all its tokens. documents: (tokens in front, tokens) of each, in order, where seconds go with the `pairs` of
+    query and key; () where every token costs the same. Recomputed are the front tokens.
     """
 
     tensor_class: TensorClass
@@ -57,14 +58,15 @@ class SavedClass:
     can_offload: bool = True
     can_keep: bool = True
     documents: tuple[tuple[int, int], ...] = ()
+    pairs: AttentionPairs = FULL
 
     def recompute_part_s(self, share: float) -> float:
         """Seconds to run the front `share` of the tokens again, exactly."""
         if not self.documents:
             return share * self.recompute_s
-        whole = _pairs(self.documents, sum(tokens for _, tokens in self.documents))
+        whole = _front_pairs(self, sum(tokens for _, tokens in self.documents))
         rows = share * sum(tokens for _, tokens in self.documents)
-        return self.recompute_s * _pairs(self.documents, rows) / whole if whole else 0.0
+        return self.recompute_s * _front_pairs(self, rows) / whole if whole else 0.0
 
     def segments(self) -> tuple[tuple[float, float], ...]:
         """(width, seconds) of the convex curve's segments, front to back: widths sum to 1, seconds to `recompute_s`."""
@@ -384,12 +386,12 @@ class _Problem:
                 rows.add([(exposed, 1.0), *terms], -window_s / self.second_unit, np.inf)
 
 
-def _pairs(documents: Sequence[tuple[int, int]], num_rows: float) -> float:
-    """Causal pairs of the first rows of documents that have tokens in front."""
+def _front_pairs(saved: SavedClass, num_rows: float) -> float:
+    """Query-key pairs of the first rows of documents that have tokens in front."""
     pairs = 0.0
-    for start, tokens in documents:
+    for start, tokens in saved.documents:
         rows = min(num_rows, tokens)
-        pairs += rows * (start + rows / 2)
+        pairs += saved.pairs.of_span(start, start + rows)
         num_rows -= rows
     return pairs
 

@@ -15,6 +15,7 @@ low-rank projections keep comes on top.
 from __future__ import annotations
 
 from hf_longctx.plan.activation import MemoryLimits, PolicyChoice, SavedClass, Slot, choose_policy
+from hf_longctx.plan.attention_pairs import AttentionPairs
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.specs import ModelSpec
 from hf_longctx.plan.types import TENSOR_CLASSES, ActivationPolicy, Chunk, GroupShape, LayerPolicy, TensorClass, TensorShare
@@ -73,7 +74,14 @@ def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_
 
 
 def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
-    """One slot per layer of `chunk` on one rank of a group, with what the activation engine may do with each class.
+    """One slot per layer of `chunk` on one rank of a group, with what the activation engine may do with each class."""
+    windows = costs.model.windows or (None,) * costs.model.num_layers
+    slots = {window: layer_slot(costs, chunk, shape, AttentionPairs.of((window,))) for window in dict.fromkeys(windows)}
+    return tuple(slots[window] for window in windows)
+
+
+def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs) -> Slot:
+    """The slot of a layer whose attention has these pairs, or of what layers have on average.
 
     Seconds of recomputation are the forward's: exact pairs for attention, tokens by each class's part of a layer's
     parameters. The MLP's include the output projection, which its replay runs through.
@@ -84,7 +92,7 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
     qkv_part = model.qkv_parameters / model.layer_parameters
     recompute_s: dict[TensorClass, float] = {
         "layer_input": 0.0,
-        "attention_output": forward.pair_s * chunk.num_pairs / shape.degree / model.num_layers,
+        "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
         "qkv": qkv_part * token_s,
         "mlp": (1 - qkv_part) * token_s,
     }
@@ -97,11 +105,11 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
             can_offload=name != "qkv" or model.can_keep_qkv,
             can_keep=name != "qkv" or model.can_keep_qkv,
             documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
+            pairs=pairs,
         )
         for name, seconds in recompute_s.items()
     )
-    forward_s, backward_s = costs.forward_s(chunk, shape, 1), costs.backward_s(chunk, shape, 1)
-    return tuple(Slot(forward_s, backward_s, saved) for _ in range(model.num_layers))
+    return Slot(costs.forward_s(chunk, shape, 1, pairs=pairs), costs.backward_s(chunk, shape, 1, pairs=pairs), saved)
 
 
 def plan_activations(

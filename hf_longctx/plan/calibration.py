@@ -32,9 +32,10 @@ _TOKENS = _RATES.index("token_s")
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
-    """One measured pass of one chunk on one rank: its tokens and causal pairs (whole chunk), degree, traffic, seconds.
+    """One measured pass of one chunk on one rank: its tokens and query-key pairs (whole chunk), degree, traffic, seconds.
 
-    tiles: of a ring, as `cost.num_tiles` counts them. part: what ran of the model; traffic and tiles are those of all layers.
+    num_pairs: of a layer, on average over those that ran. tiles: of a ring, as `cost.num_tiles` counts them. part: what ran of
+    the model; traffic and tiles are those of all layers.
     """
 
     num_tokens: int

@@ -22,6 +22,13 @@ def _gpt(num_layers: int, hidden_size: int) -> ModelSpec:
     return replace(spec, gated_mlp=False, learned_positions=True)
 
 
+def _gemma3(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, int], positions: int, window: int) -> ModelSpec:
+    """The decoder of a Gemma 3: five layers with a window before each that sees everything."""
+    windows = tuple(window if (layer + 1) % 6 else None for layer in range(num_layers))
+    spec = ModelSpec(num_layers, hidden_size, mlp, *heads, vocab_size=262144, max_positions=positions)
+    return replace(spec, tied_embeddings=True, qk_norms=True, windows=windows)
+
+
 # layers, hidden, intermediate, query heads, KV heads, head size, vocabulary, positions, tied embeddings; from each config.json
 _MODELS: dict[str, ModelSpec] = {
     "gpt-7b": _gpt(32, 4096),
@@ -40,6 +47,9 @@ _MODELS: dict[str, ModelSpec] = {
     "qwen2.5-7b": ModelSpec(28, 3584, 18944, 28, 4, 128, 152064, 131072),
     "mistral-7b": ModelSpec(32, 4096, 14336, 32, 8, 128, 32768, 32768),
     "gemma-7b": ModelSpec(28, 3072, 24576, 16, 16, 256, 256000, 8192, _TIED),
+    "gemma-3-1b": _gemma3(26, 1152, 6912, (4, 1, 256), 32768, 512),
+    "gemma-3-12b": _gemma3(48, 3840, 15360, (16, 8, 256), 131072, 1024),
+    "gemma-3-27b": _gemma3(62, 5376, 21504, (32, 16, 128), 131072, 1024),
 }
 
 

@@ -6,41 +6,39 @@ does (arXiv 2509.21275, section 4).
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.types import Action, Chunk, SequenceGroup, Span
 
 
-def slice_bounds(num_tokens: int, num_slices: int, pair_s: float, token_s: float) -> tuple[int, ...]:
+def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates) -> tuple[int, ...]:
     """Bounds, from 0 to `num_tokens`, of slices that take equal time; fewer where some would be empty.
 
-    The first n tokens take pair_s n^2 / 2 + token_s n, so that slices get shorter towards the end.
+    Later tokens see more before them, as far as windows let them, so that slices get shorter towards the end.
     """
     if num_slices < 1 or num_tokens < 1:
         raise ValueError(f"{num_tokens} tokens cannot be cut into {num_slices} slices; both must be at least 1")
-    total_s = pair_s * num_tokens * num_tokens / 2 + token_s * num_tokens
+    total_s = rates.of_span(0, num_tokens)
     bounds = [0]
     for place in range(1, num_slices):
         if total_s <= 0:
             tokens = num_tokens * place / num_slices
         else:
-            wanted_s = total_s * place / num_slices
-            # the root of the quadratic in the form that holds for pair_s = 0 too
-            tokens = 2 * wanted_s / (token_s + math.sqrt(token_s * token_s + 2 * pair_s * wanted_s))
+            tokens = rates.tokens_in(total_s * place / num_slices)
         bounds.append(min(num_tokens, max(bounds[-1], round(tokens))))
     return tuple(sorted({*bounds, num_tokens}))
 
 
-def sliced_group(group: SequenceGroup, num_slices: int, pair_s: float, token_s: float) -> SequenceGroup:
+def sliced_group(group: SequenceGroup, num_slices: int, rates: SpanRates) -> SequenceGroup:
     """The group with the longest sequence of its one chunk in slices, and the rest of it as packs no larger than these.
 
     All slices run forward, then backward last first; each pack runs forward and backward behind them.
     """
     (chunk,) = group.chunks
     longest = max(chunk.spans, key=lambda span: span.num_tokens)
-    bounds = slice_bounds(longest.num_tokens, num_slices, pair_s, token_s)
+    bounds = slice_bounds(longest.num_tokens, num_slices, rates)
     slices = [(Span(longest.sequence, longest.start + start, longest.start + stop),) for start, stop in pairwise(bounds)]
     room = max(stop - start for start, stop in pairwise(bounds))
     packs = _packs([span for span in chunk.spans if span != longest], room)

@@ -1,7 +1,8 @@
 """Seconds and bytes of a chunk on a sequence group, forward and backward apart.
 
-The time of one pass over n tokens with c causal pairs on d ranks (FlexSP, arXiv 2412.01523, section 4.1, with causal
-pairs n^2 / 2 for its s^2, and its all-to-all term split into what a rank sends over which links, see `traffic.py`):
+The time of one pass over n tokens with c query-key pairs on d ranks (FlexSP, arXiv 2412.01523, section 4.1, with the mean
+over layers of what they see, see `attention_pairs.py`, for its s^2, and its all-to-all term split into what a rank sends over
+which links, see `traffic.py`):
 
     pair_s * c / d  +  token_s * n / d  +  chunk_s
         +  link_byte_s * link_bytes  +  network_byte_s * network_bytes  +  message_s * messages  +  tile_s * tiles
@@ -18,6 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_longctx.plan.attention_pairs import AttentionPairs
 from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
 from hf_longctx.plan.traffic import Traffic, group_shapes, mean_traffic
 from hf_longctx.plan.types import Chunk, GroupShape, Parameters
@@ -34,10 +36,11 @@ _AVOIDED = 1e3
 class PassCoefficients:
     """One pass (forward or backward) over all layers of the model on one rank.
 
-    pair_s: per causal query-key pair. token_s: per token. chunk_s: per chunk. message_s: per exchange. link_byte_s,
-    network_byte_s: per byte sent inside a node and to another one. tile_s: per tile of attention that a ring makes of a
-    document beyond what one call for the whole chunk would cost. head_factor: how many times the output head's share of the
-    matrix products is its share of token_s, since the loss is more than products and layers have norms; a pipeline shows it.
+    pair_s: per query-key pair, of which layers have so many on average. token_s: per token. chunk_s: per chunk. message_s: per
+    exchange. link_byte_s, network_byte_s: per byte sent inside a node and to another one. tile_s: per tile of attention that a
+    ring makes of a document beyond what one call for the whole chunk would cost. head_factor: how many times the output head's
+    share of the matrix products is its share of token_s, since the loss is more than products and layers have norms; a pipeline
+    shows it.
     """
 
     pair_s: float
@@ -140,41 +143,59 @@ class CostModel:
         # the first of equals, so that every caller finds the same one
         return min(shapes, key=partial(self._sharing_s, num_tokens, num_documents))
 
-    def forward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0) -> float:
+    def forward_s(
+        self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0, pairs: AttentionPairs | None = None
+    ) -> float:
         """Seconds of one forward of `chunk` over `num_layers` layers on a group of `shape`.
 
-        Attention is counted over the causal area: n * (prefix + n / 2) token pairs for n new tokens. `near_ranks`: the
-        fewest ranks of the group that share a node; 0 for the most that any place allows.
+        near_ranks: the fewest ranks of the group that share a node; 0 for the most that any place allows. pairs: of these
+        layers; None for what all layers have on average.
         """
-        return self._pass_s(chunk, shape, num_layers, False, near_ranks)
+        return self._pass_s(chunk, shape, num_layers, False, near_ranks, pairs)
 
-    def backward_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0) -> float:
+    def backward_s(
+        self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0, pairs: AttentionPairs | None = None
+    ) -> float:
         """Seconds of one backward of `chunk`, as for `forward_s`."""
-        return self._pass_s(chunk, shape, num_layers, True, near_ranks)
+        return self._pass_s(chunk, shape, num_layers, True, near_ranks, pairs)
 
-    def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
-        """Seconds of one pass of `chunk` over all layers that are not communication."""
+    def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
+        """Seconds of one pass of `chunk` over all layers that are not communication, if all had `pairs` (None: as they are)."""
+        pairs = self.model.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         tokens = float(max(chunk.num_tokens, shape.degree))
-        seconds = (costs.pair_s * chunk.num_pairs + costs.token_s * tokens) / shape.degree + costs.chunk_s
+        seconds = (costs.pair_s * pairs.of_chunk(chunk) + costs.token_s * tokens) / shape.degree + costs.chunk_s
         return seconds + costs.tile_s * num_tiles(shape, len(chunk.spans))
 
     def part_s(
-        self, chunk: Chunk, shape: GroupShape, is_backward: bool, num_layers: int, has_head: bool, near_ranks: int = 0
+        self,
+        chunk: Chunk,
+        shape: GroupShape,
+        is_backward: bool,
+        num_layers: int,
+        has_head: bool,
+        near_ranks: int = 0,
+        pairs: AttentionPairs | None = None,
     ) -> float:
         """Seconds of one pass of `chunk` over `num_layers` layers of a pipeline stage, with output head and loss or without.
 
-        A token's seconds in the head are a share of `token_s`, so that all parts add up to the model.
+        A token's seconds in the head are a share of `token_s`, so that all parts add up to the model. pairs: of these layers;
+        None for what all layers have on average.
         """
         exchange_s = self._pass_exchange_s(float(max(chunk.num_tokens, shape.degree)), shape, is_backward, near_ranks)
-        layer_s, head_s = self.layer_and_head_s(chunk, shape, is_backward, exchange_s)
+        layer_s, head_s = self.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
         return layer_s * num_layers + (head_s if has_head else 0.0)
 
-    def layer_and_head_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, exchange_s: float) -> tuple[float, float]:
-        """Seconds of one pass of `chunk` over one layer, and over output head and loss; exchange_s: of all layers together."""
+    def layer_and_head_s(
+        self, chunk: Chunk, shape: GroupShape, is_backward: bool, exchange_s: float, pairs: AttentionPairs | None = None
+    ) -> tuple[float, float]:
+        """Seconds of one pass of `chunk` over one layer, and over output head and loss; exchange_s: of all layers together.
+
+        pairs: of the layer; None for what all layers have on average.
+        """
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         head_s = costs.token_s * self.head_share(is_backward) * max(chunk.num_tokens, shape.degree) / shape.degree
-        layers_s = self.local_s(chunk, shape, is_backward) + exchange_s - head_s
+        layers_s = self.local_s(chunk, shape, is_backward, pairs) + exchange_s - head_s
         return layers_s / self.model.num_layers, head_s
 
     def head_share(self, is_backward: bool) -> float:
@@ -196,9 +217,9 @@ class CostModel:
     def sequences_s(self, lengths: Sequence[int] | FloatArray, shape: GroupShape) -> FloatArray:
         """Seconds that each whole sequence adds to a group of `shape`, forward plus backward, without `group_s`."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        total = np.zeros_like(tokens)
+        total, seen = np.zeros_like(tokens), self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
-            total += (costs.pair_s * tokens * tokens / 2 + costs.token_s * tokens) / shape.degree
+            total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
         # what a rank sends is linear in tokens, and neither messages nor tiles depend on them
         fixed_s = self._exchange_s(0.0, shape)
         total += (self._exchange_s(1.0, shape) - fixed_s) * tokens + self._sharing_s(0.0, 1.0, shape) - fixed_s
@@ -233,9 +254,17 @@ class CostModel:
             return _AVOIDED * (seconds + costs.token_s * num_tokens / shape.degree)
         return seconds
 
-    def _pass_s(self, chunk: Chunk, shape: GroupShape, num_layers: int, is_backward: bool, near_ranks: int) -> float:
+    def _pass_s(
+        self,
+        chunk: Chunk,
+        shape: GroupShape,
+        num_layers: int,
+        is_backward: bool,
+        near_ranks: int,
+        pairs: AttentionPairs | None,
+    ) -> float:
         tokens = float(max(chunk.num_tokens, shape.degree))
-        seconds = self.local_s(chunk, shape, is_backward) + self._pass_exchange_s(tokens, shape, is_backward, near_ranks)
+        seconds = self.local_s(chunk, shape, is_backward, pairs) + self._pass_exchange_s(tokens, shape, is_backward, near_ranks)
         return seconds * num_layers / self.model.num_layers
 
 
@@ -248,7 +277,7 @@ def block_sizes(degrees: Sequence[int], costs: CostModel) -> tuple[int, ...]:
 def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoefficients:
     """Coefficients from operation counts and the hardware's rates: enough to rank plans before a run measures its own.
 
-    Forward: 2 operations per matrix parameter and token, 4 per head element and causal pair, 20 kernels per layer and
+    Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
     chunk, 4 per layer and tile of a ring. Backward: as the hardware's ratios say, twice the kernels.
     """
     hardware = cluster.hardware

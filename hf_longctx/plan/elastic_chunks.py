@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.types import Chunk, Span
 
@@ -42,34 +43,31 @@ class _Bucket:
 def elastic_chunks(
     lengths: Mapping[int, int],
     num_slices: int,
-    pair_s: float,
-    token_s: float,
+    rates: SpanRates,
     capacity_tokens: int,
     target_s: float = 0.0,
 ) -> tuple[Chunk, ...]:
     """Chunks of sequences {number: tokens}: the longest in `num_slices` slices of equal time, and all others to match it.
 
-    pair_s, token_s: seconds of a causal pair and of a token, forward plus backward. No chunk has more than
-    `capacity_tokens`; slices get shorter where that needs it. target_s: what a pack may take where that is more than a slice
-    takes. Families stand longest first, slices of one sequence in a row. One slice means whole sequences and packs. Raises
-    ValueError for sequences without tokens and for numbers below 1.
+    rates: forward plus backward. No chunk has more than `capacity_tokens`; slices get shorter where that needs it. target_s: what
+    a pack may take where that is more than a slice takes. Families stand longest first, slices of one sequence in a row. One
+    slice means whole sequences and packs. Raises ValueError for sequences without tokens and for numbers below 1.
     """
     _check(lengths, num_slices=num_slices, capacity_tokens=capacity_tokens)
     if not lengths:
         return ()
-    if pair_s <= 0 and token_s <= 0:
-        token_s = 1.0
+    if rates.pair_s <= 0 and rates.token_s <= 0:
+        rates = SpanRates(0.0, 1.0)
     ordered = sorted(lengths, key=lambda sequence: (-lengths[sequence], sequence))
-    mesh = _mesh(lengths[ordered[0]], num_slices, pair_s, token_s, capacity_tokens)
+    mesh = _mesh(lengths[ordered[0]], num_slices, rates, capacity_tokens)
     long = [sequence for sequence in ordered if lengths[sequence] > mesh[1]]
     families = [_slices(sequence, lengths[sequence], mesh) for sequence in long]
     tails = [
-        _Bucket(_seconds(family[-1].start, family[-1].stop, pair_s, token_s), family[-1].num_tokens, [family[-1]])
-        for family in families
+        _Bucket(rates.of_span(family[-1].start, family[-1].stop), family[-1].num_tokens, [family[-1]]) for family in families
     ]
     short = [(sequence, lengths[sequence]) for sequence in ordered[len(long) :]]
-    cell_s = max(_seconds(start, stop, pair_s, token_s) for start, stop in pairwise(mesh))
-    packs = _pack(tails, [(i, n, _seconds(0, n, pair_s, token_s)) for i, n in short], max(cell_s, target_s), capacity_tokens)
+    cell_s = max(rates.of_span(start, stop) for start, stop in pairwise(mesh))
+    packs = _pack(tails, [(i, n, rates.of_span(0, n)) for i, n in short], max(cell_s, target_s), capacity_tokens)
     chunks = [[span] for family in families for span in family]
     place = -1
     for family, tail in zip(families, tails, strict=True):
@@ -116,17 +114,12 @@ def _numbered(chunks: Iterable[Sequence[Span]]) -> tuple[Chunk, ...]:
     return tuple(Chunk(index, tuple(spans)) for index, spans in enumerate(chunks))
 
 
-def _seconds(start: int, stop: int, pair_s: float, token_s: float) -> float:
-    """Of tokens [start, stop) of a sequence, forward plus backward."""
-    return (stop - start) * (pair_s * (start + stop) / 2 + token_s)
-
-
-def _mesh(longest: int, num_slices: int, pair_s: float, token_s: float, capacity_tokens: int) -> tuple[int, ...]:
+def _mesh(longest: int, num_slices: int, rates: SpanRates, capacity_tokens: int) -> tuple[int, ...]:
     """Bounds of equal time for the longest sequence, in more slices than asked for where these would be too large."""
     # the first slice has the most tokens, since none before it are attended to
-    largest_s = _seconds(0, min(capacity_tokens, longest), pair_s, token_s)
-    fewest = math.ceil(_seconds(0, longest, pair_s, token_s) / largest_s * (1 - 1e-9))
-    return slice_bounds(longest, max(num_slices, fewest), pair_s, token_s)
+    largest_s = rates.of_span(0, min(capacity_tokens, longest))
+    fewest = math.ceil(rates.of_span(0, longest) / largest_s * (1 - 1e-9))
+    return slice_bounds(longest, max(num_slices, fewest), rates)
 
 
 def _slices(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:

@@ -189,7 +189,8 @@ class _Run:
         layers = stage.num_layers / self.costs.model.num_layers
         # a group with fewer tokens than ranks runs dummy tokens
         exchange_s = (fixed_s + token_s * max(chunk.num_tokens, shape.degree)) * layers
-        return self.costs.local_s(chunk, shape, is_backward) * layers + exchange_s, exchange_s
+        pairs = self.costs.model.attention_pairs(stage.parts)
+        return self.costs.local_s(chunk, shape, is_backward, pairs) * layers + exchange_s, exchange_s
 
 
 def _state_bytes(plan: StepPlan, costs: CostModel) -> list[int]:

@@ -201,7 +201,7 @@ class PipelineStep:
         rates, lengths = self.rates[group.degree], self.lengths[list(group.members)]
         work_s = float(self.seconds[group.degree][list(group.members)].sum())
         longest, tokens = int(lengths.max()), int(lengths.sum())
-        longest_s = (rates.pair_s * longest / 2 + rates.token_s) * longest
+        longest_s = rates.spans.of_span(0, longest)
         # enough for chunks that memory cuts short
         fewest = -(-tokens // (group.degree * self.config.tokens_per_rank))
         can_slice = self.shapes[group.degree].num_blocks == 1
@@ -278,7 +278,7 @@ class PipelineStep:
         rates: StageRates = self.rates[group.degree]
         lengths = {i: int(self.lengths[i]) for i in group.members}
         capacity = group.degree * self.config.tokens_per_rank
-        return elastic_chunks(lengths, num_slices, rates.pair_s, rates.token_s, capacity, target_s)
+        return elastic_chunks(lengths, num_slices, rates.spans, capacity, target_s)
 
     def _seconds(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
         """Seconds of a pipeline with room made; infinite where there cannot be enough."""

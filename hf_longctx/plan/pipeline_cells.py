@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.plan.activation_memory import layer_slots
+from hf_longctx.plan.activation_memory import layer_slot
+from hf_longctx.plan.attention_pairs import AttentionPairs
 from hf_longctx.plan.cost import CostModel, IntArray
 from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
 from hf_longctx.plan.layer_memory import Load
@@ -101,10 +102,11 @@ class GroupCells:
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+        self.pairs = {part: costs.model.attention_pairs((part,)) for stage in group.stages for part in stage.parts}
         # by stage, chunk and part
         self.places: dict[tuple[int, int, int], int] = {}
         self.cells: list[Cell] = []
-        self._known_s: dict[tuple[int, str], tuple[float, float]] = {}
+        self._known_s: dict[tuple[int, str, AttentionPairs], tuple[float, float]] = {}
         # by layers moved and recomputed and tokens moved of so many; by tokens, those moved and classes
         self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
         self._known_moved: dict[tuple[int, int, tuple[TensorClass, ...]], LayerPolicy] = {}
@@ -158,16 +160,21 @@ class GroupCells:
         ]
         last_place = self.num_stages * self.num_parts - 1
         loads = self.known.loads(self.group, 0)
-        ways = [self._layer_ways(chunk, load) for chunk, load in zip(self.group.chunks, loads, strict=True)]
+        ways = {
+            (chunk.index, pairs): self._layer_ways(chunk, load, pairs)
+            for chunk, load in zip(self.group.chunks, loads, strict=True)
+            for pairs in dict.fromkeys(self.pairs.values())
+        }
         for stage in self.group.stages:
             windows = self._windows_s(stage)
             for chunk in self.group.chunks:
                 for part, owned in enumerate(stage.parts):
                     diagonal = order.index(chunk.index) + last_place - (part * self.num_stages + stage.stage)
                     self.places[stage.stage, chunk.index, part] = len(self.cells)
-                    self.cells.append(self._cell(diagonal, owned.num_layers, ways[chunk.index], windows[chunk.index, part]))
+                    way = ways[chunk.index, self.pairs[owned]]
+                    self.cells.append(self._cell(diagonal, owned.num_layers, way, windows[chunk.index, part]))
 
-    def _layer_ways(self, chunk: Chunk, load: Load) -> _LayerWays:
+    def _layer_ways(self, chunk: Chunk, load: Load, pairs: AttentionPairs) -> _LayerWays:
         model = self.costs.model
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
         kept, recomputed, offloaded = (self.known.layer(model, load, policy, self.tile_tokens) for policy in policies)
@@ -175,7 +182,7 @@ class GroupCells:
         inside = 1 - self.costs.head_share(is_backward=False)
         again_s = {
             item.tensor_class: item.recompute_s * (1.0 if item.tensor_class == "attention_output" else inside)
-            for item in layer_slots(self.costs, chunk, self.group.shape)[0].saved
+            for item in layer_slot(self.costs, chunk, self.group.shape, pairs).saved
         }
         return _LayerWays(
             kept.held,
@@ -223,12 +230,13 @@ class GroupCells:
         return windows
 
     def _seconds(self, stage: StagePlan, action: Action) -> float:
-        key = action.chunk, action.kind
+        pairs = self.pairs[stage.parts[action.part]]
+        key = action.chunk, action.kind, pairs
         if key not in self._known_s:
             chunk, is_backward, shape = self.group.chunks[action.chunk], action.kind == "B", self.group.shape
             fixed_s, token_s = self._exchanges[is_backward]
             exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
-            self._known_s[key] = self.costs.layer_and_head_s(chunk, shape, is_backward, exchange_s)
+            self._known_s[key] = self.costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
         layer_s, head_s = self._known_s[key]
         has_head = (stage.stage, action.part) == (self.num_stages - 1, self.num_parts - 1)
         return layer_s * stage.parts[action.part].num_layers + (head_s if has_head else 0.0)

@@ -11,13 +11,15 @@ from itertools import accumulate
 import numpy as np
 
 from hf_longctx.plan.activation import SavedClass
-from hf_longctx.plan.activation_memory import layer_slots
+from hf_longctx.plan.activation_memory import layer_slot
+from hf_longctx.plan.attention_pairs import AttentionPairs
 from hf_longctx.plan.cost import CostModel, FloatArray
 from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, Wiring
 from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.stage_memory import message_bytes, most_at_once, stage_state_bytes
 from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, GroupShape, LayerPolicy, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.windows import Windows
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 
@@ -171,23 +173,26 @@ class ChunkSeconds:
     def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
         self.group, self.costs = group, costs
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
-        self._passes: dict[tuple[bool, int], FloatArray] = {}
+        self._passes: dict[tuple[bool, int, Windows], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
-        self._saved: dict[int, list[SavedClass]] = {}
+        self._saved: dict[tuple[int, int | None], list[SavedClass]] = {}
         # by identity: the layer is kept alive
-        self._layers: dict[tuple[int, int], tuple[LayerPolicy, tuple[float, float] | None]] = {}
+        self._layers: dict[tuple[int, int, int | None], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
-    def passes(self, is_backward: bool, near: int) -> FloatArray:
-        """(chunks, 3): one layer, the head, and the communication in a layer; near: see `near_ranks`."""
-        key = is_backward, near
+    def passes(self, is_backward: bool, near: int, windows: Windows) -> FloatArray:
+        """(chunks, 3): a layer of those with these windows on average, the head, the communication in a layer.
+
+        near: see `near_ranks`.
+        """
+        key = is_backward, near, windows
         if key not in self._passes:
             costs, shape, found = self.costs, self.group.shape, []
             fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
+            pairs = AttentionPairs.of(windows)
             for chunk in self.group.chunks:
                 exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
-                found.append(
-                    (*costs.layer_and_head_s(chunk, shape, is_backward, exchange_s), exchange_s / costs.model.num_layers)
-                )
+                pass_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
+                found.append((*pass_s, exchange_s / costs.model.num_layers))
             self._passes[key] = np.array(found)
         return self._passes[key]
 
@@ -197,29 +202,29 @@ class ChunkSeconds:
             self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
         return self._hops[leaves]
 
-    def layer(self, chunk: int, layer: LayerPolicy) -> tuple[float, float] | None:
-        """What runs again in a layer, and the copies of what waits on the host; None if it keeps everything."""
-        key = chunk, id(layer)
+    def layer(self, chunk: int, layer: LayerPolicy, window: int | None) -> tuple[float, float] | None:
+        """What runs again in a layer with this window, and the copies of what waits on the host; None if it keeps everything."""
+        key = chunk, id(layer), window
         if key not in self._layers:
             found = None
             if not layer.keeps_everything:
-                shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk)]
+                shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk, window)]
                 again_s = sum(item.recompute_part_s(share.recompute) for item, share in shares)
                 copied = sum(item.num_bytes * share.host for item, share in shares)
                 found = again_s, copied / self.costs.cluster.hardware.copy_bytes_per_s
             self._layers[key] = layer, found
         return self._layers[key][1]
 
-    def saved(self, chunk: int) -> list[SavedClass]:
+    def saved(self, chunk: int, window: int | None) -> list[SavedClass]:
         """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
-        if chunk not in self._saved:
-            slot = layer_slots(self.costs, self.group.chunks[chunk], self.group.shape)[0]
+        if (chunk, window) not in self._saved:
+            slot = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, AttentionPairs.of((window,)))
             inside = 1 - self.costs.head_share(is_backward=False)
-            self._saved[chunk] = [
+            self._saved[chunk, window] = [
                 replace(item, recompute_s=item.recompute_s * inside) if item.tensor_class in ("qkv", "mlp") else item
                 for item in slot.saved
             ]
-        return self._saved[chunk]
+        return self._saved[chunk, window]
 
 
 class StageSeconds:
@@ -237,18 +242,20 @@ class StageSeconds:
             any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
             for place, of_stage in enumerate(ranks)
         ]
+        self.windows = [[costs.model.layer_windows(part) for part in stage.parts] for stage in group.stages]
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
         ]
         # by identity: the group keeps policies alive
         self._moves: dict[int, bool] = {}
-        self._under_seconds: dict[tuple[int, bool, int, int, int], tuple[float, tuple[CopyStep, ...]]] = {}
+        self._under_seconds: dict[tuple[int, bool, int, int, Windows, int], tuple[float, tuple[CopyStep, ...]]] = {}
         self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
 
     def table(self) -> FloatArray:
         """`of` for every part, stage, chunk and kind of pass, as `Wiring.seconds` takes it."""
         table = self._by_layer(0)
-        table[-1, -1] += np.stack([self.chunks.passes(is_backward, self.near[-1])[:, 1] for is_backward in (False, True)], axis=1)
+        last = self.near[-1], self.windows[-1][-1]
+        table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
         for stage, policies in enumerate(self.policies):
             for (chunk, part), policy in policies.items():
                 for is_backward in (False, True):
@@ -268,8 +275,14 @@ class StageSeconds:
         """A column of the chunks' passes times the layers of every part: (parts, stages, chunks, 2)."""
         stages = self.group.stages
         per_layer = np.array(
-            [[self.chunks.passes(is_backward, near)[:, column] for is_backward in (False, True)] for near in self.near]
-        ).swapaxes(1, 2)
+            [
+                [
+                    [self.chunks.passes(is_backward, near, windows)[:, column] for is_backward in (False, True)]
+                    for near, windows in zip(self.near, of_part, strict=True)
+                ]
+                for of_part in zip(*self.windows, strict=True)
+            ]
+        ).swapaxes(2, 3)
         num_layers = np.array([[part.num_layers for part in stage.parts] for stage in stages], dtype=np.float64).T
         table: FloatArray = num_layers[:, :, None, None] * per_layer
         return table
@@ -297,7 +310,9 @@ class StageSeconds:
 
     def _body(self, action: Action) -> tuple[float, float, float]:
         """Seconds of one layer, of the head, and of the communication in a layer."""
-        layer_s, head_s, exchange_s = self.chunks.passes(action.kind == "B", self.near[action.stage])[action.chunk].tolist()
+        windows = self.windows[action.stage][action.part]
+        passes = self.chunks.passes(action.kind == "B", self.near[action.stage], windows)
+        layer_s, head_s, exchange_s = passes[action.chunk].tolist()
         return layer_s, head_s, exchange_s
 
     def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
@@ -308,12 +323,14 @@ class StageSeconds:
     def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """As `_under`, once for stages alike."""
         num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
-        key = (policy.chunk, is_backward, near, num_layers, id(policy.layers))
+        windows = self.windows[stage][policy.part]
+        key = (policy.chunk, is_backward, near, num_layers, windows, id(policy.layers))
         if key not in self._under_seconds:
             if self._has_copies(policy.layers):
-                self._under_seconds[key] = self._under(policy, is_backward, near, num_layers)
+                self._under_seconds[key] = self._under(policy, is_backward, near, windows or (None,) * num_layers)
             else:
-                again = (self.chunks.layer(policy.chunk, layer) for layer in policy.layers if is_backward)
+                own = zip(policy.layers, windows or (None,) * num_layers, strict=False) if is_backward else ()
+                again = (self.chunks.layer(policy.chunk, *each) for each in own)
                 self._under_seconds[key] = sum(of_layer[0] for of_layer in again if of_layer is not None), ()
         return self._under_seconds[key]
 
@@ -323,11 +340,12 @@ class StageSeconds:
         return self._moves[id(layers)]
 
     def _under(
-        self, policy: ActivationPolicy, is_backward: bool, near: int, num_layers: int
+        self, policy: ActivationPolicy, is_backward: bool, near: int, windows: Windows
     ) -> tuple[float, tuple[CopyStep, ...]]:
-        pass_s = float(self.chunks.passes(is_backward, near)[policy.chunk, 0])
-        of_layers = [self.chunks.layer(policy.chunk, layer) for layer in policy.layers]
-        of_layers += [None] * (num_layers - len(policy.layers))
+        # layers without windows all are the same
+        pass_s = float(self.chunks.passes(is_backward, near, windows if self.costs.model.windows else ())[policy.chunk, 0])
+        of_layers = [self.chunks.layer(policy.chunk, *each) for each in zip(policy.layers, windows, strict=False)]
+        of_layers += [None] * (len(windows) - len(policy.layers))
         again_s = plain_s = 0.0
         # seconds of layers that run one after the other, and of copies
         steps: list[list[float]] = []

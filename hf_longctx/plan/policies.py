@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
-from hf_longctx.plan.activation_memory import class_bytes, held_bytes, layer_slots
+from hf_longctx.plan.activation_memory import class_bytes, held_bytes, layer_slot, layer_slots
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import sliced_group
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
@@ -25,6 +26,7 @@ from hf_longctx.plan.types import (
     TENSOR_CLASSES,
     ActivationPolicy,
     Chunk,
+    GroupShape,
     LayerPolicy,
     SequenceGroup,
     StagePlan,
@@ -140,10 +142,11 @@ class RoomMaker:
         """The longest sequence in slices, one slot of the program for each chunk."""
         (chunk,) = group.chunks
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
-        pair_s, token_s = forward.pair_s + backward.pair_s, forward.token_s + backward.token_s
+        pairs = self.costs.model.attention_pairs()
+        rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s, pairs)
         longest = max(span.num_tokens for span in chunk.spans)
         for count in (count for count in _SLICE_COUNTS if count in slice_counts(longest, group.degree)):
-            sliced = sliced_group(group, count, pair_s, token_s)
+            sliced = sliced_group(group, count, rates)
             yield from self._solved(sliced, *self._slice_way(sliced))
 
     def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
@@ -156,7 +159,7 @@ class RoomMaker:
                 for index, chosen in enumerate(shares)
             )
 
-        return [_one_slot(layer_slots(self.costs, part, sliced.shape)) for part in sliced.chunks], policies
+        return [_one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], policies
 
     def reason(self, group: SequenceGroup) -> str:
         """Why the policies of a group that was chosen are as they are: its program is solved again, and says so."""
@@ -243,7 +246,7 @@ def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> d
         of_layers = layer_slots(costs, chunk, group.shape)
         chosen = [_shares_of(policy, place, slot) for place, slot in enumerate(of_layers)]
         # slices are slots as a whole, with what their layers do on average
-        slots += [_one_slot(of_layers)] if is_sliced else of_layers
+        slots += [_one_slot(costs, chunk, group.shape)] if is_sliced else of_layers
         shares += [_mean(chosen)] if is_sliced else chosen
         owners += [chunk.index] * (1 if is_sliced else len(of_layers))
     array = np.array([(share.recompute, share.host) for chosen in shares for share in chosen])
@@ -272,12 +275,13 @@ def _shares_of(policy: ActivationPolicy, layer: int, slot: Slot) -> tuple[Tensor
     return tuple(chosen.share(item.tensor_class) for item in slot.saved)
 
 
-def _one_slot(layers: Sequence[Slot]) -> Slot:
+def _one_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
     """All layers of a chunk as one slot."""
+    num_layers, layer = costs.model.num_layers, layer_slot(costs, chunk, shape, costs.model.attention_pairs())
     return Slot(
-        sum(slot.forward_s for slot in layers),
-        sum(slot.backward_s for slot in layers),
-        tuple(_scaled(item, len(layers)) for item in layers[0].saved),
+        sum([layer.forward_s] * num_layers),
+        sum([layer.backward_s] * num_layers),
+        tuple(_scaled(item, num_layers) for item in layer.saved),
     )
 
 

@@ -111,7 +111,8 @@ class _SharedSeconds:
         chunk, is_backward = group.chunks[action.chunk], action.kind == "B"
         degree = group.degree * num_stages
         # the head's tokens are part of what a pass over the model takes
-        whole_s = costs.local_s(chunk, GroupShape(degree, degree), is_backward)
+        pairs = costs.model.attention_pairs(group.stages[action.stage].parts)
+        whole_s = costs.local_s(chunk, GroupShape(degree, degree), is_backward, pairs)
         token_s = (costs.coefficients.backward if is_backward else costs.coefficients.forward).token_s
         head_s = token_s * costs.head_share(is_backward) * chunk.num_tokens / degree
         body_s = (whole_s - head_s) * group.stages[action.stage].num_layers / costs.model.num_layers

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hf_longctx.plan.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.types import LayerRange, Parameters
 from hf_longctx.plan.windows import Windows, config_windows
 
@@ -196,6 +197,16 @@ class ModelSpec:
     def pair_operations(self) -> int:
         """Operations of a query and a key in one layer's forward, over all heads: a product each with the key and the value."""
         return 2 * self.num_heads * self.kv_head_size
+
+    def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
+        """The query-key pairs of a layer, on average over the layers of `parts`; without any, over all layers."""
+        if not self.windows:
+            return FULL
+        return AttentionPairs.of(tuple(window for part in parts for window in self.layer_windows(part)) or self.windows)
+
+    def layer_windows(self, part: LayerRange) -> Windows:
+        """The windows of the layers of `part`, one by one; () where all layers of the model see everything."""
+        return self.windows[part.first_layer :][: part.num_layers]
 
     @property
     def qkv_parameters(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.cost import CostModel, FloatArray, num_tiles
 from hf_longctx.plan.event_loop import Wiring
 from hf_longctx.plan.pipeline import Schedule, compute_orders
@@ -20,29 +21,26 @@ Parts = tuple[tuple[LayerRange, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
-    """Forward plus backward on one stage of a group: seconds of a causal pair, of a token, of a document and of a chunk."""
+    """Forward plus backward on one stage of a group: seconds of pairs and tokens, of a document and of a chunk."""
 
-    pair_s: float
-    token_s: float
+    spans: SpanRates
     document_s: float
     chunk_s: float
 
     def sequences_s(self, tokens: FloatArray) -> FloatArray:
         """Seconds that whole sequences of so many tokens add."""
-        return self.pair_s * tokens * tokens / 2 + self.token_s * tokens + self.document_s
+        rates = self.spans
+        return rates.pair_s * tokens * rates.pairs.seen(np.zeros_like(tokens), tokens) + rates.token_s * tokens + self.document_s
 
 
 def busiest_rates(costs: CostModel, shape: GroupShape, parts: Parts, tokens: FloatArray) -> StageRates:
     """Rates of the stage that works longest on sequences of so many tokens, which is where chunks have to be balanced."""
-    rates = [
-        _rates(costs, shape, sum(part.num_layers for part in of_stage), place == len(parts) - 1)
-        for place, of_stage in enumerate(parts)
-    ]
+    rates = [_rates(costs, shape, of_stage, place == len(parts) - 1) for place, of_stage in enumerate(parts)]
     return max(rates, key=lambda each: float(each.sequences_s(tokens).sum()))
 
 
-def _rates(costs: CostModel, shape: GroupShape, num_layers: int, has_head: bool) -> StageRates:
-    share = num_layers / costs.model.num_layers
+def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], has_head: bool) -> StageRates:
+    share = sum(part.num_layers for part in layers) / costs.model.num_layers
     head = costs.model.head_share
     pair_s = token_s = document_s = chunk_s = 0.0
     for is_backward in (False, True):
@@ -52,7 +50,7 @@ def _rates(costs: CostModel, shape: GroupShape, num_layers: int, has_head: bool)
         token_s += share * (each.token_s * (1 - head) / shape.degree + sent_s) + has_head * head * each.token_s / shape.degree
         document_s += share * each.tile_s * num_tiles(shape, 1.0)
         chunk_s += share * (each.chunk_s + fixed_s)
-    return StageRates(pair_s, token_s, document_s, chunk_s)
+    return StageRates(SpanRates(pair_s, token_s, costs.model.attention_pairs(layers)), document_s, chunk_s)
 
 
 def pipeline_s(
@@ -71,15 +69,23 @@ def pipeline_s(
     """
     on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
-    pairs = np.array([chunk.num_pairs for chunk in chunks])
+    pairs_of = [[costs.model.attention_pairs((part,)) for part in of_stage] for of_stage in parts]
+    # stages mostly have the same mix of layers
+    num_pairs = {
+        pairs: np.array([pairs.of_chunk(chunk) for chunk in chunks])
+        for pairs in dict.fromkeys(pairs for of_stage in pairs_of for pairs in of_stage)
+    }
     documents = np.array([len(chunk.spans) for chunk in chunks], dtype=np.float64)
     num_stages, num_parts = len(parts), len(parts[0])
     seconds = np.empty((num_parts, num_stages, len(chunks), 2))
     for is_backward in (False, True):
-        layer_s, head_s = _layer_and_head_s(costs, shape, is_backward, tokens, pairs, documents)
+        found = {
+            pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents) for pairs, counts in num_pairs.items()
+        }
         for stage, of_stage in enumerate(parts):
             for place, part in enumerate(of_stage):
                 has_head = stage == num_stages - 1 and place == num_parts - 1
+                layer_s, head_s = found[pairs_of[stage][place]]
                 seconds[place, stage, :, int(is_backward)] = layer_s * part.num_layers + (head_s if has_head else 0.0)
     hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
     # forwards to the next stage, backwards to the one before

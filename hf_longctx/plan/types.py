@@ -57,11 +57,6 @@ class Chunk:
         """Earlier tokens of the first span's sequence, whose keys and values this chunk must find."""
         return self.spans[0].start if self.spans else 0
 
-    @property
-    def num_pairs(self) -> float:
-        """Causal query-key pairs of this chunk, n * (prefix + n / 2) for a span of n tokens."""
-        return sum(span.num_tokens * (span.start + span.num_tokens / 2) for span in self.spans)
-
 
 @dataclass(frozen=True, slots=True)
 class Action:

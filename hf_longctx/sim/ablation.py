@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
@@ -231,7 +232,8 @@ def _elastic(
 ) -> Sequence[tuple[Chunk, ...]]:
     pair_s = costs.coefficients.forward.pair_s + costs.coefficients.backward.pair_s
     token_s = costs.coefficients.forward.token_s + costs.coefficients.backward.token_s
-    return [elastic_chunks(members, count, pair_s, token_s, max(members.values())) for count in counts]
+    rates = SpanRates(pair_s, token_s, costs.model.attention_pairs())
+    return [elastic_chunks(members, count, rates, max(members.values())) for count in counts]
 
 
 def _sliced(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:

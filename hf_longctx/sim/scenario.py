@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,7 +186,11 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
             f"{request.model} was measured on {request.hardware} as it was trained there; --dtype has no effect, leave it out"
         )
     model = read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"])
-    return _quantised(request, model), []
+    sizes = Counter(window for window in model.windows if window is not None)
+    return _quantised(request, model), [
+        f"{count} of {model.num_layers} layers see the last {window:,} tokens only, and cost no more than that"
+        for window, count in sorted(sizes.items())
+    ]
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:

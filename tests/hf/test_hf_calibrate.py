@@ -105,7 +105,9 @@ def test_the_text_has_a_line_per_chunk_and_the_errors(calibrated) -> None:
     assert lines[-1].startswith(f"held-out chunks: mean absolute error {calibration.held_out.mean:.1%}")
 
 
-@pytest.mark.parametrize("name,config_class", [("qwen3-0.6b", Qwen3Config), ("qwen2.5-7b", LlamaConfig)])
+@pytest.mark.parametrize(
+    "name,config_class", [("qwen3-0.6b", Qwen3Config), ("qwen2.5-7b", LlamaConfig), ("gemma-3-1b", Qwen3Config)]
+)
 def test_the_catalogues_names_become_models_of_their_shapes(name: str, config_class: type) -> None:
     config = model_config(name.replace("-", " "))
     assert isinstance(config, config_class)

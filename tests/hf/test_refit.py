@@ -9,6 +9,7 @@ from helpers.steps import group_pool, plan_of, tiny_costs
 
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refit import CostRefit, MeasuredPlan, whole_step_factor, without_waiting
+from hf_longctx.plan.attention_pairs import FULL
 from hf_longctx.plan.calibration import ChunkSample, PassSample
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, num_tiles
 from hf_longctx.plan.evaluate import evaluate_plan
@@ -52,7 +53,7 @@ def measured(plan: StepPlan, truth: CostModel, predicted: CostModel, rank: int) 
                 traffic = mean_traffic(truth.model, truth.cluster, group.shape, tokens, is_backward)
                 tiles = num_tiles(group.shape, len(chunk.spans))
                 took_s = seconds(chunk, group.shape, stage.num_layers)
-                passes.append(PassSample(chunk.num_tokens, chunk.num_pairs, group.degree, traffic, took_s, tiles))
+                passes.append(PassSample(chunk.num_tokens, FULL.of_chunk(chunk), group.degree, traffic, took_s, tiles))
             samples[index, group.positions, chunk.index] = ChunkSample(*passes)
     measured_s, source = evaluate_plan(plan, truth).step_s, predicted.coefficients.source
     error = evaluate_plan(plan, predicted).step_s / measured_s - 1

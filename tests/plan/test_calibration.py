@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from plan_cases import HARDWARE, MODEL
 
+from hf_longctx.plan.attention_pairs import FULL
 from hf_longctx.plan.calibration import ChunkSample, PassSample, Residuals, fit_coefficients, mean_relative_error
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.specs import ClusterSpec
@@ -26,7 +27,9 @@ def sample_of(chunk: Chunk, shape: GroupShape, costs: CostModel, forward_s: floa
     """A chunk with its traffic under `costs` and measured seconds."""
     tokens = float(max(chunk.num_tokens, shape.degree))
     passes = [
-        PassSample(chunk.num_tokens, chunk.num_pairs, shape.degree, mean_traffic(MODEL, costs.cluster, shape, tokens, back), s)
+        PassSample(
+            chunk.num_tokens, FULL.of_chunk(chunk), shape.degree, mean_traffic(MODEL, costs.cluster, shape, tokens, back), s
+        )
         for back, s in ((False, forward_s), (True, backward_s))
     ]
     return ChunkSample(*passes)

@@ -26,6 +26,10 @@ PUBLISHED = {
     "qwen2.5-7b": 7.616e9,
     "mistral-7b": 7.248e9,
     "gemma-7b": 8.538e9,
+    # without the encoder of pictures
+    "gemma-3-1b": 1.000e9,
+    "gemma-3-12b": 11.77e9,
+    "gemma-3-27b": 27.01e9,
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds, sliced_group
 from hf_longctx.plan.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.validate import validate_plan
@@ -22,7 +23,7 @@ def seconds(start: int, stop: int, pair_s: float, token_s: float) -> float:
 
 @given(st.integers(1, 200_000), st.integers(1, 20), SECONDS, SECONDS)
 def test_bounds_cover_the_sequence_and_balance_seconds(num_tokens: int, count: int, pair_s: float, token_s: float) -> None:
-    bounds = slice_bounds(num_tokens, count, pair_s, token_s)
+    bounds = slice_bounds(num_tokens, count, SpanRates(pair_s, token_s))
     assert bounds[0] == 0 and bounds[-1] == num_tokens and list(bounds) == sorted(set(bounds))
     assert len(bounds) == min(count, num_tokens) + 1 or num_tokens < 50 * count
     share_s = seconds(0, num_tokens, pair_s, token_s) / count
@@ -35,20 +36,20 @@ def test_bounds_cover_the_sequence_and_balance_seconds(num_tokens: int, count: i
 
 def test_slices_get_shorter_where_attention_counts_and_stay_equal_where_it_does_not() -> None:
     # pairs alone: equal areas of a triangle
-    assert slice_bounds(1000, 4, 1.0, 0.0) == (0, 500, 707, 866, 1000)
-    assert slice_bounds(1000, 4, 0.0, 1.0) == (0, 250, 500, 750, 1000)
+    assert slice_bounds(1000, 4, SpanRates(1.0, 0.0)) == (0, 500, 707, 866, 1000)
+    assert slice_bounds(1000, 4, SpanRates(0.0, 1.0)) == (0, 250, 500, 750, 1000)
 
 
 def test_no_slices_of_nothing() -> None:
     with pytest.raises(ValueError, match="0 tokens cannot be cut into 2 slices"):
-        slice_bounds(0, 2, 1.0, 1.0)
+        slice_bounds(0, 2, SpanRates(1.0, 1.0))
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(1, 6))
 def test_a_sliced_group_is_a_valid_plan_of_the_same_tokens(lengths: list[int], count: int) -> None:
     spans = tuple(Span(i, 0, length) for i, length in enumerate(lengths))
     stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
-    group = sliced_group(SequenceGroup((0,), "local", (Chunk(0, spans),), (stage,)), count, 1e-9, 1e-6)
+    group = sliced_group(SequenceGroup((0,), "local", (Chunk(0, spans),), (stage,)), count, SpanRates(1e-9, 1e-6))
     validate_plan(StepPlan(0, tuple(lengths), 1, 1, "replicated", (MicroBatch((group,)),)))
     longest = max(range(len(lengths)), key=lambda i: lengths[i])
     slices = [chunk for chunk in group.chunks if chunk.spans[0].sequence == longest]
@@ -60,7 +61,7 @@ def test_a_sliced_group_is_a_valid_plan_of_the_same_tokens(lengths: list[int], c
 def test_slices_run_backward_last_first_and_packs_behind_them() -> None:
     stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
     chunk = Chunk(0, (Span(0, 0, 7), Span(1, 0, 100), Span(2, 0, 30)))
-    group = sliced_group(SequenceGroup((0,), "local", (chunk,), (stage,)), 2, 0.0, 1.0)
+    group = sliced_group(SequenceGroup((0,), "local", (chunk,), (stage,)), 2, SpanRates(0.0, 1.0))
     assert [c.spans for c in group.chunks] == [
         (Span(1, 0, 50),),
         (Span(1, 50, 100),),

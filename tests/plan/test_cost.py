@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from plan_cases import COST_KINDS, HARDWARE, MODEL, cost_model
 
+from hf_longctx.plan.attention_pairs import FULL
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.specs import AdapterSpec, ClusterSpec, ModelSpec
 from hf_longctx.plan.stage_memory import held_state_bytes
@@ -235,7 +236,7 @@ def test_many_short_documents_make_a_ring_dear() -> None:
     long = Chunk(0, (Span(0, 0, 1000),))
     for shape, tiles in ((ring, 4 * 100), (ulysses, 0)):
         difference = costs.forward_s(pack, shape, MODEL.num_layers) - costs.forward_s(long, shape, MODEL.num_layers)
-        pairs_s = 1e-9 * (pack.num_pairs - long.num_pairs) / 4
+        pairs_s = 1e-9 * (FULL.of_chunk(pack) - FULL.of_chunk(long)) / 4
         assert difference == pytest.approx(pairs_s + tiles * 1e-3 - (4e-3 if tiles else 0.0))
         alone = costs.sequences_s([10.0] * 100, shape).sum() + costs.group_s(shape)
         both = sum(one(pack, shape, MODEL.num_layers) for one in (costs.forward_s, costs.backward_s))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import lognormal_lengths, set_partitions
 
+from hf_longctx.plan.attention_pairs import FULL, SpanRates
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.types import Chunk, Span
 
@@ -20,7 +21,7 @@ LENGTHS = st.dictionaries(st.integers(0, 50), st.integers(1, 60) | st.integers(1
 
 
 def seconds(chunk: Chunk, pair_s: float, token_s: float) -> float:
-    return pair_s * chunk.num_pairs + token_s * chunk.num_tokens
+    return pair_s * FULL.of_chunk(chunk) + token_s * chunk.num_tokens
 
 
 def check_chunks(chunks: Sequence[Chunk], lengths: dict[int, int], capacity: int) -> None:
@@ -46,7 +47,7 @@ def check_chunks(chunks: Sequence[Chunk], lengths: dict[int, int], capacity: int
 def test_elastic_chunks_hold_every_token_once_and_are_no_longer_than_a_slice(
     lengths: dict[int, int], num_slices: int, rates: tuple[float, float], capacity: int
 ) -> None:
-    chunks = elastic_chunks(lengths, num_slices, *rates, capacity)
+    chunks = elastic_chunks(lengths, num_slices, SpanRates(*rates), capacity)
     check_chunks(chunks, lengths, capacity)
     if not chunks:
         return
@@ -66,39 +67,39 @@ def test_elastic_chunks_hold_every_token_once_and_are_no_longer_than_a_slice(
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=12), st.integers(500, 900), RATES)
 def test_one_slice_keeps_sequences_whole(lengths: list[int], capacity: int, rates: tuple[float, float]) -> None:
-    chunks = elastic_chunks(dict(enumerate(lengths)), 1, *rates, capacity)
+    chunks = elastic_chunks(dict(enumerate(lengths)), 1, SpanRates(*rates), capacity)
     spans = {span for chunk in chunks for span in chunk.spans}
     assert spans == {Span(i, 0, n) for i, n in enumerate(lengths)}
 
 
 def test_a_sequence_above_the_capacity_is_cut_whatever_is_asked_for() -> None:
-    chunks = elastic_chunks({0: 1000}, 1, 0.0, 1.0, 300)
+    chunks = elastic_chunks({0: 1000}, 1, SpanRates(0.0, 1.0), 300)
     assert [chunk.num_tokens for chunk in chunks] == [250, 250, 250, 250]
     # with pairs the first slice is the longest
-    sizes = [chunk.num_tokens for chunk in elastic_chunks({0: 1000}, 1, 1.0, 0.0, 300)]
+    sizes = [chunk.num_tokens for chunk in elastic_chunks({0: 1000}, 1, SpanRates(1.0, 0.0), 300)]
     assert max(sizes) == sizes[0] <= 300 and len(sizes) == 12
 
 
 def test_packs_end_at_the_capacity_where_there_is_time_for_more() -> None:
     # the long sequence takes 5100 s, a short one 1.5
-    chunks = elastic_chunks({0: 100, **dict.fromkeys(range(1, 301), 1)}, 1, 1.0, 1.0, 100)
+    chunks = elastic_chunks({0: 100, **dict.fromkeys(range(1, 301), 1)}, 1, SpanRates(1.0, 1.0), 100)
     assert [chunk.num_tokens for chunk in chunks] == [100] * 4
 
 
 def test_packs_may_take_longer_than_the_longest_sequence_where_that_is_asked_for() -> None:
     lengths = dict.fromkeys(range(40), 10)
-    assert len(elastic_chunks(lengths, 1, 0.0, 1.0, 1000)) == 40
-    chunks = elastic_chunks(lengths, 1, 0.0, 1.0, 1000, target_s=100.0)
+    assert len(elastic_chunks(lengths, 1, SpanRates(0.0, 1.0), 1000)) == 40
+    chunks = elastic_chunks(lengths, 1, SpanRates(0.0, 1.0), 1000, target_s=100.0)
     assert [chunk.num_tokens for chunk in chunks] == [100] * 4
     # what is left over is spread, not put into a last small pack
-    chunks = elastic_chunks(dict.fromkeys(range(42), 10), 1, 0.0, 1.0, 1000, target_s=100.0)
+    chunks = elastic_chunks(dict.fromkeys(range(42), 10), 1, SpanRates(0.0, 1.0), 1000, target_s=100.0)
     assert [chunk.num_tokens for chunk in chunks] == [90, 90, 80, 80, 80]
 
 
 def test_a_long_sequence_of_the_batch_decides_what_the_others_look_like() -> None:
     # worked out by hand: 400 tokens in 4 slices of 100, 250 on the same mesh, and 200 tokens of short ones, of which the
     # buckets that are least dense (all are equal here) take the longest
-    chunks = elastic_chunks({7: 400, 3: 250, 1: 60, 2: 60, 4: 40, 5: 40}, 4, 0.0, 1.0, 1000)
+    chunks = elastic_chunks({7: 400, 3: 250, 1: 60, 2: 60, 4: 40, 5: 40}, 4, SpanRates(0.0, 1.0), 1000)
     assert [[(s.sequence, s.start, s.stop) for s in chunk.spans] for chunk in chunks] == [
         [(7, 0, 100)],
         [(7, 100, 200)],
@@ -121,7 +122,7 @@ def least_makespan(sizes: Sequence[float], num_bins: int) -> float:
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(101, 150), st.sampled_from([(0.0, 1.0), (0.02, 1.0)]))
 def test_packs_are_close_to_the_best_ones_in_as_many_buckets(short: list[int], longest: int, rates: tuple[float, float]) -> None:
     lengths = {0: longest, **{1 + i: n for i, n in enumerate(short)}}
-    chunks = elastic_chunks(lengths, 1, *rates, 10_000)
+    chunks = elastic_chunks(lengths, 1, SpanRates(*rates), 10_000)
     sizes = [seconds(Chunk(0, (Span(0, 0, n),)), *rates) for n in short]
     longest_s = seconds(Chunk(0, (Span(0, 0, longest),)), *rates)
     best_s = least_makespan([*sizes, longest_s], len(chunks))
@@ -138,7 +139,7 @@ def test_real_mixtures_are_even_and_quick(num_slices: int) -> None:
     taken_s = []
     for _ in range(5):
         started_s = time.process_time()
-        chunks = elastic_chunks(lengths, num_slices, pair_s, token_s, 1 << 20)
+        chunks = elastic_chunks(lengths, num_slices, SpanRates(pair_s, token_s), 1 << 20)
         taken_s.append(time.process_time() - started_s)
     check_chunks(chunks, lengths, 1 << 20)
     times = [seconds(chunk, pair_s, token_s) for chunk in chunks]
@@ -171,8 +172,8 @@ def test_fixed_chunks_cut_evenly_by_tokens() -> None:
 
 def test_bad_numbers_are_named() -> None:
     with pytest.raises(ValueError, match="num_slices is 0; give at least 1"):
-        elastic_chunks({0: 5}, 0, 1.0, 1.0, 10)
+        elastic_chunks({0: 5}, 0, SpanRates(1.0, 1.0), 10)
     with pytest.raises(ValueError, match="capacity_tokens is 0; give at least 1"):
-        elastic_chunks({0: 5}, 1, 1.0, 1.0, 0)
+        elastic_chunks({0: 5}, 1, SpanRates(1.0, 1.0), 0)
     with pytest.raises(ValueError, match="sequence 3 has 0 tokens"):
         fixed_chunks({3: 0}, 5)

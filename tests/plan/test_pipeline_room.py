@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
@@ -42,7 +43,7 @@ def plan_of(
     coefficients = costs.coefficients
     pair_s = coefficients.forward.pair_s + coefficients.backward.pair_s
     token_s = coefficients.forward.token_s + coefficients.backward.token_s
-    chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, pair_s, token_s, max(lengths))
+    chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(pair_s, token_s), max(lengths))
     degree = costs.cluster.num_ranks // num_stages
     group = SequenceGroup(tuple(range(degree)), "local" if degree == 1 else "ulysses", chunks, ())
     group = pipelined(group, layer_ranges(costs.model.num_layers, num_stages, num_parts), schedule)

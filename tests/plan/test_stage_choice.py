@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from plan_cases import cost_model, lognormal_lengths
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.pipeline_planner import stage_parts
@@ -64,7 +65,7 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     pair_s, token_s = forward.pair_s + backward.pair_s, forward.token_s + backward.token_s
     work_s = sum(pair_s * n * n / 2 + token_s * n for n in own.values())
     ways = [(count, 0.0) for count in range(1, 25)] + [(1, work_s / count) for count in range(1, 33)]
-    chunks = {elastic_chunks(own, count, pair_s, token_s, 1 << 40, target_s) for count, target_s in ways}
+    chunks = {elastic_chunks(own, count, SpanRates(pair_s, token_s), 1 << 40, target_s) for count, target_s in ways}
     per_stage, per_node = costs.cluster.num_ranks // stages, costs.cluster.ranks_per_node
     leaves = [(stage + 1) % stages * per_stage // per_node != stage * per_stage // per_node for stage in range(stages)]
     parts = stage_parts(costs.model, stages)

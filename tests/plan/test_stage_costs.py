@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_cases import COST_KINDS, cost_model
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
@@ -39,7 +40,7 @@ def test_seconds_and_tokens_are_the_judges(
     costs = cost_model(kind, num_stages * degree)
     parts = layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=0.5)
     shape = GroupShape(degree, degree)
-    chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, 1e-3, 1.0, 5000)
+    chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(1e-3, 1.0), 5000)
     group = SequenceGroup(tuple(range(degree)), shape.method, chunks, ())
     plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, parts, schedule),)),))
     run = evaluate_plan(plan, costs)

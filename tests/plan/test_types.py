@@ -53,23 +53,15 @@ def test_what_is_not_an_action_is_refused_with_an_example(text: str) -> None:
         Action.parse(text)
 
 
-def test_a_slice_knows_its_prefix_and_its_causal_pairs() -> None:
+def test_a_slice_knows_its_prefix() -> None:
     chunk = Chunk(1, (Span(3, 10, 14), Span(4, 0, 6)))
     assert chunk.num_tokens == 10
     assert chunk.prefix_tokens == 10
-    # 4 tokens after 10 earlier ones: 4 * (10 + 2); a whole sequence of 6: 6 * 3
-    assert chunk.num_pairs == 48 + 18
-
-
-def test_slices_have_as_many_pairs_as_the_whole_sequence() -> None:
-    whole = Chunk(0, (Span(0, 0, 1000),))
-    slices = [Chunk(i, (Span(0, start, stop),)) for i, (start, stop) in enumerate([(0, 1), (1, 700), (700, 1000)])]
-    assert sum(chunk.num_pairs for chunk in slices) == whole.num_pairs
 
 
 def test_the_dummy_chunk_is_empty() -> None:
     dummy = Chunk(0)
-    assert (dummy.num_tokens, dummy.prefix_tokens, dummy.num_pairs) == (0, 0, 0)
+    assert (dummy.num_tokens, dummy.prefix_tokens) == (0, 0)
 
 
 def test_a_stage_counts_the_layers_of_all_parts() -> None:

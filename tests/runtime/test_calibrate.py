@@ -10,6 +10,7 @@ from helpers.models import VOCAB_SIZE, ModelCase, build_model
 from helpers.steps import group_pool
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.plan.attention_pairs import FULL
 from hf_longctx.plan.types import GroupShape
 from hf_longctx.runtime.calibrate import (
     ChunkBench,
@@ -44,7 +45,7 @@ def test_every_shape_has_long_documents_packs_and_sizes_held_out() -> None:
         fitted = [probe for probe in grid if probe.shape == shape and not probe.is_held_out]
         held_out = [probe for probe in grid if probe.shape == shape and probe.is_held_out]
         # pairs per token from those of one long document down to those of short ones, at several sizes
-        density = [probe.chunk.num_pairs / probe.chunk.num_tokens for probe in fitted]
+        density = [FULL.of_chunk(probe.chunk) / probe.chunk.num_tokens for probe in fitted]
         assert max(density) > 8 * min(density)
         sizes = {probe.chunk.num_tokens for probe in fitted}
         assert len(sizes) >= 3

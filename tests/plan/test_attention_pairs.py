@@ -1,0 +1,126 @@
+"""Query-key pairs under windows are those that a mask has, and all seconds of attention go with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import MODEL, cost_model
+
+from hf_longctx.plan.activation import SavedClass
+from hf_longctx.plan.activation_memory import layer_slots
+from hf_longctx.plan.attention_pairs import FULL, AttentionPairs, SpanRates
+from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.cost import default_coefficients
+from hf_longctx.plan.rates import hardware_rates
+from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, Span
+
+WINDOWS = st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=5).map(tuple)
+ONE = GroupShape(1)
+
+
+def masked_pairs(windows: tuple[int | None, ...], start: int, stop: int) -> float:
+    """Pairs of the rows [start, stop) of causal masks, the mean over layers; a token's pair with itself counts half.
+
+    Where a window cuts a row, the half pair at its near end is made up for by the half that it cuts at its far end.
+    """
+    rows, columns = np.arange(start, stop)[:, None], np.arange(stop)[None, :]
+    total = 0.0
+    for window in windows:
+        mask = columns <= rows if window is None else (columns <= rows) & (columns > rows - window)
+        total += float(mask.sum())
+        is_cut = rows[:, 0] + 1 > window if window is not None else np.zeros(stop - start, dtype=bool)
+        total -= 0.5 * float((~is_cut).sum())
+    return total / len(windows)
+
+
+@given(WINDOWS, st.integers(0, 120), st.integers(1, 120))
+def test_pairs_of_a_span_are_those_of_masks(windows: tuple[int | None, ...], start: int, num_tokens: int) -> None:
+    pairs = AttentionPairs.of(windows)
+    assert pairs.of_span(start, start + num_tokens) == pytest.approx(masked_pairs(windows, start, start + num_tokens))
+
+
+def test_pairs_by_hand() -> None:
+    # 4 tokens after 10 earlier ones: 4 * (10 + 2); a whole sequence of 6: 6 * 3
+    chunk = Chunk(1, (Span(3, 10, 14), Span(4, 0, 6)))
+    assert FULL.of_chunk(chunk) == 48 + 18
+    assert FULL.of_chunk(Chunk(0)) == 0
+    # under a window of 4: 4 * 4, and 4 * 2 + 2 * 4; of three layers two have it
+    assert AttentionPairs.of((4, 4)).of_chunk(chunk) == 16 + 16
+    assert AttentionPairs.of((4, None, 4)).of_chunk(chunk) == pytest.approx((48 + 18 + 2 * 32) / 3)
+
+
+@given(WINDOWS, st.lists(st.integers(0, 200), min_size=2, max_size=6, unique=True))
+def test_slices_have_as_many_pairs_as_the_whole_sequence(windows: tuple[int | None, ...], bounds: list[int]) -> None:
+    pairs, bounds = AttentionPairs.of(windows), sorted(bounds)
+    parts = [pairs.of_span(start, stop) for start, stop in pairwise(bounds)]
+    assert sum(parts) == pytest.approx(pairs.of_span(bounds[0], bounds[-1]))
+    # convex, and more for more tokens: what planners and solvers take for granted
+    density = [part / (stop - start) for part, (start, stop) in zip(parts, pairwise(bounds), strict=True)]
+    assert all(earlier <= later + 1e-9 for earlier, later in pairwise(density)) and min(density) > 0
+
+
+@given(WINDOWS, st.integers(1, 400), st.floats(1e-3, 1), st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1e-3, 1.0), (0.5, 1.0)]))
+def test_tokens_in_is_the_inverse_of_seconds(
+    windows: tuple[int | None, ...], num_tokens: int, share: float, rates: tuple[float, float]
+) -> None:
+    spans = SpanRates(*rates, AttentionPairs.of(windows))
+    seconds = share * spans.of_span(0, num_tokens)
+    tokens = spans.tokens_in(seconds)
+    assert spans.pair_s * spans.pairs.of_span(0, tokens) + spans.token_s * tokens == pytest.approx(seconds, rel=1e-9, abs=1e-12)
+
+
+def test_slices_are_cut_the_more_evenly_the_more_layers_have_windows() -> None:
+    rates = [SpanRates(1.0, 0.0, AttentionPairs.of(windows)) for windows in ((None, None), (10, None), (10, 10))]
+    sizes = [[stop - start for start, stop in pairwise(slice_bounds(10_000, 8, each))] for each in rates]
+    spread = [max(each) / min(each) for each in sizes]
+    assert spread[0] > 5 and spread[0] > spread[1] > spread[2] and spread[2] < 1.01
+    # pairs of the mixed layers: half a triangle, and half a band of 10
+    triangle, band = 10_000**2 / 2, 10 * 10_000 - 50
+    assert rates[1].of_span(0, 10_000) == (triangle + band) / 2
+
+
+def test_layers_are_priced_by_their_own_windows() -> None:
+    costs = replace(cost_model("attention", 1), model=replace(MODEL, windows=(20, 20, None, None)))
+    chunk, front, back = Chunk(0, (Span(0, 30, 130),)), (LayerRange(0, 2),), (LayerRange(2, 2),)
+    # of a layer, at 1e-6 s for a pair of all four
+    banded_s, full_s = 1e-6 * 100 * 20 / 4, 1e-6 * 100 * 80 / 4
+    base_s = cost_model("linear", 1).part_s(chunk, ONE, False, 2, has_head=True) + 2 * 1e-3 / 4
+    for parts, layer_s in ((front, banded_s), (back, full_s), ((), (banded_s + full_s) / 2)):
+        pairs = costs.model.attention_pairs(parts)
+        assert costs.part_s(chunk, ONE, False, 2, True, pairs=pairs) == pytest.approx(base_s + 2 * layer_s)
+    slots = layer_slots(costs, chunk, ONE)
+    again_s = [next(item for item in slot.saved if item.tensor_class == "attention_output").recompute_s for slot in slots]
+    assert again_s == pytest.approx([banded_s, banded_s, full_s, full_s])
+    assert [slot.forward_s - slots[0].forward_s for slot in slots] == pytest.approx([0, 0, full_s - banded_s, full_s - banded_s])
+
+
+def test_whole_sequences_cost_what_their_chunks_do() -> None:
+    costs = replace(cost_model("attention", 4), model=replace(MODEL, windows=(20, None, 70, 20)))
+    for degree in (1, 2, 4):
+        shape = GroupShape(degree, degree)
+        for length in (10, 20, 50, 300):
+            chunk = Chunk(0, (Span(0, 0, length),))
+            whole_s = costs.forward_s(chunk, shape, 4) + costs.backward_s(chunk, shape, 4)
+            assert costs.sequences_s([length], shape)[0] + costs.group_s(shape) == pytest.approx(whole_s)
+
+
+def test_front_rows_of_attention_are_recomputed_at_their_own_price() -> None:
+    # rows 0 to 100 under a window of 20: 200 pairs, then 20 for each row; the first half of the rows has 200 + 30 * 20
+    item = SavedClass("attention_output", 100.0, 9.0, documents=((0, 100),), pairs=AttentionPairs.of((20,)))
+    assert item.recompute_part_s(0.5) == pytest.approx(9.0 * 800 / 1800)
+    assert sum(width for width, _ in item.segments()) == pytest.approx(1)
+    rates = [seconds / width for width, seconds in item.segments()]
+    assert rates == pytest.approx(sorted(rates)) and sum(seconds for _, seconds in item.segments()) == pytest.approx(9.0)
+
+
+def test_rates_of_hardware_do_not_depend_on_windows() -> None:
+    costs = cost_model("attention", 1)
+    windowed = replace(MODEL, windows=(20,) * 4)
+    assert default_coefficients(windowed, costs.cluster) == default_coefficients(MODEL, costs.cluster)
+    rates = [hardware_rates(model, costs.cluster, costs.coefficients) for model in (windowed, MODEL)]
+    assert rates[0] == rates[1]
