@@ -1,4 +1,4 @@
-"""Cases shared by the tests of `plan`: the hand-written plans, four cost models, and an independent brute force."""
+"""Cases shared by the tests of `plan`: the hand-written plans, five cost models, and an independent brute force."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ _FORWARD = {
     "exchange": PassCoefficients(1e-9, 1e-5, 1e-3, 6e-4, 8e-9, 2.5e-8),
     "fixed": PassCoefficients(1e-8, 1e-5, 1e-1, 6e-3, 1e-10, 1e-10),
     "linear": PassCoefficients(0.0, 1e-5, 0.0),
+    # attention in layers of which most have windows
+    "windows": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-4, 1e-10, 1e-10),
 }
+WINDOWED = replace(MODEL, windows=(100, 30, None, 100))
 COST_KINDS = tuple(_FORWARD)
 
 
@@ -75,7 +78,7 @@ def cost_model(kind: str, num_ranks: int) -> CostModel:
     coefficients = CostCoefficients(forward, backward, step_s=0.25, source="test")
     # nodes of two ranks where exchanges count, so that larger groups have dearer ones
     cluster = ClusterSpec(num_ranks, 2 if kind == "exchange" else num_ranks, HARDWARE)
-    return CostModel(MODEL, cluster, coefficients, method="ulysses")
+    return CostModel(WINDOWED if kind == "windows" else MODEL, cluster, coefficients, method="ulysses")
 
 
 # what FlexSP's artefact publishes for GPT-7B on A100s of 40 GB with 8 per node (milliseconds, MB, GB/s per rank)

@@ -63,7 +63,14 @@ def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers:
     expected = [
         [
             sum(
-                costs.part_s(Chunk(0, (Span(0, 0, n),)), shape, backward, of_stage[0].num_layers, stage == 1)
+                costs.part_s(
+                    Chunk(0, (Span(0, 0, n),)),
+                    shape,
+                    backward,
+                    of_stage[0].num_layers,
+                    stage == 1,
+                    pairs=costs.model.attention_pairs(of_stage),
+                )
                 for backward in (False, True)
             )
             for n in lengths

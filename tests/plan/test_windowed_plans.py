@@ -1,0 +1,165 @@
+"""Plans for models whose layers have windows: long sequences need fewer ranks, and predictions are those of the judge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_cases import WINDOWED, cost_model, lognormal_lengths
+
+from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.memory import KnownBytes
+from hf_longctx.plan.multiplexing import multiplexed
+from hf_longctx.plan.pipeline import pipelined
+from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer
+from hf_longctx.plan.pipeline_planner import plan_pipelines
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.policies import group_seconds
+from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec, PlannerConfig
+from hf_longctx.plan.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    LayerRange,
+    MicroBatch,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+)
+from hf_longctx.plan.windows import Windows
+
+GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
+GEMMA = named_model("gemma-3-12b")
+FULL_GEMMA = replace(GEMMA, windows=())
+LENGTHS = lognormal_lengths(1, 64, 6000, median=300.0)
+
+
+def gpu_costs(model: ModelSpec, num_ranks: int = 16) -> CostModel:
+    cluster = ClusterSpec(num_ranks, 8, GPU)
+    return CostModel(model, cluster, default_coefficients(model, cluster), "ulysses")
+
+
+def test_a_long_sequence_under_windows_needs_fewer_ranks() -> None:
+    # beside a long sequence short ones fill the other ranks: by pairs it wants 16 of them, by what windows leave fewer
+    lengths = [120_000, *[8000] * 80]
+    config = PlannerConfig(120_000, (1, 2, 4, 8, 16), solver="greedy")
+    plans = {model.windows: plan_step(0, lengths, gpu_costs(model), config) for model in (GEMMA, FULL_GEMMA)}
+    degrees = {
+        windows: next(
+            group.degree
+            for micro_batch in plan.micro_batches
+            for group in micro_batch.groups
+            for chunk in group.chunks
+            if any(span.sequence == 0 for span in chunk.spans)
+        )
+        for windows, plan in plans.items()
+    }
+    assert degrees[GEMMA.windows] < degrees[()]
+    # what the planner promises is what the judge finds, and neither plan is the better one under both models
+    for model in (GEMMA, FULL_GEMMA):
+        own, other = plans[model.windows], plans[() if model is GEMMA else GEMMA.windows]
+        own_s = evaluate_plan(own, gpu_costs(model)).step_s
+        assert own.estimate.step_s == pytest.approx(own_s) and own_s < evaluate_plan(other, gpu_costs(model)).step_s
+        assert own.estimate.lower_bound_s <= own_s
+
+
+@pytest.mark.parametrize("windows", [(None,) * 48, (6000, None) * 24])
+def test_windows_that_hide_nothing_change_no_plan(windows: Windows) -> None:
+    costs, same = gpu_costs(FULL_GEMMA), gpu_costs(replace(FULL_GEMMA, windows=windows))
+    budget = ActivationBudget(2000, 2000 * GEMMA.saved_bytes_per_token, 0, 1024)
+    config = PlannerConfig(3000, (1, 2, 4, 8), solver="greedy")
+    for made in (
+        lambda each: plan_step(0, LENGTHS, each, config),
+        lambda each: plan_pipelines(0, LENGTHS, replace(each, parameters="gathered_per_round"), 4, config),
+        lambda each: plan_step(0, LENGTHS[:8], each, replace(config, tokens_per_rank=6000, activations=budget)),
+    ):
+        plan, other = made(costs), made(same)
+        assert plan.micro_batches == other.micro_batches
+        assert plan.estimate.step_s == pytest.approx(other.estimate.step_s, rel=1e-12)
+
+
+def two_stages(slices: int = 1, tokens: int = 400) -> tuple[SequenceGroup, StepPlan]:
+    """A sequence on two stages of two layers each, of which the first has the smaller windows."""
+    bounds = [tokens * place // slices for place in range(slices + 1)]
+    chunks = tuple(Chunk(i, (Span(0, bounds[i], bounds[i + 1]),)) for i in range(slices))
+    group = pipelined(SequenceGroup((0,), "local", chunks, ()), ((LayerRange(0, 2),), (LayerRange(2, 2),)), "1f1b")
+    return group, StepPlan(0, (tokens,), 2, 1, "replicated", (MicroBatch((group,)),))
+
+
+def pairs_by_hand(window: int | None, tokens: int = 400) -> float:
+    return tokens**2 / 2 if window is None else window**2 / 2 + (tokens - window) * window
+
+
+def test_every_stage_takes_the_seconds_of_its_own_layers() -> None:
+    costs = cost_model("windows", 2)
+    _, plan = two_stages()
+    run = evaluate_plan(plan, costs)
+    plain = evaluate_plan(
+        plan,
+        replace(
+            cost_model("linear", 2),
+            coefficients=replace(
+                costs.coefficients,
+                forward=replace(costs.coefficients.forward, pair_s=0.0),
+                backward=replace(costs.coefficients.backward, pair_s=0.0),
+            ),
+        ),
+    )
+    # 1e-6 forward and 2.5e-6 backward for a pair of all four layers
+    for rank, windows in ((0, (100, 30)), (1, (None, 100))):
+        attention_s = 3.5e-6 * sum(map(pairs_by_hand, windows)) / 4
+        assert run.ranks[rank].compute_s - plain.ranks[rank].compute_s == pytest.approx(attention_s)
+    # slices have as much attention as the whole sequence
+    _, sliced = two_stages(4)
+    extra_s = [use.compute_s for use in evaluate_plan(sliced, costs).ranks]
+    assert extra_s == pytest.approx([use.compute_s + 3 * 2.5e-3 * 2 / 4 for use in run.ranks])
+
+
+def test_a_lent_slice_takes_the_seconds_of_the_layers_that_it_runs_in() -> None:
+    costs = cost_model("windows", 2)
+    seconds = []
+    for model in (WINDOWED, replace(WINDOWED, windows=WINDOWED.windows[::-1])):
+        group, plan = two_stages(4)
+        lent = replace(plan, micro_batches=(MicroBatch((multiplexed(group),)),))
+        events = evaluate_plan(lent, replace(costs, model=model)).events
+        seconds.append({event.name: event.stop_s - event.start_s for event in events})
+    # the first slice has 100 tokens: 30^2 / 2 + 70 * 30 pairs under the window of 30, and 100^2 / 2 in all other layers
+    first_s = [each["0F0@1:0"] for each in seconds]
+    saved_s = 1e-6 * (5000 - 2550) / 4 / 2
+    assert first_s[1] - first_s[0] == pytest.approx(saved_s)
+
+
+def test_recomputed_attention_costs_what_the_layer_sees() -> None:
+    costs = cost_model("windows", 2)
+    again = recomputed_layer(keeps_attention=False)
+    kept = recomputed_layer(keeps_attention=True)
+    group, plan = two_stages()
+    seconds = []
+    for layer in (again, kept):
+        stages = tuple(replace(stage, activations=(ActivationPolicy(0, 0, (layer, layer)),)) for stage in group.stages)
+        run = evaluate_plan(replace(plan, micro_batches=(MicroBatch((replace(group, stages=stages),)),)), costs)
+        seconds.append([use.compute_s for use in run.ranks])
+    added_s = [one - other for one, other in zip(*seconds, strict=True)]
+    assert added_s == pytest.approx([1e-6 * sum(map(pairs_by_hand, each)) / 4 for each in ((100, 30), (None, 100))])
+    # the joint program knows it for each stage, a layer of it on average
+    cells = [GroupCells(group, costs, 64, keeps, KnownBytes()).cells for keeps in (False, True)]
+    layer_s = [one.layer_s - other.layer_s for one, other in zip(*cells, strict=True)]
+    assert layer_s == pytest.approx([each / 2 for each in added_s])
+    # on one stage the planner of policies sums over all layers
+    whole = StagePlan(0, (LayerRange(0, 4),), (Action("F", 0, 0), Action("B", 0, 0)))
+    of_layers = [
+        group_seconds(costs, replace(group, stages=(replace(whole, activations=(ActivationPolicy(0, 0, (layer,) * 4),)),)))
+        for layer in (again, kept)
+    ]
+    assert of_layers[0] - of_layers[1] == pytest.approx(sum(added_s))
+
+
+def test_a_pipeline_of_mixed_layers_is_planned_as_it_is_judged() -> None:
+    costs = replace(gpu_costs(GEMMA), parameters="gathered_per_round")
+    plan = plan_pipelines(0, [60_000, 20_000, *LENGTHS], costs, 4, PlannerConfig(20_000, (1, 2, 4)))
+    assert plan.estimate.step_s == pytest.approx(evaluate_plan(plan, costs).step_s)
+    full = plan_pipelines(0, [60_000, 20_000, *LENGTHS], replace(costs, model=FULL_GEMMA), 4, PlannerConfig(20_000, (1, 2, 4)))
+    assert plan.estimate.step_s < 0.9 * full.estimate.step_s
