@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
@@ -102,9 +103,9 @@ class Setting:
     def chunks(self, num_slices: int) -> tuple[Chunk, ...]:
         """Chunks of like time, none with more tokens than the first slice of the longest sequence."""
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
-        pair_s, token_s = forward.pair_s + backward.pair_s, forward.token_s + backward.token_s
-        first = slice_bounds(max(self.lengths), num_slices, pair_s, token_s)[1]
-        return elastic_chunks(self.sequences, num_slices, pair_s, token_s, first + 1)
+        rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s)
+        first = slice_bounds(max(self.lengths), num_slices, rates)[1]
+        return elastic_chunks(self.sequences, num_slices, rates, first + 1)
 
     def least_s(self, chunks: Sequence[Chunk]) -> float:
         """What no pipeline of these chunks does in less: the last stage's work, and the first chunk there and the last back."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.cost import CostModel, default_coefficients
@@ -86,7 +87,7 @@ def gains(
     cluster = ClusterSpec(num_stages * ranks_per_stage, ranks_per_stage, GENERIC_GPU)
     costs = CostModel(model, cluster, default_coefficients(model, cluster))
     forward = costs.coefficients.forward
-    bounds = slice_bounds(num_tokens, num_slices, forward.pair_s, forward.token_s)
+    bounds = slice_bounds(num_tokens, num_slices, SpanRates(forward.pair_s, forward.token_s))
     chunks = tuple(Chunk(index, (Span(0, a, b),)) for index, (a, b) in enumerate(pairwise(bounds)))
     method = "ring" if ranks_per_stage > 1 else "local"
     group = SequenceGroup(tuple(range(ranks_per_stage)), method, chunks, ())

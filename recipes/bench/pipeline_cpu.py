@@ -32,6 +32,7 @@ import transformers
 from hf_longctx.hf.refit import without_waiting
 from hf_longctx.hf.report import StepRecord
 from hf_longctx.hf.stage_choice import balanced_ranges
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.calibration import Fit, fit_coefficients
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks
@@ -147,7 +148,7 @@ def sliced(lengths: Sequence[int], num_slices: int, costs: CostModel) -> tuple[C
     """The longest sequence in slices of equal time, all others in slices and packs to match."""
     passes = (costs.coefficients.forward, costs.coefficients.backward)
     pair_s, token_s = (sum(getattr(one, name) for one in passes) for name in ("pair_s", "token_s"))
-    return elastic_chunks(dict(enumerate(lengths)), num_slices, pair_s, token_s, sum(lengths))
+    return elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(pair_s, token_s), sum(lengths))
 
 
 def whole(lengths: Sequence[int], num_packs: int, long_first: bool) -> tuple[Chunk, ...]:

@@ -37,6 +37,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hf_longctx.plan.activation_memory import plain_layer_bytes
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.event_loop import run_actions
@@ -156,17 +157,19 @@ class Setup:
         """Where the slices of a sequence begin and end."""
         model = self.model
         if self.partition == "even":
-            return slice_bounds(self.seq_len, self.slices, 0.0, 1.0)
+            return slice_bounds(self.seq_len, self.slices, SpanRates(0.0, 1.0))
         if self.partition == "time":
             forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
             inside = 1 - model.head_share
             return slice_bounds(
-                self.seq_len, self.slices, forward.pair_s + backward.pair_s, (forward.token_s + backward.token_s) * inside
+                self.seq_len,
+                self.slices,
+                SpanRates(forward.pair_s + backward.pair_s, (forward.token_s + backward.token_s) * inside),
             )
         # the released solver's operations, with three more for every pair and head than products have
         pairs = model.num_layers * model.num_heads * (4 * model.head_dim + 3)
         tokens = model.num_layers * 2 * model.layer_parameters + 4 * model.hidden_size * model.vocab_size
-        bounds = slice_bounds(self.seq_len, self.slices, pairs, tokens)
+        bounds = slice_bounds(self.seq_len, self.slices, SpanRates(pairs, tokens))
         # tensor parallel ranks share the tokens of all slices but the first evenly
         sizes = [(stop - start) // self.tensor_parallel * self.tensor_parallel for start, stop in pairwise(bounds)]
         return (0, *(self.seq_len - sum(sizes[place:]) for place in range(1, len(sizes))), self.seq_len)

@@ -32,6 +32,7 @@ from itertools import pairwise
 from typing import Any
 
 from hf_longctx.plan.activation import SavedClass, Slot, hidden_shares
+from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
@@ -95,7 +96,7 @@ def cost_model(model: ModelSpec, num_ranks: int, layer_s: float, copy_bytes_per_
 def slices_of(num_tokens: int, count: int, costs: CostModel) -> tuple[Chunk, ...]:
     """One sequence in slices of equal forward seconds of the layers."""
     forward, inside = costs.coefficients.forward, 1 - costs.model.head_share
-    bounds = slice_bounds(num_tokens, count, forward.pair_s, forward.token_s * inside)
+    bounds = slice_bounds(num_tokens, count, SpanRates(forward.pair_s, forward.token_s * inside))
     return tuple(Chunk(index, (Span(0, start, stop),)) for index, (start, stop) in enumerate(pairwise(bounds)))
 
 
@@ -150,7 +151,7 @@ def splits(num_tokens: int = 128 * K) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"slices": count, "published": first_gb / last_gb}
         row["copy_gb_per_s"] = [first_gb / first_ms * 1e3, last_gb / last_ms * 1e3]
         for name, factor in BALANCES.items():
-            bounds = slice_bounds(num_tokens, count, factor * 4 * model.hidden_size, 2.0 * model.layer_parameters)
+            bounds = slice_bounds(num_tokens, count, SpanRates(factor * 4 * model.hidden_size, 2.0 * model.layer_parameters))
             row[name] = bounds[1] / (bounds[-1] - bounds[-2])
         rows.append(row)
     return rows

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from hf_longctx.plan.attention_pairs import FULL, SpanRates
 from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.cost import default_coefficients
@@ -48,7 +49,7 @@ def slice_times(model: ModelSpec, chunks: Sequence[Chunk], num_stages: int) -> l
     token_s = costs.token_s * (1 - model.head_share) / num_stages
     pair_s = costs.pair_s / num_stages
     matrix = [token_s * chunk.num_tokens for chunk in chunks]
-    attention = [pair_s * chunk.num_pairs for chunk in chunks]
+    attention = [pair_s * FULL.of_chunk(chunk) for chunk in chunks]
     return [SliceTimes(m + a, m + 2.5 * a, m) for m, a in zip(matrix, attention, strict=True)]
 
 
@@ -109,7 +110,7 @@ def split_makespan(order: Sequence[Sequence[Action]], times: Sequence[SliceTimes
 def gains(model: ModelSpec, num_tokens: int, num_slices: int, num_stages: int, num_sequences: int) -> dict[str, float]:
     """Shares of Seq1F1B's time that the split saves."""
     costs = default_coefficients(model, ClusterSpec(num_stages, num_stages, GENERIC_GPU)).forward
-    bounds = slice_bounds(num_tokens, num_slices, costs.pair_s, costs.token_s)
+    bounds = slice_bounds(num_tokens, num_slices, SpanRates(costs.pair_s, costs.token_s))
     spans = [Span(sequence, a, b) for sequence in range(num_sequences) for a, b in pairwise(bounds)]
     chunks = [Chunk(index, (span,)) for index, span in enumerate(spans)]
     times = slice_times(model, chunks, num_stages)
