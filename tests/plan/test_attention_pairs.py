@@ -96,6 +96,9 @@ def test_layers_are_priced_by_their_own_windows() -> None:
     slots = layer_slots(costs, chunk, ONE)
     again_s = [next(item for item in slot.saved if item.tensor_class == "attention_output").recompute_s for slot in slots]
     assert again_s == pytest.approx([banded_s, banded_s, full_s, full_s])
+    # the front half of the rows: half of a band, and 50 * (30 + 25) of the 100 * 80 pairs where all is seen
+    halves_s = [item.recompute_part_s(0.5) for slot in slots for item in slot.saved if item.tensor_class == "attention_output"]
+    assert halves_s == pytest.approx([banded_s / 2, banded_s / 2, full_s * 2750 / 8000, full_s * 2750 / 8000])
     assert [slot.forward_s - slots[0].forward_s for slot in slots] == pytest.approx([0, 0, full_s - banded_s, full_s - banded_s])
 
 
