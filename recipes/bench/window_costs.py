@@ -2,9 +2,9 @@
 
     python recipes/bench/window_costs.py [--seconds 60] [--require 0.25]
 
-A Qwen3 of six layers (hidden 64, 4 query and 2 KV heads of 16), of which five have windows of 64 tokens, fp32, random weights,
-one process, one thread, and the same without windows. Cost models are fitted to documents of 64 to 512 tokens, alone and in
-packs, and predict documents of 1024 and 2048: each by its own fit, and the model with windows by the fit of the one without,
+A Qwen3 of six layers (hidden 64, 4 query and 2 KV heads of 16), of which five have windows of 128 tokens, fp32, random weights,
+one process, one thread, and the same without windows. Cost models are fitted to documents of 128 to 2048 tokens, alone and in
+packs, and predict documents of 4096 and 8192: each by its own fit, and the model with windows by the fit of the one without,
 with its windows counted and as if every layer saw everything.
 """
 
@@ -29,9 +29,9 @@ from hf_longctx.runtime.calibrate import ChunkBench, Probe, Timing
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 
-WINDOW = 64
-FITTED = tuple(Probe(lengths) for size in (64, 128, 256, 512) for lengths in ((size,), (size // 4,) * 4))
-LONG = (1024, 2048)
+WINDOW = 128
+FITTED = tuple(Probe(lengths) for size in (128, 256, 512, 1024, 2048) for lengths in ((size,), (size // 4,) * 4))
+LONG = (4096, 8192)
 ALONE = GroupShape(1)
 CPU = torch.device("cpu")
 
