@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -30,6 +31,8 @@ _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_state
 _WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
 # attention whose window is in its masks alone: what its config says is for all layers
 _WINDOW_OF_CONFIG = ("PhimoeAttention",)
+# attention that scales queries of layers without RoPE by their place in the row
+_TEMPERED = ("Llama4TextAttention",)
 
 
 def patch_model(model: PreTrainedModel) -> None:
@@ -114,6 +117,8 @@ def longctx_attention(
                 f"{name} passes {keyword}={setting!r} to attention, which is not supported yet and would change the result; use "
                 f"a model without it"
             )
+    if name in _TEMPERED and module.attn_temperature_tuning and not module.use_rope:
+        query = _tempered_by_document(module, query, longctx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     pattern = layer_pattern(module, **{keyword: setting for keyword, setting in kwargs.items() if keyword == _WINDOW})
     sinks, softcap = kwargs.get(_SINKS), float(kwargs.get(_SOFTCAP) or 0.0)
@@ -138,7 +143,24 @@ def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
         window = passed[_WINDOW]
     else:
         window = getattr(module, _WINDOW, None) if layer_type != "full_attention" else None
-    return AttentionPattern(window=window or 0)
+    # never a keyword
+    chunk = config.attention_chunk_size if layer_type == "chunked_attention" else 0
+    return AttentionPattern(window=window or 0, chunk=chunk)
+
+
+def _tempered_by_document(module: Any, q_1HTD: Tensor, context: GroupContext) -> Tensor:
+    """Queries that the layer scaled by their place in this rank's row, as if by their place in their document.
+
+    The layer counts from 0 in every row, so the quotient of both factors is left to do: exactly 1 for a whole document.
+    """
+    if context.position_ids is None:
+        raise RuntimeError(f"{type(module).__name__} scales queries by position, and the context does not have positions")
+    places = context.position_ids.view(-1), torch.arange(q_1HTD.shape[2], device=q_1HTD.device)
+    # as the layer computes them, in fp32
+    steps = (torch.floor((place.float() + 1.0) / module.floor_scale) for place in places)
+    wanted_T, done_T = (torch.log1p(step) * module.attn_scale + 1.0 for step in steps)
+    wide = torch.promote_types(q_1HTD.dtype, torch.float32)
+    return (q_1HTD * (wanted_T.to(wide) / done_T.to(wide)).unsqueeze(1)).to(q_1HTD.dtype)
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -22,6 +22,8 @@ _MINIMUM = "5.17"
 # its trainers' methods are known by what they did in this version
 _TRL = "1.16"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+# classes whose masks know chunks
+_CHUNKED = ("Llama4ForCausalLM",)
 # words in names of config fields: chances that are drawn anew in every forward, and so for other tokens under every plan
 _CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
 # named elsewhere, or only read by heads for other tasks
@@ -123,10 +125,13 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         for name, module in model.named_modules()
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
     ][:1]
+    known = (*_LAYER_TYPES, *(["chunked_attention"] if type(model).__name__ in _CHUNKED else []))
     problems += [
-        f"layer_types has {layer_type!r}, which is not supported yet; use a model of {' and '.join(_LAYER_TYPES)}"
-        for layer_type in sorted(set(layer_types) - set(_LAYER_TYPES))
+        f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model of {' and '.join(known)}"
+        for layer_type in sorted(set(layer_types) - set(known))
     ]
+    if "chunked_attention" in known and not (size := config.attention_chunk_size):
+        problems.append(f"attention_chunk_size is {size}, for which {type(model).__name__} has no masks; set a positive number")
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if not hasattr(module, "sliding_window") or layer is None or layer >= len(layer_types):

@@ -272,7 +272,7 @@ class SequenceExchange:
             plan = self._plan([length for lengths in owned for length in lengths])
             exchange = TokenExchange(plan, owned, self.pool.rank)
             rows_T2, positions_T = exchange.run(documents, self.pool.everyone)
-        labels_1T = rows_T2[:, 1].unsqueeze(0)
+        labels_1T, positions_1T = rows_T2[:, 1].unsqueeze(0), positions_T.unsqueeze(0)
         is_fused = bool(kwargs.get(_FUSED))
         self._returning = (exchange, documents) if is_fused else None
         self._context, is_summed = self._begin(model, plan, labels_1T, is_fused)
@@ -283,11 +283,11 @@ class SequenceExchange:
         return (), {
             **kept,
             "input_ids": rows_T2[:, 0].unsqueeze(0),
-            "position_ids": positions_T.unsqueeze(0),
+            "position_ids": positions_1T,
             "attention_mask": no_mask(rows_T2.device),
             **({} if is_summed else {"labels": labels_1T, "shift_labels": labels_1T}),
             "use_cache": False,
-            "longctx": self._context,
+            "longctx": replace(self._context, position_ids=positions_1T),
         }
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:

@@ -12,8 +12,9 @@ from hf_longctx.runtime.checkpointing import LayerModules
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
 # words in names of fields about something else: logits of attention, of a router, of a contrastive model, a count of tokens
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
+_MLPS = ("mlp", "feed_forward")
 # of layers that drop the second value
-_MLPS_OF_TWO = ("GptOssMLP",)
+_MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 # of `self_attn`: three modules, or one that makes all three
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -33,19 +34,23 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
             f"{type(model).__name__} has no layer of transformers' GradientCheckpointingLayer, so nothing of it can be "
             f"recomputed or offloaded; use a model class of transformers"
         )
-    missing = next((layer for layer in layers if not hasattr(layer, "mlp")), None)
-    if missing is not None:
-        raise ValueError(f"{type(missing).__name__} has no module `mlp`, which activation policies split; keep everything")
     return tuple(
         LayerModules(
             layer,
-            layer.get_submodule("mlp"),
+            mlp,
             tuple(layer.get_submodule(name) for name in _NORMS if hasattr(layer, name)),
             _projections(layer),
-            mlp_gives_more=type(layer.get_submodule("mlp")).__name__ in _MLPS_OF_TWO,
+            mlp_gives_more=type(mlp).__name__ in _MLPS_OF_TWO,
         )
-        for layer in layers
+        for layer, mlp in ((layer, _mlp(layer)) for layer in layers)
     )
+
+
+def _mlp(layer: nn.Module) -> nn.Module:
+    name = next((name for name in _MLPS if hasattr(layer, name)), None)
+    if name is None:
+        raise ValueError(f"{type(layer).__name__} has no module `mlp`, which activation policies split; keep everything")
+    return layer.get_submodule(name)
 
 
 def output_head(model: nn.Module) -> nn.Module:

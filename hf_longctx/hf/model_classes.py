@@ -72,6 +72,7 @@ TESTED_MODELS: tuple[str, ...] = (
     "JetMoeForCausalLM",
     "Kolibri1ForCausalLM",
     "LagunaForCausalLM",
+    "Llama4ForCausalLM",
     "LongcatFlashForCausalLM",
     "MellumForCausalLM",
     "MiMoV2FlashForCausalLM",
@@ -226,12 +227,6 @@ REFUSALS = (
             "XmodForCausalLM",
         ),
         r"Embeddings$",
-    ),
-    Refusal(
-        "queries scaled by their place in the row",
-        "scales queries by their place in the row and not in their document",
-        ("Llama4ForCausalLM",),
-        r"Attention$",
     ),
     Refusal(
         "attention that runs several times per layer",

@@ -3,7 +3,8 @@
 Layers are of one kind if their modules are of the same classes and agree in every setting and in the shapes of all weights. The
 copy has the first layer of every kind, and two at least, under their own numbers; the others hand on what they get. Embedding
 and head keep the first token ids. Windows and chunks of attention that are too long to be filled are shortened, in the config
-and in every module alike. A copy in another precision has weights of four bits in full. The model itself is left as it is.
+and in every module alike, and so are steps of positions by which queries are scaled. A copy in another precision has weights
+of four bits in full. The model itself is left as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from hf_longctx.hf.stages import Identity
 
 # token ids that the copy knows
 NUM_TOKEN_IDS = 1024
+# of the scale of a query: the positions that share one
+_STEP, _LONGEST_STEP = "floor_scale", 8
 # differ from layer to layer without a difference in what is computed
 _NUMBERS = ("layer_idx", "training")
 _PLAIN = (bool, int, float, str, type(None))
@@ -193,18 +196,18 @@ def _make_plain(base: Any) -> None:
 
 
 def _shorten_windows(model: Any, longest: int) -> bool:
-    """Whether some window or chunk of `model` was longer than `longest` tokens, as which it is set everywhere."""
+    """Whether some window or chunk of `model` was longer than `longest` tokens, as which it is set everywhere; steps alike."""
     config = base_of(model).config
     owners = [*model.modules(), *{id(each): each for each in (config, config.get_text_config())}.values()]
     long = [
-        (owner, name)
+        (owner, name, most)
         for owner in owners
-        for name in WINDOW_FIELDS
-        if isinstance(value := vars(owner).get(name), int) and not isinstance(value, bool) and value > longest
+        for name, most in (*((name, longest) for name in WINDOW_FIELDS), (_STEP, _LONGEST_STEP))
+        if isinstance(value := vars(owner).get(name), int) and not isinstance(value, bool) and value > most
     ]
-    for owner, name in long:
-        setattr(owner, name, longest)
-    return bool(long)
+    for owner, name, most in long:
+        setattr(owner, name, most)
+    return any(name in WINDOW_FIELDS for _, name, _ in long)
 
 
 def _words(layer_type: str, window: int) -> str:

@@ -125,9 +125,9 @@ def find_pieces(model: nn.Module) -> Pieces:
     inner = _inner(model)
     refused = f"{type(inner).__name__} cannot be cut into pipeline stages: "
     remedy = "; use stages=1"
-    if not isinstance(inner, PreTrainedModel) or inner.base_model is inner:
+    decoder: Any = _decoder(inner)
+    if not isinstance(inner, PreTrainedModel) or decoder is None:
         raise ValueError(f"{refused}it is not a causal language model with a decoder and a head{remedy}")
-    decoder: Any = inner.base_model
     head = inner.get_output_embeddings()
     heads = [name for name, module in inner.named_children() if module is head]
     others = [name for name, module in inner.named_children() if module is not decoder and name not in heads]
@@ -242,6 +242,12 @@ def check_ranges(parts: Ranges, num_layers: int) -> None:
 def _inner(model: nn.Module) -> nn.Module:
     """The model of transformers inside adapters."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+def _decoder(model: nn.Module) -> nn.Module | None:
+    """The model inside of `model`: by the name that its class has for it, or, where Llama 4 has another one, by its class."""
+    base = getattr(model, "base_model", model)
+    return base if base is not model else next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
 
 
 def _planned(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:

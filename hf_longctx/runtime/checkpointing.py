@@ -272,7 +272,8 @@ class _LayerBinding:
             slot = self.current
             if slot is None or not (slot.splits_mlp if is_mlp else slot.tile_tokens):
                 return run(x)
-            alone = (lambda tile: run(tile)[0]) if gives_more else run
+            # some mixtures leave out the row
+            alone = (lambda tile: run(tile)[0].view(tile.shape)) if gives_more else run
             output = tokenwise(module, alone, x, slot.tile_tokens, slot.mlp if is_mlp else None)
             return (output, None) if gives_more else output
 

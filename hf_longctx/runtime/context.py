@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hf_longctx.plan.sharding import HeadShare, Piece, longest_document, seen_pieces
 from hf_longctx.runtime.heads import KVReaders
@@ -139,7 +140,8 @@ class GroupContext:
     documents: of this rank's tokens in order, (how many, the whole tokens of their document) for every piece, dummy tokens as
     documents of their own. activations: what layers do with their saved tensors; None keeps them. kept: of the layer that
     runs, where its attention leaves output and LSE for the replay; None outside layers that are replayed. shared: of a slice
-    that other stages' ranks share, in `book`; None elsewhere.
+    that other stages' ranks share, in `book`; None elsewhere. position_ids: [1, T], of this rank's tokens in their documents, as
+    the model gets them; None where no model runs.
     """
 
     block: Block
@@ -153,6 +155,7 @@ class GroupContext:
     activations: ChunkActivations | None = None
     kept: AttentionRecord | None = None
     shared: SharedSlice | None = None
+    position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.ring.num_blocks == 1 and sum(self.block.tokens) != self.cu_seqlens[-1]:

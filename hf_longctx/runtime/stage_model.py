@@ -6,7 +6,7 @@ are the model in order. The first of them starts from token ids, the last one en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class StageModel:
         keywords: dict[str, Any] = {PART_KEYWORD: self.first_part + part} if self.num_stages > 1 else {}
         keywords.update(dict.fromkeys(self.off, False))
         if context is not None:
-            keywords["longctx"] = context
+            keywords["longctx"] = replace(context, position_ids=inputs.position_ids)
         output = self.model(
             **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords
         )

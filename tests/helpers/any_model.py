@@ -109,6 +109,11 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
             **{"depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
         },
     },
+    # chunks with and without rotary embedding, experts and none
+    "Llama4ForCausalLM": {
+        **{"num_hidden_layers": 4, "layer_types": ["chunked_attention"] * 2 + ["full_attention", "chunked_attention"]},
+        **{"no_rope_layers": [1, 1, 0, 0], "moe_layers": [0, 2], "intermediate_size": 16},
+    },
     "MllamaForCausalLM": {"cross_attention_layers": [1]},
     "XmodForCausalLM": {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},

@@ -10,13 +10,13 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 FILE = TESTS.parent / "docs" / "models.md"
 _EXACT = """
-Exact means: a tiny fp64 model with every kind of layer of its default config, windows of 6 tokens and documents of up to 30,
-gives the loss and every gradient of plain eager Hugging Face, one document at a time, to 1e-12: packed, in slices, in a Ulysses
-group and in a ring of two ranks. `error` is the largest relative one, rounded up. What transformers computes in fp32 (norms,
-rotary embeddings, routers, softmax) is fp64 in both. The last three columns say whether the same holds where layers are
-recomputed and taken in tiles, where parameters are sharded (FSDP2) and in pipeline stages; `no` is refused by name there, or, of
-recomputing, said once while plans keep everything. `whole logits`: the class changes its logits behind the head, so that plans
-keep everything for it too.
+Exact means: a tiny fp64 model with every kind of layer of its default config, windows of 6 tokens, chunks of 8 and documents of
+up to 30, gives the loss and every gradient of plain eager Hugging Face, one document at a time, to 1e-12: packed, in slices, in
+a Ulysses group and in a ring of two ranks. `error` is the largest relative one, rounded up. What transformers computes in fp32
+(norms, rotary embeddings, routers, softmax) is fp64 in both. The last three columns say whether the same holds where layers are
+recomputed and taken in tiles, where parameters are sharded (FSDP2) and in pipeline stages; `no` is refused by name there, or,
+of recomputing, said once while plans keep everything. `whole logits`: the class changes its logits behind the head, so that
+plans keep everything for it too.
 """
 _PLACES = {"recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
 

@@ -140,6 +140,17 @@ MOE_FAMILIES: dict[str, Any] = {
         {**_EXPERTS, **_ONE_OF_TWO, "num_local_experts": 4, "head_dim": 8},
     ),
 }
+# chunks with rotary embedding and without, where queries are scaled by position; its rotary embedding computes in fp32
+CHUNKED_FAMILIES: dict[str, Any] = {
+    "llama4": (
+        transformers.Llama4TextConfig,
+        transformers.Llama4ForCausalLM,
+        {
+            **{"num_experts_per_tok": 1, "num_local_experts": 4, "moe_layers": [0], "intermediate_size_mlp": 40, "head_dim": 8},
+            **{"layer_types": ["chunked_attention"] * 2, "no_rope_layers": [1, 0], "attention_chunk_size": 8, "floor_scale": 4},
+        },
+    ),
+}
 VOCAB_SIZE = 64
 # the longest document that dynamic and longrope do not scale
 SHORT = 24
@@ -240,7 +251,7 @@ def _defaults(case: ModelCase) -> dict[str, Any]:
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
-    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | MOE_FAMILIES)[case.family]
+    config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | MOE_FAMILIES | CHUNKED_FAMILIES)[case.family]
     if case.balance is not None:
         extra = {**extra, "output_router_logits": True, "router_aux_loss_coef": case.balance}
     if case.window:

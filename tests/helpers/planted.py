@@ -35,6 +35,7 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "positions of the shard": _own_positions,
         "frequencies of the slice": _frequencies_of_slices,
         "windows ignored": lambda: patch.object(attention, "AttentionPattern", lambda **settings: CAUSAL),
+        "queries scaled by their place in the row": lambda: patch.object(attention, "_TEMPERED", ()),
         "neighbour's keys": _neighbours_keys,
         "neighbour's keys in rings": _neighbours_block,
         "gradients of keys and values dropped": _dropped_gradients,

@@ -233,7 +233,10 @@ def test_layers_whose_mask_has_a_window_that_attention_is_not_told_are_refused()
 
 def test_other_kinds_of_attention_are_refused_by_name() -> None:
     (problem,) = problems_of(llama(layer_types=["full_attention", "chunked_attention"]))
-    assert problem.startswith("layer_types has 'chunked_attention', which is not supported yet")
+    assert problem.startswith("layer_types has 'chunked_attention', which is not supported in LlamaForCausalLM")
+    llama4 = transformers.Llama4TextConfig(**SHAPE, num_local_experts=2, head_dim=8, attention_chunk_size=None)
+    (problem,) = problems_of(transformers.Llama4ForCausalLM(llama4))
+    assert problem.startswith("attention_chunk_size is None, for which Llama4ForCausalLM has no masks")
     settings = {"use_bidirectional_attention": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     (problem,) = problems_of(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SHAPE, **settings)))
     assert problem.startswith("use_bidirectional_attention is set")

@@ -20,6 +20,7 @@ from helpers.any_model import build_any
 from helpers.models import ModelCase, build_model, random_rows
 from helpers.planted import plant
 from helpers.stock import make_stock_trainer
+from helpers.sweep import patched, self_tested
 from helpers.training import make_trainer, train_on_rank, training_arguments
 from transformers import Trainer
 
@@ -268,6 +269,32 @@ def test_windows_too_long_to_be_filled_are_shortened_in_the_copy_alone() -> None
         trainer._report.opening
     )
     assert model.config.sliding_window == 300
+
+
+@pytest.mark.parametrize(
+    "bug,said",
+    [
+        ("", "self-test passed"),
+        ("windows ignored", "one rank: window: layer 0 (chunked_attention, chunks of 170) differs by"),
+        (
+            "queries scaled by their place in the row",
+            "one rank: hidden states: layer 2 (full_attention) is the first that differs",
+        ),
+    ],
+)
+def test_chunks_and_queries_scaled_by_position_are_noticed_at_the_sizes_of_real_configs(bug: str, said: str) -> None:
+    model = patched("Llama4ForCausalLM")
+    model.config.attention_chunk_size = 8192
+    model.config.max_position_embeddings = 10**5
+    for owner in (model.config, *(layer.self_attn for layer in model.model.layers)):
+        owner.floor_scale = 8192
+    with plant(bug, 0, 1):
+        try:
+            found = self_tested(model)
+        except ValueError as error:
+            found = str(error)
+    assert said in found, found
+    assert (model.config.attention_chunk_size, model.model.layers[0].self_attn.floor_scale) == (8192, 8192)
 
 
 def test_layers_that_differ_in_any_setting_are_all_run() -> None:
