@@ -23,7 +23,7 @@ _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_in
 _NESTED = ("attn_config", "ffn_config")
 # of a model's parameters, norms and biases at most
 _AGREES = 0.05
-_QK_NORMS = (".q_norm", ".q_layernorm")
+_QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:

@@ -325,20 +325,26 @@ _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int) -> tuple[int, int, int]:
     """`intermediate_size`, `idle_parameters` and `routed_elements` of a config; of one without experts `dense_size` and zeros.
 
-    Experts get a copy of a token and return one. Those of GPT-OSS clamp gate and up, which keeps three more inner tensors.
+    Experts get a copy of a token and return one. Those of GPT-OSS clamp gate and up, which keeps three more inner tensors. In
+    Llama 4 every token runs through all experts, times zero where it did not choose them.
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = next((int(config[name]) for name in _CHOSEN if config.get(name)), 0)
     if not num_experts or not chosen:
         return dense_size, 0, 0
     size = int(config.get("moe_intermediate_size") or dense_size)
+    is_llama4 = config.get("model_type") == "llama4_text"
+    if is_llama4:
+        chosen, dense_size = num_experts, int(config["intermediate_size_mlp"])
     dense, every = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
     first = int(config.get("first_k_dense_replace") or 0)
     has_experts = [layer >= first and layer not in dense and not (layer + 1) % every for layer in range(num_layers)]
     if types := config.get("mlp_layer_types"):
         has_experts = [kind == "sparse" for kind in types]
+    if (layers := config.get("moe_layers")) is not None:
+        has_experts = [layer in layers for layer in range(num_layers)]
     share = sum(has_experts) / num_layers
-    shared = int(config.get("shared_expert_intermediate_size") or size * int(config.get("n_shared_experts") or 0))
+    shared = int(config.get("shared_expert_intermediate_size") or size * int(config.get("n_shared_experts") or is_llama4))
     passed = chosen * size + shared
     idle = 3 * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
     routed = 2 * chosen * hidden_size + (3 * chosen * size if config.get("model_type") == "gpt_oss" else 0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.any_model import build_any
 from helpers.models import FAMILIES, ModelCase, adapted, build_model
 from helpers.steps import tiny_costs
 
@@ -50,6 +51,15 @@ def test_low_rank_projections_are_counted_and_read_from_the_config_too(family: s
     assert spec.num_parameters == matrix_parameters(model)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.can_keep_qkv) == (4, 4, 10, False)
     assert spec == replace(ModelSpec.from_config(model.config.to_dict(), 8), can_keep_qkv=False)
+
+
+def test_experts_that_every_token_runs_through_are_counted_as_passed() -> None:
+    model = build_any("Llama4ForCausalLM")
+    spec = ModelSpec.from_config(model.config.to_dict(), 8)
+    # two of four layers have 4 experts and a shared one of 16, the others an MLP of 48
+    assert (spec.intermediate_size, spec.idle_parameters, spec.routed_elements) == (64, 2 * 32, 4 * 32)
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert model_spec(model) == replace(spec, bytes_per_element=8)
 
 
 def test_spec_by_hand() -> None:
