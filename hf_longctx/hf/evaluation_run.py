@@ -63,6 +63,12 @@ class EvaluationRun:
         """As JSON."""
         return asdict(self)
 
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> EvaluationRun:
+        """The run of a `record`; TypeError or KeyError for something else."""
+        buckets = tuple(LossBucket(**each) for each in record["buckets"])
+        return cls(record["step"], buckets, tuple(NeedleCell(**each) for each in record["cells"]), record["name"])
+
 
 def bucket_sums(scores: RowScores, first_bucket: int) -> NDArray[np.float64]:
     """[buckets, 2] the summed loss and the tokens of every bucket: below `first_bucket`, then to the next power of two..."""

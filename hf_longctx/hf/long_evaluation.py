@@ -7,6 +7,7 @@ one behind the true tokens before it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from importlib.util import find_spec
@@ -39,6 +40,9 @@ class LongContextEvaluation(TrainerCallback):
     counted from 1 in every document and put together up to the next power of two, those below `first_bucket` in one bucket.
     `held_out` has rows as an evaluation set. Raises ValueError for a trainer or lengths that it cannot measure.
 
+    A run that is resumed goes on with the evaluations that it finds in `output_dir`; those of another training or with other
+    cells are kept there under another name. Collective over all ranks.
+
     Example:
 
         needles = NeedleTask(lengths=(4096, 32768), depths=(0, 0.5, 1), make=passkeys(tokenizer))
@@ -65,8 +69,9 @@ class LongContextEvaluation(TrainerCallback):
             raise ValueError(f"every_steps is {every_steps}; give 1 or more, or leave it out")
         self.trainer, self.held_out, self.needles, self.first_bucket = trainer, held_out, needles, first_bucket
         self.every_steps, self.at_begin, self.at_end = every_steps, at_begin, at_end
-        self.runs: list[EvaluationRun] = []
         self._check()
+        self.runs = self._read()
+        self._num_read = len(self.runs)
         self._needle_rows = datasets.Dataset.from_list(needles.rows()) if needles is not None else None
         if trainer.args.process_index == 0 and find_spec("matplotlib") is None:
             logger.warning("%s is written without pictures, which need matplotlib: pip install matplotlib", _RECORD)
@@ -100,6 +105,7 @@ class LongContextEvaluation(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._check()
+        self._leave_other_trainings(state.global_step)
         if self.at_begin:
             self._run_once(state)
 
@@ -151,9 +157,60 @@ class LongContextEvaluation(TrainerCallback):
 
     def _over_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """Added in the order of ranks, so that all have the same."""
+        return np.sum(self._of_ranks(sums), axis=0)
+
+    def _of_ranks(self, value: Any) -> list[Any]:
         if (planned := self._planned) is not None:
-            return np.sum(gather_objects(sums, planned._control), axis=0)
-        return np.sum(gather_object([sums]), axis=0)
+            return gather_objects(value, planned._control)
+        everyone: list[Any] = gather_object([value])
+        return everyone
+
+    @property
+    def _folder(self) -> Path:
+        return Path(str(self.trainer.args.output_dir))
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        """What evaluations must have in common to stand in one record, as JSON."""
+        cells = [] if self.needles is None else [list(cell) for cell in self.needles.cells]
+        return {"first_bucket": None if self.held_out is None else self.first_bucket, "cells": cells}
+
+    def _read(self) -> list[EvaluationRun]:
+        """The evaluations of this kind in the folder, as rank 0 finds them; others are set aside."""
+        path = self._folder / _RECORD
+        text = self._of_ranks(path.read_text() if self.trainer.args.process_index == 0 and path.exists() else "")[0]
+        if not text:
+            return []
+        try:
+            record = json.loads(text)
+            if {name: record[name] for name in self._kind} == self._kind:
+                return [EvaluationRun.of(run) for run in record["runs"]]
+            why = "its evaluations have other needle lengths, depths or buckets"
+        except (ValueError, TypeError, KeyError):
+            why = "it is no record of this version"
+        self._set_aside(why)
+        return []
+
+    def _leave_other_trainings(self, step: int) -> None:
+        """Of what was read, only what lies before `step`, from which training goes on, belongs to it; from 0 on nothing does."""
+        read, own = self.runs[: self._num_read], self.runs[self._num_read :]
+        kept = [run for run in read if run.step <= step] if step else []
+        self._num_read = 0
+        if len(kept) == len(read):
+            return
+        self.runs = kept + own
+        why = f"training goes on from step {step}, behind which it has evaluations" if step else "another training begins"
+        self._set_aside(why)
+        self._write_record()
+
+    def _set_aside(self, why: str) -> None:
+        """Gives the record in the folder a name that is free, by the rank that saves."""
+        path = self._folder / _RECORD
+        if self.trainer.args.should_save and path.exists():
+            names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
+            free = next(name for name in names if not name.exists())
+            path.rename(free)
+            logger.warning("%s is kept as %s: %s", path, free.name, why)
 
     def _write_and_wait(self) -> None:
         """Pictures may take a minute on a busy machine: ranks wait patiently before the short time-outs of the next step."""
@@ -164,13 +221,20 @@ class LongContextEvaluation(TrainerCallback):
         """The record of all evaluations so far, and its pictures where matplotlib is installed, by the rank that saves."""
         if not self.trainer.args.should_save:
             return
-        folder = Path(str(self.trainer.args.output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {"runs": [run.record() for run in self.runs]}
-        (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        self._write_record()
         if find_spec("matplotlib") is None:
             return
         if self.needles is not None:
-            save_png_needles(self.runs, folder / _NEEDLES)
+            save_png_needles(self.runs, self._folder / _NEEDLES)
         if self.held_out is not None:
-            save_png_loss(self.runs, folder / _LOSS)
+            save_png_loss(self.runs, self._folder / _LOSS)
+
+    def _write_record(self) -> None:
+        """Whole or not at all: what a training that stops here has left is read again."""
+        if not self.trainer.args.should_save:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        record = {**self._kind, "runs": [run.record() for run in self.runs]}
+        part = self._folder / f"{_RECORD}.part"
+        part.write_text(json.dumps(record, indent=2) + "\n")
+        part.replace(self._folder / _RECORD)

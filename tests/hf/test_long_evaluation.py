@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import pytest
@@ -16,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from helpers.chats import byte_tokenizer
 from helpers.models import ModelCase, build_model, random_rows
-from helpers.training import make_trainer, training_arguments
+from helpers.training import make_trainer, resuming, training_arguments
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextEvaluation, NeedleTask, passkeys
+from hf_longctx.hf import long_evaluation
 from hf_longctx.plan.types import ActivationPolicy, SequenceGroup, StepPlan
 
 Rows = list[dict[str, list[int]]]
@@ -201,6 +203,44 @@ def test_training_is_measured_as_asked_and_not_changed(expected, tmp_path: Path)
     assert evaluation.run() == pytest.approx(evaluation.runs[2].metrics(), rel=1e-10)
     for name in ("needles.png", "loss_by_position.png"):
         assert (tmp_path / name).stat().st_size > 5000
+
+
+def evaluated_training(folder: str, max_steps: int, start: str | None) -> list[tuple[int, dict[str, float]]]:
+    """Trains to `max_steps` from a checkpoint, with evaluations every second step and no pictures; what its record has then."""
+    arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(CASE, TRAINED, folder, {"tokens_per_rank": 64}, arguments)
+    evaluation = LongContextEvaluation(trainer, HELD_OUT, task(1), every_steps=2, first_bucket=FIRST_BUCKET)
+    trainer.add_callback(evaluation)
+    with patch.object(long_evaluation, "find_spec", lambda name: None):
+        trainer.train(resume_from_checkpoint=start and f"{folder}/{start}")
+    return [(run.step, run.metrics()) for run in evaluation.runs]
+
+
+def recorded(path: Path) -> list[int]:
+    return [run["step"] for run in json.loads(path.read_text())["runs"]]
+
+
+@resuming
+def test_a_resumed_training_goes_on_with_its_record(ranks, tmp_path: Path, caplog) -> None:
+    path = tmp_path / "long_evaluation.json"
+    first = evaluated_training(str(tmp_path), 3, None)
+    assert [step for step, _ in first] == [0, 2, 3]
+    # the third step is taken again
+    for found in ranks(2).run(evaluated_training, str(tmp_path), 4, "checkpoint-2"):
+        assert [step for step, _ in found] == [0, 2, 4] and found[:2] == first[:2]
+    assert recorded(path) == [0, 2, 4] and recorded(tmp_path / "long_evaluation.1.json") == [0, 2, 3]
+    # another training, then other cells, then a file that nobody can read: nothing is mixed, nothing is lost
+    whole = path.read_text()
+    assert [step for step, _ in evaluated_training(str(tmp_path), 2, None)] == [0, 2]
+    assert (tmp_path / "long_evaluation.2.json").read_text() == whole and recorded(path) == [0, 2]
+    trainer = make_trainer(CASE, TRAINED, str(tmp_path), {"tokens_per_rank": 64})
+    assert [run.step for run in LongContextEvaluation(trainer, HELD_OUT, task(), first_bucket=FIRST_BUCKET).runs] == [0, 2]
+    assert LongContextEvaluation(trainer, HELD_OUT, replace(task(), depths=(0.0, 1.0)), first_bucket=FIRST_BUCKET).runs == []
+    assert recorded(tmp_path / "long_evaluation.3.json") == [0, 2] and not path.exists()
+    path.write_text(whole[:99])
+    assert LongContextEvaluation(trainer, HELD_OUT, first_bucket=FIRST_BUCKET).runs == []
+    assert (tmp_path / "long_evaluation.4.json").read_text() == whole[:99]
+    assert "kept as long_evaluation.3.json: its evaluations have other needle lengths, depths or buckets" in caplog.text
 
 
 def test_stock_trainer_under_the_callback_is_measured_on_its_own_attention(expected, tmp_path: Path) -> None:
