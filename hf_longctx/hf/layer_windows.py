@@ -13,6 +13,8 @@ from hf_longctx.plan.windows import Windows, plain_windows
 
 # settings of layers and configs by which attention sees less than all tokens before
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
+# layers with a window that neither their masks nor any attention function gets
+_UNUSED_WINDOWS = ("MoshiDecoderLayer",)
 
 
 def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
@@ -35,7 +37,7 @@ def layer_types(model: Any, num_layers: int) -> list[str]:
 
 def layer_window(layer: nn.Module, config: Any, layer_type: str) -> int:
     """Tokens that the layer's attention sees at most; 0 for all."""
-    if layer_type.startswith("full"):
+    if layer_type.startswith("full") or type(layer).__name__ in _UNUSED_WINDOWS:
         return 0
     own = [vars(module)[name] for module in layer.modules() for name in WINDOW_FIELDS if name in vars(module)]
     if own:

@@ -14,7 +14,6 @@ from helpers.sweep import OPTIONAL, ROADS, TOLERANCE, sweep
 
 from hf_longctx.hf.layers import head_problem
 from hf_longctx.hf.model_classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
-from hf_longctx.hf.self_test import NOT_COMPARED
 
 # learned positions and biases without RoPE, a window in masks alone, sinks and experts, norms used twice
 FAST = ("OPTForCausalLM", "PhimoeForCausalLM", "GptOssForCausalLM", "NanoChatForCausalLM")
@@ -37,7 +36,7 @@ def test_a_tested_class_is_exact(ranks, name: str) -> None:
     outcome = sweep(name, ranks(2))
     assert {road: error for road, error in outcome.errors.items() if not error <= TOLERANCE} == {}
     assert set(outcome.refusals) <= set(OPTIONAL) and set(outcome.errors) | set(outcome.refusals) == set(ROADS)
-    assert outcome.self_test.startswith("left out" if name in NOT_COMPARED else "self-test passed"), outcome.self_test
+    assert outcome.self_test.startswith("self-test passed"), outcome.self_test
     assert name in NO_DEFAULT or kinds_of(name) <= {type(module).__name__ for module in build_any(name).modules()}
     said = read_page()[0][name][1:]
     assert list(cells_of(outcome, head_problem(build_any(name))).values())[1:] == said

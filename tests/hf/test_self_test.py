@@ -25,8 +25,8 @@ from helpers.training import make_trainer, train_on_rank, training_arguments
 from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
+from hf_longctx.hf import attention, self_test
 from hf_longctx.hf import reduced_copy as copies
-from hf_longctx.hf import self_test
 from hf_longctx.hf.reduced_copy import reduced_copy
 
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
@@ -295,6 +295,18 @@ def test_chunks_and_queries_scaled_by_position_are_noticed_at_the_sizes_of_real_
             found = str(error)
     assert said in found, found
     assert (model.config.attention_chunk_size, model.model.layers[0].self_attn.floor_scale) == (8192, 8192)
+
+
+# its masks have no window either, whatever its config says
+@pytest.mark.parametrize("is_applied,said", [(False, "self-test passed"), (True, "layer 0 (full_attention) is the first")])
+def test_a_window_that_transformers_does_not_use_is_none(monkeypatch, is_applied: bool, said: str) -> None:
+    if is_applied:
+        monkeypatch.setattr(attention, "_WINDOW_OF_CONFIG", ("MoshiAttention",))
+    try:
+        found = self_tested(patched("MoshiForCausalLM"))
+    except ValueError as error:
+        found = str(error)
+    assert said in found, found
 
 
 def test_layers_that_differ_in_any_setting_are_all_run() -> None:
