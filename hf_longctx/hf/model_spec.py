@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -72,7 +73,23 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     width = widths[0] if widths else 4 * fields["hidden_size"]
     # a property of some configs
     fields["num_hidden_layers"] = text.num_hidden_layers
-    return {**fields, "intermediate_size": max(width) if isinstance(width, list) else width}
+    return {**fields, **_most_kv(text), "intermediate_size": max(width) if isinstance(width, list) else width}
+
+
+def _most_kv(text: Any) -> dict[str, int]:
+    """KV heads and head size of the layer with the most keys and values, where layers differ or the config's are too few.
+
+    MiMo has twice as many heads in layers with a window, JetMoe gives every expert of a token a copy.
+    """
+    if text.model_type == "jetmoe":
+        return {"num_key_value_heads": text.num_attention_heads}
+    if text.model_type == "mimo_v2_flash" and "sliding_attention" in text.layer_types:
+        return {"num_key_value_heads": 2 * text.num_key_value_heads}
+    if "head_dim" not in (getattr(text, "per_layer_attributes", None) or ()):
+        return {}
+    layers = [text.per_layer_config[number] for number in range(text.num_hidden_layers)]
+    sizes = [(layer.num_key_value_heads, layer.head_dim) for layer in layers]
+    return dict(zip(("num_key_value_heads", "head_dim"), max(sizes, key=math.prod), strict=True))
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:

@@ -12,10 +12,14 @@ import transformers
 from helpers.any_model import build_any
 from helpers.models import FAMILIES, ModelCase, adapted, build_model
 from helpers.steps import tiny_costs
+from helpers.sweep import patched
 
+from hf_longctx.hf import attention
 from hf_longctx.hf.adapters import largest_adapters
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.plan.specs import AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.types import Chunk, SequenceGroup, Span
+from hf_longctx.runtime.mesh import GroupPool
 
 
 def matrix_parameters(model: torch.nn.Module) -> int:
@@ -60,6 +64,25 @@ def test_experts_that_every_token_runs_through_are_counted_as_passed() -> None:
     assert (spec.intermediate_size, spec.idle_parameters, spec.routed_elements) == (64, 2 * 32, 4 * 32)
     assert spec.num_parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
     assert model_spec(model) == replace(spec, bytes_per_element=8)
+
+
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified", "JetMoe", "MiMoV2Flash", "Qwen3"])
+def test_keys_and_values_are_counted_as_of_the_layer_with_the_most(monkeypatch, name: str) -> None:
+    model = patched(f"{name}ForCausalLM")
+    seen: list[int] = []
+
+    def spy(query: Any, key: Any, value: Any, *args: Any) -> Any:
+        seen.append(key.shape[1] * (key.shape[3] + value.shape[3]))
+        return torch.zeros(*query.shape[:3], value.shape[3], dtype=query.dtype).transpose(1, 2)
+
+    monkeypatch.setattr(attention, "sequence_parallel_attention", spy)
+    context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, 9),)))
+    ids = torch.arange(2, 11).unsqueeze(0)
+    model(input_ids=ids, attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool), use_cache=False, longctx=context)
+    spec = model_spec(model)
+    # values of MiMo are smaller than keys, as which they are counted
+    assert (spec.kv_size == max(seen) or name == "MiMoV2Flash") and max(seen) <= spec.kv_size <= 8 / 7 * max(seen)
+    assert spec.num_heads % spec.num_kv_heads == 0 and (len(set(seen)) == 1) == (name in ("JetMoe", "Qwen3"))
 
 
 def test_spec_by_hand() -> None:
