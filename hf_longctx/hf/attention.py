@@ -29,6 +29,7 @@ NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
 _WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
+_SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
 # attention whose window is in its masks alone: what its config says is for all layers
 _WINDOW_OF_CONFIG = ("PhimoeAttention",)
 # attention that scales queries of layers without RoPE by their place in the row
@@ -115,7 +116,7 @@ def longctx_attention(
         if not harmless and keyword not in (_WINDOW, _SINKS, _SOFTCAP):
             raise ValueError(
                 f"{name} passes {keyword}={setting!r} to attention, which is not supported yet and would change the result; use "
-                f"a model without it"
+                f"a model without it: besides causal attention, with or without grouped heads and scaling, {_SUPPORTED} are known"
             )
     if name in _TEMPERED and module.attn_temperature_tuning and not module.use_rope:
         query = _tempered_by_document(module, query, longctx)

@@ -62,6 +62,24 @@ def test_a_refused_class_is_refused_by_class_and_layer(name: str) -> None:
     assert bool(refusal.layer) == bool(layer_of(model, refusal)) and layer_of(model, refusal) in problem
 
 
+@pytest.mark.parametrize(
+    "name,layer",
+    [
+        ("Qwen3Next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"),
+        ("Jamba", "model.layers.0 (JambaMambaDecoderLayer)"),
+        ("Lfm2", "model.layers.0.conv (Lfm2ShortConv)"),
+    ],
+)
+def test_a_hybrid_model_is_refused_by_its_first_layer_with_a_state(name: str, layer: str) -> None:
+    with torch.device("meta"):
+        model = build_any(f"{name}ForCausalLM", is_random=False)
+    assert class_problem(model) == (
+        f"model class {name}ForCausalLM is not supported: {layer} carries a state from token to token (linear attention, SSM, "
+        f"convolution), which would run on across documents and ranks; use a class that docs/models.md calls exact, such as "
+        f"LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM"
+    )
+
+
 def test_an_unknown_class_is_refused_with_what_its_layers_do() -> None:
     class NewForCausalLM(transformers.MambaForCausalLM):
         pass
