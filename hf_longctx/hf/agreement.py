@@ -10,11 +10,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_longctx.hf.lost_ranks import RollCall
+
+# the launch's, which all runs of a process share
+_roll_call: RollCall | None = None
+
 
 def control_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """A CPU group of all ranks for messages about the run, separate from every group that moves tensors of the model."""
+    """A CPU group of all ranks for messages about the run, separate from every group that moves tensors of the model.
+
+    From then on `explain_lost_ranks` can name ranks.
+    """
+    global _roll_call
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    _roll_call = _roll_call or RollCall.of_launch()
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
@@ -57,13 +67,18 @@ def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | N
 
 @contextmanager
 def explain_lost_ranks(step: int, rank: int, timeout_s: float) -> Iterator[None]:
-    """Turns the backend's message about a broken or timed-out collective into what happened and where to look."""
+    """Turns the backend's message about a broken or timed-out collective into what happened and where to look.
+
+    Waits for up to `timeout_s` until it is known which ranks are lost.
+    """
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not re.search(r"gloo|nccl|connection", str(error), re.IGNORECASE):
             raise
+        lost = _roll_call.lost(step, timeout_s) if _roll_call else []
+        who = " and ".join(f"rank {one}" for one in lost) or "another rank"
         raise RuntimeError(
-            f"step {step} could not finish on rank {rank}: another rank died or did not answer within {timeout_s:g} s; its own "
+            f"step {step} could not finish on rank {rank}: {who} died or did not answer within {timeout_s:g} s; its own "
             f"traceback, printed first, says why. If it is only slow, raise collective_timeout_s"
         ) from error

@@ -24,6 +24,10 @@ def training_step(*args, **kwargs):
             raise RuntimeError("planted failure on rank 1")
         if sys.argv[2] == "kill":
             os.kill(os.getpid(), 9)
+        if sys.argv[2] == "kill in the middle, stages":
+            # behind the first of several forwards of the stage
+            trainer.model.get_decoder().layers[-1].register_forward_hook(lambda *_: os.kill(os.getpid(), 9))
+            return original(*args, **kwargs)
         time.sleep(600)
     return original(*args, **kwargs)
 
@@ -60,12 +64,12 @@ def run_ranks(folder: Path, how: str) -> tuple[list[int], str, float]:
     return codes, errors.read_text(), took
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "hang", "hang, sharded", "hang, stages"])
+@pytest.mark.parametrize("how", ["raise", "kill", "hang", "hang, sharded", "hang, stages", "kill in the middle, stages"])
 def test_the_other_rank_exits_and_says_why(tmp_path: Path, how: str) -> None:
     codes, errors, took = run_ranks(tmp_path, how)
     assert codes[0] != 0 and codes[1] != 0
     # start-up, three steps and the time-out of four seconds; without a time-out it would be thirty minutes
     assert took < 90
-    consequence = errors.index("step 4 could not finish on rank 0: another rank died or did not answer within 4 s")
+    consequence = errors.index("step 4 could not finish on rank 0: rank 1 died or did not answer within 4 s")
     if how == "raise":
         assert errors.index("planted failure on rank 1") < consequence

@@ -1,0 +1,85 @@
+"""Which ranks are lost when a step cannot finish: those that do not notice it too.
+
+Every rank leaves its host and process number in the launch's store when a run starts, and a word there when its step breaks. Who
+leaves none in time, or is a process of this host that has ended, is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+_POLL_S = 0.2
+_CONNECT_S = 5.0
+
+
+class RollCall:
+    """A rank's door to the words of the others."""
+
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        store.set(_process_key(rank), f"{_host()} {os.getpid()}")
+
+    @classmethod
+    def of_launch(cls) -> RollCall | None:
+        """On the store that the launcher's environment names; None where it names none or nobody answers there."""
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if not address or not port:
+            return None
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                address, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_S)
+            )
+            return cls(store, dist.get_rank(), dist.get_world_size())
+        except RuntimeError:
+            return None
+
+    def lost(self, step: int, timeout_s: float) -> list[int]:
+        """Ranks that do not say within `timeout_s` that `step` broke for them too; empty if all do or the store is gone."""
+        try:
+            return self._lost(step, timeout_s)
+        except RuntimeError:
+            # it went with the process that held it
+            return []
+
+    def _lost(self, step: int, timeout_s: float) -> list[int]:
+        self._store.set(_word_key(step, self._rank), "")
+        until_s = time.monotonic() + timeout_s
+        missing = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        while True:
+            missing = [rank for rank in missing if not self._store.check([_word_key(step, rank)])]
+            if all(map(self._has_ended, missing)) or time.monotonic() > until_s:
+                return missing
+            time.sleep(_POLL_S)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether it is a process of this host that is no more."""
+        if not self._store.check([_process_key(rank)]):
+            return False
+        host, number = self._store.get(_process_key(rank)).decode().rsplit(" ", 1)
+        if host != _host():
+            return False
+        try:
+            # a zombie has ended, though nobody has asked for its exit code yet
+            return bool(psutil.Process(int(number)).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+
+def _process_key(rank: int) -> str:
+    return f"longctx/process/{rank}"
+
+
+def _word_key(step: int, rank: int) -> str:
+    return f"longctx/broken/{step}/{rank}"
+
+
+def _host() -> str:
+    return f"{socket.gethostname()}-{uuid.getnode()}"
