@@ -113,8 +113,8 @@ def _neighbours_keys() -> Any:
 def _neighbours_block() -> Any:
     original = ring._around
 
-    def around(own: Any, where: Any) -> Any:
-        for block, kv in original(own, where):
+    def around(own: Any, where: Any, direct: Any) -> Any:
+        for block, kv in original(own, where, direct):
             yield block, kv if block == where.index else kv.roll(1, dims=2)
 
     return patch.object(ring, "_around", around)
