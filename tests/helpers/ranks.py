@@ -129,4 +129,9 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
         except Exception:
             result = (False, traceback.format_exc())
         pipe.send(result)
+        if not result[0]:
+            # the pool is closed
+            continue
+        # a group that ends while another rank still sends in it has torn gloo's memory
+        dist.barrier()
         _give_up_groups()
