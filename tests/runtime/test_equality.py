@@ -126,7 +126,7 @@ def random_steps(draw: st.DrawFn, num_ranks: int) -> tuple[list, list[int]]:
 @pytest.mark.parametrize("num_ranks,kv", [(2, 2), (4, 1)])
 def test_random_plans_match(ranks, num_ranks: int, kv: int) -> None:
     @settings(
-        max_examples=60,
+        max_examples=40,
         deadline=None,
         derandomize=True,
         phases=(Phase.explicit, Phase.generate),
