@@ -46,11 +46,19 @@ def group_ends(group: SequenceGroup) -> dict[int, int]:
     return ends
 
 
-def book_moments(
-    model: ModelSpec, group: SequenceGroup, stage: StagePlan, position: int, place: IntArray, is_forward: BoolArray
-) -> BookMoments:
-    """The book in every pass of a round. place: chunk times parts, plus part, of each; is_forward: whether it is one."""
-    num_parts, block = len(stage.parts), group.shape.ulysses
+class BookKinds(NamedTuple):
+    """Windows of a model's layers (0: none), and of layers with each of them what every chunk changes.
+
+    Of one window those of a layer that is replayed and of others come one after the other, of full attention they are one.
+    """
+
+    windows: list[int]
+    changes: list[_Changes]
+
+
+def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKinds:
+    """Of the rank at `position` of the group, whatever stage it is on and whatever policies are."""
+    block = group.shape.ulysses
     heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
     # of keys and values, and of their gradients in at least fp32, in a layer
     token_bytes = heads * model.kv_head_size * model.bytes_per_element
@@ -58,15 +66,23 @@ def book_moments(
     windows = sorted({window or 0 for window in model.windows} or {0})
     # whether layers are replayed does not matter where all see all tokens
     replays = (False, True) if max(windows) else (False,)
-    kinds = [
+    changes = [
         _layer_changes(group, window, is_replayed, token_bytes, gradient_bytes) for window in windows for is_replayed in replays
     ]
+    return BookKinds(windows, changes)
+
+
+def book_moments(
+    model: ModelSpec, stage: StagePlan, kinds: BookKinds, num_chunks: int, place: IntArray, is_forward: BoolArray
+) -> BookMoments:
+    """The book in every pass of a round. place: chunk times parts, plus part, of each; is_forward: whether it is one."""
+    num_parts, (windows, changes) = len(stage.parts), kinds
     first, last, most, change = (np.zeros_like(place) for _ in range(4))
     for part, layers in enumerate(stage.parts):
-        if len(kinds) == 1:
-            found = _alike(kinds[0], layers.num_layers)
+        if len(changes) == 1:
+            found = _alike(changes[0], layers.num_layers)
         else:
-            found = _in_turn(kinds, _layer_kinds(model, stage, part, windows, len(group.chunks)))
+            found = _in_turn(changes, _layer_kinds(model, stage, part, windows, num_chunks))
         forward, backward, first_run, last_run, fullest = found
         own = slice(None) if num_parts == 1 else place % num_parts == part
         chunk, goes_forward = place[own] // num_parts, is_forward[own]
@@ -95,9 +111,9 @@ def _alike(changes: _Changes, num_layers: int) -> _PassChanges:
     return num_layers * changes.written, num_layers * net, changes.left, last_run, np.maximum(changes.left, last_run)
 
 
-def _in_turn(kinds: list[_Changes], kind_CL: IntArray) -> _PassChanges:
+def _in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
     """Of layers of these kinds."""
-    known = np.array([list(kind) for kind in kinds], dtype=np.int64).transpose(1, 0, 2)
+    known = np.array([list(each) for each in changes], dtype=np.int64).transpose(1, 0, 2)
     # last layer first
     written, rewritten, left, gone = known[:, kind_CL[:, ::-1], np.arange(len(kind_CL))[:, None]]
     net = rewritten + left - gone

@@ -15,7 +15,7 @@ from operator import attrgetter
 import numpy as np
 
 from hf_longctx.plan.activation_memory import class_bytes
-from hf_longctx.plan.book_memory import book_moments, group_ends
+from hf_longctx.plan.book_memory import BookKinds, book_kinds, book_moments, group_ends
 from hf_longctx.plan.cost import BoolArray, IntArray
 from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
 from hf_longctx.plan.sharding import shard_tokens
@@ -84,12 +84,22 @@ class KnownBytes:
         # a group under other policies has the same
         self._loads: dict[tuple[int, GroupShape, int, bool, bool], tuple[tuple[Chunk, ...], list[Load]]] = {}
         self._passes: dict[int, tuple[tuple[Action, ...], Passes]] = {}
+        self._books: dict[tuple[int, GroupShape, int], tuple[tuple[Chunk, ...], BookKinds]] = {}
+        # of chunks on one part of a stage, by what they are of
+        self.parts: dict[object, IntArray] = {}
         # of layers, each in a row of a table
         self._places: dict[int, int] = {}
         self._numbers: list[tuple[int, ...]] = []
         self._table: IntArray = np.empty((0, 5), dtype=np.int64)
         self._rows: dict[tuple[int, int, int], tuple[tuple[LayerPolicy, ...], list[int], int]] = {}
         self._outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
+
+    def book(self, model: ModelSpec, group: SequenceGroup, position: int) -> BookKinds:
+        """What the group's chunks change in the K/V book."""
+        key = id(group.chunks), group.shape, position
+        if key not in self._books:
+            self._books[key] = group.chunks, book_kinds(model, group, position)
+        return self._books[key][1]
 
     def passes(self, stage: StagePlan) -> Passes:
         """Of the stage's actions, which are the same under other policies."""
@@ -254,7 +264,8 @@ def round_moments(
     work = np.where(is_forward, forward_workspace, backward_workspace)
     # a chunk is held from its forward on, and in its own backward still
     saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
-    first, last, most, others = book_moments(model, group, stage, position, place, is_forward)
+    kinds = known.book(model, group, position)
+    first, last, most, others = book_moments(model, stage, kinds, len(group.chunks), place, is_forward)
     peak = np.maximum(saved + work + first, saved - device + ending + last) + others
     if len(copying):
         peak += np.array(copying, dtype=np.int64)
@@ -281,16 +292,26 @@ def _part_chunks(
     found = np.empty((len(loads), num_parts, 5), dtype=np.int64)
     for part, owned in enumerate(stage.parts):
         has_head = is_last and part == num_parts - 1
-        rows, outside, receives = [], [], []
-        for chunk, load in zip(group.chunks, loads, strict=True):
-            policy = policies.get((chunk.index, part))
-            layers, tile_tokens = (policy.layers, policy.tile_tokens) if policy else ((), 0)
-            rows.append(known.layers(model, load, layers, owned.num_layers, tile_tokens))
-            keeps_gradients = has_head and chunk.index * num_parts + part in passes.at_once
-            outside.append(known.outside(model, load, has_head, keeps_gradients, tile_tokens if tiles_loss else 0))
+        own = [policies.get((chunk.index, part)) for chunk in group.chunks]
+        under = tuple((policy.layers, policy.tile_tokens) if policy else ((), 0) for policy in own)
+        at_once = tuple(has_head and chunk.index * num_parts + part in passes.at_once for chunk in group.chunks)
+        is_first = (stage.stage, part) == (0, 0)
+        # stages alike have the same
+        by_identity = tuple((id(layers), tile_tokens) for layers, tile_tokens in under)
+        key = id(loads), owned.num_layers, has_head, at_once, is_first, by_identity
+        if key not in known.parts:
+            rows = [
+                known.layers(model, load, layers, owned.num_layers, tile_tokens)
+                for load, (layers, tile_tokens) in zip(loads, under, strict=True)
+            ]
+            outside = [
+                known.outside(model, load, has_head, keeps_gradients, tile_tokens if tiles_loss else 0)
+                for load, (_, tile_tokens), keeps_gradients in zip(loads, under, at_once, strict=True)
+            ]
             # all the same where nothing moves
-            receives.append(bool(layers) and (stage.stage, part) != (0, 0))
-        found[:, part] = _summed(known.numbers(rows), np.array(outside, dtype=np.int64), np.array(receives))
+            receives = np.array([bool(layers) and not is_first for layers, _ in under])
+            known.parts[key] = _summed(known.numbers(rows), np.array(outside, dtype=np.int64), receives)
+        found[:, part] = known.parts[key]
     return found.reshape(-1, 5)
 
 
