@@ -351,22 +351,23 @@ def lean_policy(
     input_bytes = class_bytes(model, "layer_input") * num_tokens
     if keeps_attention:
         input_bytes += class_bytes(model, "attention_output") * num_tokens
-    layers = []
-    for index in range(num_layers):
-        part = min(1.0, max(0.0, host_bytes / input_bytes - index)) if input_bytes else 0.0
-        # shares are cut at whole tokens, never above the limit
-        part = int(part * num_tokens) / max(1, num_tokens)
-        attention = TensorShare("attention_output", host=part, device=1 - part)
-        layers.append(
-            LayerPolicy(
-                (
-                    TensorShare("layer_input", host=part, device=1 - part),
-                    attention if keeps_attention else TensorShare("attention_output", recompute=1.0),
-                    TensorShare("qkv", recompute=1.0),
-                    TensorShare("mlp", recompute=1.0),
-                )
+    shares = (min(1.0, max(0.0, host_bytes / input_bytes - i)) if input_bytes else 0.0 for i in range(num_layers))
+    # shares are cut at whole tokens, never above the limit
+    parts = [int(share * num_tokens) / max(1, num_tokens) for share in shares]
+    recomputed = TensorShare("attention_output", recompute=1.0)
+    # layers alike are one object, which is counted once
+    known = {
+        part: LayerPolicy(
+            (
+                TensorShare("layer_input", host=part, device=1 - part),
+                TensorShare("attention_output", host=part, device=1 - part) if keeps_attention else recomputed,
+                TensorShare("qkv", recompute=1.0),
+                TensorShare("mlp", recompute=1.0),
             )
         )
+        for part in set(parts)
+    }
+    layers = [known[part] for part in parts]
     return ActivationPolicy(0, 0, tuple(layers), tile_tokens)
 
 

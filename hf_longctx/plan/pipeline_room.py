@@ -20,7 +20,7 @@ from hf_longctx.plan.pipeline_run import KnownRuns, run_pipeline
 from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.specs import ActivationBudget
 from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
-from hf_longctx.plan.types import SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.types import LayerPolicy, SequenceGroup, StagePlan, StepPlan
 
 # how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
 _ATTEMPTS = 6
@@ -168,12 +168,17 @@ class PipelineRoom:
         tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
         in_flight = max(_most_in_flight(stage, tokens) for stage in group.stages)
         layers = {}
+        # layers alike are one object, which is counted once
+        known: dict[tuple[int, int], tuple[LayerPolicy, ...]] = {}
         for stage in group.stages:
             for chunk, num_tokens in zip(group.chunks, tokens, strict=True):
                 for part, owned in enumerate(stage.parts):
-                    share = int(host_bytes * num_tokens * owned.num_layers / in_flight)
-                    policy = lean_policy(self.costs.model, num_tokens, share, 0, owned.num_layers, keeps_attention)
-                    layers[stage.stage, chunk.index, part] = policy.layers
+                    size = num_tokens, owned.num_layers
+                    if size not in known:
+                        share = int(host_bytes * num_tokens * owned.num_layers / in_flight)
+                        policy = lean_policy(self.costs.model, num_tokens, share, 0, owned.num_layers, keeps_attention)
+                        known[size] = policy.layers
+                    layers[stage.stage, chunk.index, part] = known[size]
         return with_layers(group, layers, self.budget.tile_tokens)
 
     def _nothing_fits(self, group: SequenceGroup) -> str:

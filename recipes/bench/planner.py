@@ -1,6 +1,6 @@
 """The planner: how long it takes, how far from optimal its plans are, and what each idea beyond FlexSP brings.
 
-    python recipes/bench/planner.py [times] [problems] [ablation] [--model gpt-7b] [--lengths commoncrawl] [--batches 8]
+    python recipes/bench/planner.py [times] [stages] [problems] [ablation] [--model gpt-7b] [--lengths commoncrawl] [--batches 8]
         [--problems-file tests/plan/microbatch_problems.json] [--require]
 
 All tables are printed where none is named. Costs are those of GPT-7B on A100-40GB, as in `reproduce_flexsp.py`, whose lengths
@@ -8,6 +8,9 @@ and memory these are. Times are the least of several runs, in milliseconds, of e
 
 times: whole steps by Ulysses with sharded parameters. "own fluid" is how far the plan is above the fluid bounds of its own
 micro-batches, "any plan" how far above a bound on every plan, which memory keeps out of reach.
+
+stages: `plan_pipelines` for 512 sequences on 32 GPUs (llama-3.1-8b on h100, lognormal lengths up to 64K tokens), with everything
+kept and with ever less room for it, on the device and on the host; the predicted seconds of the step beside it.
 
 problems: single micro-batches of 64 GPUs against the configuration-LP bound, which no grouping of them can beat, and against
 what integer programming reached in a minute.
@@ -36,19 +39,25 @@ import numpy as np
 from reproduce_flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 
 from hf_longctx.plan.bounds import fluid_bounds_s
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.greedy import group_micro_batch
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.hardware import read_profile
+from hf_longctx.plan.pipeline_planner import plan_pipelines
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.specs import ClusterSpec, PlannerConfig, default_degrees
+from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.types import GroupShape, StepPlan
 
 # GPUs, sequences, milliseconds allowed
 SIZES = ((64, 512, 100.0), (256, 2048, 400.0), (1024, 4096, 1000.0))
 LIMIT = 384_000
 REPEATS = 5
-TABLES = ("times", "problems", "ablation")
+TABLES = ("times", "stages", "problems", "ablation")
+
+# GiB beside the model on a GPU (None: everything is kept), and on the host; stages
+ROOMS: tuple[tuple[float | None, float], ...] = ((None, 0), (40, 0), (12, 0), (6, 0), (12, 32), (6, 32))
+STAGES = (2, 4, 8)
 
 # the constants of the problems, in ms, MB and tokens: FlexSP's for GPT-7B up to 192K and 384K
 PAIR_MS, TOKEN_MS, GROUP_MS, MB_PER_TOKEN, MB_EXCHANGED = 5.128e-6, 0.18396, 629.3563, 4.480442, 2.0
@@ -93,6 +102,36 @@ def own_fluid_s(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> floa
         part = problem.part(sorted(members, key=lambda i: -plan.lengths[i]))
         total_s += float(fluid_bounds_s(part, [(0, len(members))], problem.num_ranks)[0])
     return total_s
+
+
+def print_stages() -> list[str]:
+    """The table of planning times by stages and room; no limits."""
+    profile = read_profile("h100")
+    model, cluster = named_model("llama-3.1-8b"), ClusterSpec(32, 8, profile.spec)
+    costs = CostModel(
+        model, cluster, default_coefficients(model, cluster), method="ulysses", parameters="gathered_per_round", shard_ranks=0
+    )
+    drawn = np.random.default_rng(1).lognormal(np.log(1500.0), 1.3, 512)
+    lengths = np.clip(drawn, 16, 65_536).astype(np.int64).tolist()
+    print(f"{'room':>18} " + " ".join(f"{num_stages:>4} stages: ms, step s" for num_stages in STAGES))
+    for device_gib, host_gib in ROOMS:
+        room = None
+        name = "everything kept"
+        if device_gib is not None:
+            num_bytes = int(device_gib * 2**30)
+            room = ActivationBudget(num_bytes // model.saved_bytes_per_token, num_bytes, int(host_gib * 2**30), 1024)
+            name = f"{device_gib:g} GiB" + (f" + {host_gib:g} host" if host_gib else "")
+        cells = []
+        for num_stages in STAGES:
+            config = PlannerConfig(32_768, (1, 2, 4, 8), activations=room)
+            seconds = []
+            for _ in range(2):
+                started_s = time.perf_counter()
+                plan = plan_pipelines(0, lengths, costs, num_stages, config)
+                seconds.append(time.perf_counter() - started_s)
+            cells.append(f"{1000 * min(seconds):>15.0f}, {plan.estimate.step_s:>6.2f}")
+        print(f"{name:>18} " + " ".join(cells), flush=True)
+    return []
 
 
 def print_problems(path: Path) -> list[str]:
@@ -201,6 +240,8 @@ def main() -> int:
     for table in options.tables or TABLES:
         if table == "times":
             faults += print_times(options.model, options.lengths)
+        elif table == "stages":
+            faults += print_stages()
         elif table == "problems":
             faults += print_problems(options.problems_file)
         else:
