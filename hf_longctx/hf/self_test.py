@@ -29,6 +29,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,17 @@ class SelfTest:
         """
         start_s = time.monotonic()
         try:
-            bad, worst, probes = self._compare(pool, mesh, device, fp32_gradients, count)
+            specimen = partial(
+                _Specimen,
+                setup=self.setup,
+                pool=pool,
+                mesh=mesh,
+                device=device,
+                fp32_gradients=fp32_gradients,
+                count=count,
+            )
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                bad, worst, probes = self._compare(specimen, pool)
         finally:
             for each in (self.exact, self.working):
                 if each is not None:
@@ -169,30 +180,26 @@ class SelfTest:
         return self._line(probes, worst, time.monotonic() - start_s)
 
     def _compare(
-        self,
-        pool: GroupPool,
-        mesh: DeviceMesh | None,
-        device: torch.device,
-        fp32_gradients: bool,
-        count: Callable[[int], int],
+        self, specimen: Callable[[ReducedCopy, bool], _Specimen], pool: GroupPool
     ) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
-        """What is wrong under each plan, the largest error of the exact copy, and the plans."""
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            settings = (self.setup, pool, mesh, device, fp32_gradients, count)
-            exact = _Specimen(self.exact, False, *settings)
-            rows = _rows(self.lengths, self.exact.num_token_ids)
-            probes = exact.probes(self.lengths)
-            plain = exact.plain(rows)
-            floor = _EXACT[self.dtype]
-            bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
-            if self.working is not None and not bad:
-                working = _Specimen(self.working, self.is_autocast, *settings)
-                # fp64 is the truth for both
-                yardstick = _agreed(_differences(working.plain(rows), plain, self.exact.windows), pool.control)
-                # a loss may be right by chance
-                yardstick["loss", 0] = max(error for (kind, _), error in yardstick.items() if kind in ("loss", "values"))
-                limits = Limits(_WORKING_FLOOR, _WORKING_FACTOR, yardstick)
-                bad, _ = self._judge(working, probes, rows, plain, limits, pool, has_probes=False)
+        """What is wrong under each plan, the largest error of the exact copy, and the plans.
+
+        specimen: places a copy, under autocast or not.
+        """
+        exact = specimen(self.exact, False)
+        rows = _rows(self.lengths, self.exact.num_token_ids)
+        probes = exact.probes(self.lengths)
+        plain = exact.plain(rows)
+        floor = _EXACT[self.dtype]
+        bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
+        if self.working is not None and not bad:
+            working = specimen(self.working, self.is_autocast)
+            # fp64 is the truth for both
+            yardstick = _agreed(_differences(working.plain(rows), plain, self.exact.windows), pool.control)
+            # a loss may be right by chance
+            yardstick["loss", 0] = max(error for (kind, _), error in yardstick.items() if kind in ("loss", "values"))
+            limits = Limits(_WORKING_FLOOR, _WORKING_FACTOR, yardstick)
+            bad, _ = self._judge(working, probes, rows, plain, limits, pool, has_probes=False)
         return bad, worst, probes
 
     def _judge(
