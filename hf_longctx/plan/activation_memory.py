@@ -37,7 +37,9 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":
         return s * (model.query_size + model.kv_size)
-    return s * model.output_size + max(4, s) * model.num_heads
+    if tensor_class == "attention_output":
+        return s * model.output_size + max(4, s) * model.num_heads
+    raise KeyError(tensor_class)
 
 
 def plain_layer_bytes(model: ModelSpec) -> int:

@@ -155,9 +155,9 @@ class GroupCells:
         return self._known_moved[key]
 
     def _add_cells(self) -> None:
-        order = [
-            action.chunk for action in self.group.stages[-1].actions if (action.kind, action.part) == ("B", self.num_parts - 1)
-        ]
+        last_passes = self.group.stages[-1].actions
+        backwards = (action.chunk for action in last_passes if (action.kind, action.part) == ("B", self.num_parts - 1))
+        order = {chunk: place for place, chunk in enumerate(backwards)}
         last_place = self.num_stages * self.num_parts - 1
         loads = self.known.loads(self.group, 0)
         ways = {
@@ -169,7 +169,7 @@ class GroupCells:
             windows = self._windows_s(stage)
             for chunk in self.group.chunks:
                 for part, owned in enumerate(stage.parts):
-                    diagonal = order.index(chunk.index) + last_place - (part * self.num_stages + stage.stage)
+                    diagonal = order[chunk.index] + last_place - (part * self.num_stages + stage.stage)
                     self.places[stage.stage, chunk.index, part] = len(self.cells)
                     way = ways[chunk.index, self.pairs[owned]]
                     self.cells.append(self._cell(diagonal, owned.num_layers, way, windows[chunk.index, part]))
