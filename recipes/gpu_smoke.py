@@ -29,12 +29,12 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.kernels import reference
 from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_attention
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
+from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.sharding import HeadShare, block_pieces
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.sharding import HeadShare, block_pieces
-from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
-from hf_longctx.plan.types import Chunk, GroupShape, Span
 from hf_longctx.recipes.gpu_smoke_memory import memory_checks
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.chunk_inputs import ChunkInputs

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_longctx import LongContextCallback, LongContextConfig
-from hf_longctx.plan.types import LayerPolicy, TensorShare
+from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.recipes.one_document import PlannedDocument, document_plan, largest_error, plain_step, replayed
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.tiles import BACKENDS, Scores, tile_backward, tile_forward

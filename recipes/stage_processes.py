@@ -26,8 +26,8 @@ from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedS
 from hf_longctx.hf.report import StepRecord
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.hf.stages import Ranges, cut_model, stage_model
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool

@@ -192,7 +192,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> str:
     import json
 
-    from hf_longctx.plan.validate import validate_plan
+    from hf_longctx.plan.core.validate import validate_plan
     from hf_longctx.sim.execution import execute_plan
     from hf_longctx.sim.records import execution_record, read_plan_file
     from hf_longctx.sim.report import execution_text

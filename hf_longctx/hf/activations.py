@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.attention import num_attention_layers
 from hf_longctx.hf.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.stages import StageLayers
-from hf_longctx.plan.types import RankPlan
+from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.output_head import OutputHead

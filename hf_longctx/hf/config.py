@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from hf_longctx.plan.specs import GROUP_METHODS, SOLVERS
-from hf_longctx.plan.types import PARAMETERS
+from hf_longctx.plan.core.model_spec import GROUP_METHODS, SOLVERS
+from hf_longctx.plan.core.types import PARAMETERS
 
 LONG_SEQUENCES = ("error", "truncate", "split")
 

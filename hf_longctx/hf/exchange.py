@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from hf_longctx.hf.activations import ActivationRuntime
 from hf_longctx.hf.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.plan.sharding import Piece, rank_pieces
-from hf_longctx.plan.types import Chunk, SequenceGroup, StepPlan
+from hf_longctx.plan.core.sharding import Piece, rank_pieces
+from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.executor import no_mask
 from hf_longctx.runtime.loss import IGNORE_INDEX

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.adapters import base_of
 from hf_longctx.hf.stages import Pieces, find_pieces
-from hf_longctx.plan.windows import Windows, plain_windows
+from hf_longctx.plan.core.windows import Windows, plain_windows
 
 # settings of layers and configs by which attention sees less than all tokens before
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")

@@ -15,9 +15,9 @@ from hf_longctx.hf.layer_windows import layer_windows
 from hf_longctx.hf.layers import has_plain_projections
 from hf_longctx.hf.quantised import own_elements, packed_spec
 from hf_longctx.hf.stages import RANGES
-from hf_longctx.plan.specs import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
-from hf_longctx.plan.types import Parameters
-from hf_longctx.plan.windows import Windows, config_windows
+from hf_longctx.plan.core.model_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.windows import Windows, config_windows
 
 # the width of the MLP; of configs in parts, the parts that have sizes of layers
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")

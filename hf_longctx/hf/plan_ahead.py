@@ -16,10 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.schedule import PlanError
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.schedule import PlanError
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.collator import PlannedStep
 from hf_longctx.hf.plan_ahead import Draft, DraftPlanner, Planner, is_slow
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import StepPlan
 from hf_longctx.runtime.mesh import GroupPool
 
 logger = logging.getLogger(__name__)

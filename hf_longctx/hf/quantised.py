@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.plan.specs import PackedSpec
+from hf_longctx.plan.core.model_spec import PackedSpec
 
 # of weights; gradients would overflow fp16 without a scale, and of fp64 the kernels leave their output unwritten
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)

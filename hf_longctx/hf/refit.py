@@ -13,9 +13,9 @@ from statistics import median
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.calibration import ChunkSample, Fit, fit_coefficients, scaled_coefficients
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.types import StepPlan
 
 # plans that a refit looks back on, few enough to follow a machine that changes its speed: the prior knows what they lack
 _WINDOW_PLANS = 8

@@ -17,8 +17,8 @@ from hf_longctx.hf.document_rope import forget_documents
 from hf_longctx.hf.layers import head_problem, output_head
 from hf_longctx.hf.quantised import settle_quantised
 from hf_longctx.hf.sampler import IntArray
-from hf_longctx.plan.sharding import rank_pieces
-from hf_longctx.plan.types import Chunk, SequenceGroup
+from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.loss import IGNORE_INDEX, TokenScores, token_scores
 from hf_longctx.runtime.output_head import OutputHead

@@ -55,9 +55,9 @@ from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
 from hf_longctx.hf.stage_choice import loaded_ranges
 from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans
-from hf_longctx.plan.sharding import rank_pieces
-from hf_longctx.plan.types import StepPlan
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.executor import StepExecutor

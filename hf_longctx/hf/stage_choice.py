@@ -18,10 +18,10 @@ from hf_longctx.hf.model_spec import cluster_spec
 from hf_longctx.hf.stage_loading import checkpoint_config, load_stage
 from hf_longctx.hf.stages import RANGES
 from hf_longctx.hf.streaming import is_stream
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.pipeline import layer_ranges
-from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, Span
 
 # the parts of every stage
 Ranges = tuple[tuple[LayerRange, ...], ...]

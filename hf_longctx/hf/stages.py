@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.adapters import hidden_dtype
-from hf_longctx.plan.types import LayerRange
+from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.binding import bound
 from hf_longctx.runtime.stage_model import PART_KEYWORD, StageModel
 

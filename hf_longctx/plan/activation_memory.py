@@ -15,10 +15,10 @@ low-rank projections keep comes on top.
 from __future__ import annotations
 
 from hf_longctx.plan.activation import MemoryLimits, PolicyChoice, SavedClass, Slot, choose_policy
-from hf_longctx.plan.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, Chunk, GroupShape, LayerPolicy, TensorClass, TensorShare
 from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import TENSOR_CLASSES, ActivationPolicy, Chunk, GroupShape, LayerPolicy, TensorClass, TensorShare
 
 
 def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:

@@ -10,8 +10,8 @@ import difflib
 from collections import Counter
 from dataclasses import replace
 
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.hardware import normal_name
-from hf_longctx.plan.specs import ModelSpec
 
 _TIED = True
 

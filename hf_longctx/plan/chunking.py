@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from hf_longctx.plan.attention_pairs import SpanRates
-from hf_longctx.plan.types import Action, Chunk, SequenceGroup, Span
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 
 
 def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates) -> tuple[int, ...]:

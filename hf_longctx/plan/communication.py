@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_longctx.plan.types import Action, ActionKind, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import Action, ActionKind, SequenceGroup, StagePlan
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 # action -> the receive before it and the send after it

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds
-from hf_longctx.plan.types import Chunk, Span
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.types import Chunk, Span
 
 # how far a bucket may exceed the time of a slice
 _MOST_LOAD = 1.05

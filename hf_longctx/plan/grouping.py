@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost import CostModel, FloatArray
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import GroupShape
 
 # one group: its degree and the sequences it packs; a layout is a list of micro-batches of groups
 Group = tuple[int, tuple[int, ...]]

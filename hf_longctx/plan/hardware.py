@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_longctx.plan.core.model_spec import HardwareSpec, ModelSpec
 from hf_longctx.plan.cost import CostCoefficients, PassCoefficients
-from hf_longctx.plan.specs import HardwareSpec, ModelSpec
 
 SCHEMA_VERSION = 1
 

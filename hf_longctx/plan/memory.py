@@ -16,11 +16,9 @@ import numpy as np
 
 from hf_longctx.plan.activation_memory import class_bytes
 from hf_longctx.plan.book_memory import BookKinds, book_kinds, book_moments, group_ends
-from hf_longctx.plan.cost import BoolArray, IntArray
-from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
-from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
     Chunk,
@@ -30,6 +28,8 @@ from hf_longctx.plan.types import (
     StagePlan,
     TensorShare,
 )
+from hf_longctx.plan.cost import BoolArray, IntArray
+from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
 

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hf_longctx.plan.core.types import Action, SequenceGroup
 from hf_longctx.plan.pipeline import families
-from hf_longctx.plan.types import Action, SequenceGroup
 
 
 def multiplexed(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:

@@ -36,8 +36,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from hf_longctx.plan.communication import with_messages
+from hf_longctx.plan.core.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
 from hf_longctx.plan.cost import IntArray
-from hf_longctx.plan.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
 
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)

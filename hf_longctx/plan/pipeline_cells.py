@@ -13,13 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_longctx.plan.activation_memory import layer_slot
-from hf_longctx.plan.attention_pairs import AttentionPairs
-from hf_longctx.plan.cost import CostModel, IntArray
-from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import KnownBytes, round_moments
-from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     Action,
     ActivationPolicy,
@@ -30,6 +26,10 @@ from hf_longctx.plan.types import (
     TensorClass,
     TensorShare,
 )
+from hf_longctx.plan.cost import CostModel, IntArray
+from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import KnownBytes, round_moments
 
 # of what copies hide at best: they share a link with messages, and start when there is something to copy
 _LINK_SHARE = 0.9

@@ -17,17 +17,17 @@ from functools import partial
 import numpy as np
 
 from hf_longctx.plan import pipeline_room
+from hf_longctx.plan.core.model_spec import ModelSpec, PlannerConfig, check_degrees
+from hf_longctx.plan.core.types import Estimate, MicroBatch, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, layer_ranges
 from hf_longctx.plan.pipeline_candidates import Candidate, PipelineStep
 from hf_longctx.plan.pipeline_run import KnownRuns
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.specs import ModelSpec, PlannerConfig, check_degrees
 from hf_longctx.plan.stage_costs import Parts
 from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import Estimate, MicroBatch, StepPlan
-from hf_longctx.plan.validate import validate_plan
 
 # makes room for what a plan saves; None or ValueError where there is none
 RoomPass = Callable[[StepPlan], StepPlan | None]

@@ -12,14 +12,23 @@ import numpy as np
 
 from hf_longctx.plan.activation import SavedClass
 from hf_longctx.plan.activation_memory import layer_slot
-from hf_longctx.plan.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    GroupShape,
+    LayerPolicy,
+    SequenceGroup,
+    StagePlan,
+    StepPlan,
+)
+from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost import CostModel, FloatArray
 from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, Wiring
 from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
-from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.stage_memory import message_bytes, most_at_once, stage_state_bytes
-from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, GroupShape, LayerPolicy, SequenceGroup, StagePlan, StepPlan
-from hf_longctx.plan.windows import Windows
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 

@@ -13,17 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.blaster import GroupedStep
-from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
-from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, solve_exactly
-from hf_longctx.plan.milp import group_by_milp, plan_milp
-from hf_longctx.plan.nested import plan_nested
-from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
-from hf_longctx.plan.policies import RoomMaker
-from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
-from hf_longctx.plan.specs import PlannerConfig, check_degrees
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.model_spec import PlannerConfig, check_degrees
+from hf_longctx.plan.core.types import (
     Action,
     Chunk,
     Estimate,
@@ -35,7 +26,16 @@ from hf_longctx.plan.types import (
     StagePlan,
     StepPlan,
 )
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
+from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, solve_exactly
+from hf_longctx.plan.milp import group_by_milp, plan_milp
+from hf_longctx.plan.nested import plan_nested
+from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
+from hf_longctx.plan.policies import RoomMaker
+from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
 
 
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:

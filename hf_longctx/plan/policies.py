@@ -15,14 +15,11 @@ import numpy as np
 
 from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
 from hf_longctx.plan.activation_memory import class_bytes, held_bytes, layer_slot, layer_slots
-from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import sliced_group
-from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
-from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.specs import ActivationBudget
-from hf_longctx.plan.sppo import slice_counts
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import ActivationBudget
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     ActivationPolicy,
     Chunk,
@@ -33,6 +30,9 @@ from hf_longctx.plan.types import (
     StepPlan,
     TensorShare,
 )
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
+from hf_longctx.plan.sppo import slice_counts
 
 # how many slices are tried, as far as SPPO's bounds allow them
 _SLICE_COUNTS = (2, 4, 8, 16, 32, 64)

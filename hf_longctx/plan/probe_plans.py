@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.pipeline import pipelined
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.traffic import group_shapes
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,
     GroupShape,
@@ -27,7 +24,10 @@ from hf_longctx.plan.types import (
     StepPlan,
     TensorShare,
 )
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.pipeline import pipelined
+from hf_longctx.plan.traffic import group_shapes
 
 # of the documents of `probe_lengths`: those that one group packs, the long one last, and those that are alone on their ranks
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)

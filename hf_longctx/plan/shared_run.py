@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hf_longctx.plan.core.schedule import PlanError
+from hf_longctx.plan.core.sharding import head_shares, shard_tokens, shared_order, sharing_stages
+from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.event_loop import Times
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, chunk_load
 from hf_longctx.plan.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
-from hf_longctx.plan.schedule import PlanError
-from hf_longctx.plan.sharding import head_shares, shard_tokens, shared_order, sharing_stages
 from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes, stage_weight_bytes
-from hf_longctx.plan.types import Action, GroupShape, SequenceGroup, StepPlan
 
 
 def run_shared(

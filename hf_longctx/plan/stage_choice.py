@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

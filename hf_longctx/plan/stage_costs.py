@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.attention_pairs import SpanRates
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
 from hf_longctx.plan.cost import CostModel, FloatArray, num_tiles
 from hf_longctx.plan.event_loop import Wiring
 from hf_longctx.plan.pipeline import Schedule, compute_orders
-from hf_longctx.plan.sharding import shard_tokens
 from hf_longctx.plan.stage_memory import most_at_once
-from hf_longctx.plan.types import Chunk, GroupShape, LayerRange
 
 # the layer ranges of every stage's parts
 Parts = tuple[tuple[LayerRange, ...], ...]

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import Action, LayerRange, Parameters, StagePlan, StepPlan
 from hf_longctx.plan.cost import BoolArray, IntArray
-from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import Action, LayerRange, Parameters, StagePlan, StepPlan
 
 
 def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from hf_longctx.plan.sharding import (
+from hf_longctx.plan.core.model_spec import ClusterSpec, GroupMethod, ModelSpec
+from hf_longctx.plan.core.sharding import (
     Piece,
     block_pieces,
     head_shares,
@@ -22,8 +23,7 @@ from hf_longctx.plan.sharding import (
     seen_pieces,
     travelling_pieces,
 )
-from hf_longctx.plan.specs import ClusterSpec, GroupMethod, ModelSpec
-from hf_longctx.plan.types import Chunk, GroupShape
+from hf_longctx.plan.core.types import Chunk, GroupShape
 
 _LEAST_GRADIENT_BYTES = 4
 

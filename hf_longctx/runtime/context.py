@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.sharding import HeadShare, Piece, longest_document, seen_pieces
+from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, seen_pieces
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.patterns import AttentionPattern

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.plan.sharding import is_shared, rank_pieces
-from hf_longctx.plan.types import Action, RankPlan, SequenceGroup, StagePlan
+from hf_longctx.plan.core.sharding import is_shared, rank_pieces
+from hf_longctx.plan.core.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import GroupContext

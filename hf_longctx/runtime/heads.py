@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.sharding import HeadShare
+from hf_longctx.plan.core.sharding import HeadShare
 
 
 def join_kv(k_gUD: Tensor, v_gUE: Tensor) -> Tensor:

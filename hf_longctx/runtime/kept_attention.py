@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_longctx.plan.types import TensorShare
+from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.offload import HostTier, SplitTensor
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_longctx.plan.types import TensorShare
+from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.offload import HostTier, SplitTensor
 
 

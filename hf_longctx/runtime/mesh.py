@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_longctx.plan.sharding import HeadShare, block_pieces, document_bounds, even_shards, rank_pieces, travelling_pieces
-from hf_longctx.plan.types import Chunk, SequenceGroup
+from hf_longctx.plan.core.sharding import HeadShare, block_pieces, document_bounds, even_shards, rank_pieces, travelling_pieces
+from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.p2p import Links, Place

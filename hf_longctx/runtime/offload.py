@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.types import TensorShare
+from hf_longctx.plan.core.types import TensorShare
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_longctx.plan.types import Action, SequenceGroup
+from hf_longctx.plan.core.types import Action, SequenceGroup
 
 _GIB = 2**30
 

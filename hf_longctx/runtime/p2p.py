@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.types import Action
+from hf_longctx.plan.core.types import Action
 
 # hidden states or gradients, and whether they wrap around
 _Lane = tuple[str, bool]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_longctx.plan.types import Parameters
+from hf_longctx.plan.core.types import Parameters
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 * 2**20

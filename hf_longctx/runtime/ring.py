@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.sharding import Piece
+from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.runtime.context import DirectBlocks, Ring, sent_tokens
 from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.kept_attention import AttentionRecord

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
-from hf_longctx.plan.sharding import HeadShare, head_shares
+from hf_longctx.plan.core.sharding import HeadShare, head_shares
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hf_longctx.plan.types import Parameters
+from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
 # how torch's logs call the groups of the mesh

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.sharding import Piece
+from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.plain_tiles import Scores

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.sharding import Piece, even_shards, shared_order, shared_pieces, sharing_stages
-from hf_longctx.plan.types import Action, Chunk, RankPlan, SequenceGroup
+from hf_longctx.plan.core.sharding import Piece, even_shards, shared_order, shared_pieces, sharing_stages
+from hf_longctx.plan.core.types import Action, Chunk, RankPlan, SequenceGroup
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import Block, GroupContext
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy

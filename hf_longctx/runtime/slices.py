@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.types import Chunk, SequenceGroup
+from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.heads import split_kv
 from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
 

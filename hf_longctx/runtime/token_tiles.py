@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from hf_longctx.plan.types import TensorShare
+from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.offload import HostTensor, HostTier
 
 Run = Callable[[Tensor], Tensor]

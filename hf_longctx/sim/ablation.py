@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.attention_pairs import SpanRates
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
@@ -20,12 +22,10 @@ from hf_longctx.plan.pipeline import pipelined
 from hf_longctx.plan.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline_room import make_room
 from hf_longctx.plan.replicas import deal_sequences
-from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
 from hf_longctx.plan.sppo import slice_counts
 from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
 from hf_longctx.plan.stage_costs import Parts
 from hf_longctx.plan.stage_memory import most_held_bytes, stage_state_bytes
-from hf_longctx.plan.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 
 # sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways
 _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[Chunk, ...]]]

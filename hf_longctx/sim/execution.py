@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import RankUse, evaluate_plan
-from hf_longctx.plan.types import StepPlan
 from hf_longctx.timeline import TimelineEvent
 
 

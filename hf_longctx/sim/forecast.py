@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hf_longctx.plan.baselines import BASELINES, all_baselines, static_layout
+from hf_longctx.plan.core.model_spec import GroupMethod, PlannerConfig
+from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.greedy import plan_static
 from hf_longctx.plan.grouping import GroupingProblem, Layout
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.specs import GroupMethod, PlannerConfig
-from hf_longctx.plan.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.sim.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import ENGINE_SHARE, Budget, LongestRow, longest_rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hf_longctx.plan.core.model_spec import USABLE_SHARE, ActivationBudget, GroupMethod, ModelSpec, default_degrees
+from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory import most_tokens
-from hf_longctx.plan.specs import USABLE_SHARE, ActivationBudget, GroupMethod, ModelSpec, default_degrees
-from hf_longctx.plan.types import Parameters
 
 # token tile of norms, MLP and loss, as a run's default
 TILE_TOKENS = 2048

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_longctx.plan.activation_memory import class_bytes
+from hf_longctx.plan.core.model_spec import ActivationBudget, ModelSpec
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.policies import added_seconds, policy_reason
-from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.specs import ActivationBudget, ModelSpec
-from hf_longctx.plan.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.memory import MemoryModel
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Forecast
 from hf_longctx.sim.histogram import LengthBin, length_bins

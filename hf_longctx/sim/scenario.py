@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_longctx.plan.catalog import named_model
-from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficients
-from hf_longctx.plan.hardware import ModelCalibration, read_profile
-from hf_longctx.plan.specs import (
+from hf_longctx.plan.core.model_spec import (
     SOLVERS,
     ActivationBudget,
     ClusterSpec,
@@ -23,7 +21,9 @@ from hf_longctx.plan.specs import (
     check_degrees,
     default_degrees,
 )
-from hf_longctx.plan.types import Parameters
+from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficients
+from hf_longctx.plan.hardware import ModelCalibration, read_profile
 from hf_longctx.sim.memory import MemoryModel, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.plan.catalog import named_model
-from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.recipes.one_document import attention_kernel
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.tiles import BACKENDS, Scores, tile_backward, tile_forward

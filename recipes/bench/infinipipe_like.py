@@ -29,17 +29,17 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, families, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import recomputed_layer, with_layers
 from hf_longctx.plan.pipeline_room import PipelineRoom
-from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.recipes.reproduction import run_reproduction
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8

@@ -40,14 +40,14 @@ from reproduce_flexsp import FITS, Setup, build_setup, fitted_lengths, integer_d
 
 from hf_longctx.plan.bounds import fluid_bounds_s
 from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, PlannerConfig, default_degrees
+from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.greedy import group_micro_batch
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.hardware import read_profile
 from hf_longctx.plan.pipeline_planner import plan_pipelines
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, PlannerConfig, default_degrees
-from hf_longctx.plan.types import GroupShape, StepPlan
 
 # GPUs, sequences, milliseconds allowed
 SIZES = ((64, 512, 100.0), (256, 2048, 400.0), (1024, 4096, 1000.0))

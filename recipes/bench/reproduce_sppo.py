@@ -32,18 +32,11 @@ from itertools import pairwise
 from typing import Any
 
 from hf_longctx.plan.activation import SavedClass, Slot, hidden_shares
-from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.event_loop import CopyStep, run_actions, run_copying
-from hf_longctx.plan.memory import lean_policy
-from hf_longctx.plan.pipeline import compute_actions, layer_ranges, pipelined
-from hf_longctx.plan.sharding import shard_tokens
-from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
-from hf_longctx.plan.sppo import slice_counts
-from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
     Chunk,
@@ -56,6 +49,13 @@ from hf_longctx.plan.types import (
     TensorClass,
     TensorShare,
 )
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.event_loop import CopyStep, run_actions, run_copying
+from hf_longctx.plan.memory import lean_policy
+from hf_longctx.plan.pipeline import compute_actions, layer_ranges, pipelined
+from hf_longctx.plan.sppo import slice_counts
+from hf_longctx.plan.stage_memory import stage_state_bytes
 from hf_longctx.recipes.reproduction import run_reproduction
 
 K = 1024

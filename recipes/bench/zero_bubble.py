@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_longctx.plan.attention_pairs import FULL, SpanRates
 from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.core.attention_pairs import FULL, SpanRates
+from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.types import Action, Chunk, Span
 from hf_longctx.plan.cost import default_coefficients
 from hf_longctx.plan.pipeline import compute_actions
-from hf_longctx.plan.specs import GENERIC_GPU, ClusterSpec, ModelSpec
-from hf_longctx.plan.types import Action, Chunk, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hf_longctx.cli.main import main
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.validate import validate_plan
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
 MACHINE = ["--model", "llama-3.2-1b", "--gpus", "8", "--hardware", "h100"]

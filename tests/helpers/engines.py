@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
-from hf_longctx.plan.types import ActivationPolicy, LayerPolicy
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
 from hf_longctx.runtime import kept_projections, row_attention
 from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.executor import StepExecutor

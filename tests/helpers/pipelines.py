@@ -20,10 +20,10 @@ from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.hf.routers import router_balance
 from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.plan.core.serialize import plan_from_json
+from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
-from hf_longctx.plan.serialize import plan_from_json
-from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import StepPlan
 
 
 def slow_config(tokens_per_rank: int, degrees: tuple[int, ...]) -> PlannerConfig:

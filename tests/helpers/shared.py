@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.stages import shared_stages_of
+from hf_longctx.plan.core.serialize import plan_from_json
+from hf_longctx.plan.core.sharding import Piece
+from hf_longctx.plan.core.types import MicroBatch, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.multiplexing import multiplexed
-from hf_longctx.plan.serialize import plan_from_json
-from hf_longctx.plan.sharding import Piece
-from hf_longctx.plan.types import MicroBatch, StepPlan
-from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime import shared_attention, shared_round
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.executor import StepExecutor, StepResult

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AttentionInterface
 
-from hf_longctx.plan.types import Action, Chunk, MicroBatch, Span, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Span, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.executor import no_mask
 
 Rows = list[dict[str, list[int]]]

@@ -15,8 +15,8 @@ from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.calibrate import shaped_config
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.hf.stages import cut_model, stage_model
-from hf_longctx.plan.serialize import plan_from_json
-from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.offload import HostTier

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from hf_longctx.hf.stages import cut_model, stage_model
-from hf_longctx.plan.types import LayerRange
+from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.executor import ChunkInputs
 from hf_longctx.runtime.stage_model import StageModel
 

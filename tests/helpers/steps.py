@@ -20,14 +20,14 @@ from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedS
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.hf.routers import router_balance
 from hf_longctx.hf.sampler import SequenceIndex
+from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import GroupShape, MicroBatch, Parameters, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.grouping import Layout
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
-from hf_longctx.plan.types import GroupShape, MicroBatch, Parameters, StepPlan
-from hf_longctx.plan.validate import validate_plan
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool

@@ -29,7 +29,7 @@ from hf_longctx.hf.refusals import setup_problems
 from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import planning_setup
 from hf_longctx.hf.stages import cut_model, stage_model, stage_problems
-from hf_longctx.plan.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.loss import step_loss, summed_cross_entropy

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep, TokenSequence, chunk_inputs, shift
 from hf_longctx.hf.data import token_rows
 from hf_longctx.hf.sampler import SequenceIndex
+from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.grouping import rank_layouts
-from hf_longctx.plan.types import Chunk, SequenceGroup, Span, StepPlan
 
 NO_LABEL = -100
 Row = dict[str, list[int]]

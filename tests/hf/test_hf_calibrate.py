@@ -16,10 +16,10 @@ from hf_longctx.hf.calibrate import Calibration, CalibrationRequest, calibrate, 
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.plan.calibration import relative_errors
 from hf_longctx.plan.catalog import spec_name
+from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.hardware import profile_from_json, profile_to_json
-from hf_longctx.plan.specs import ClusterSpec, ModelSpec
-from hf_longctx.plan.types import GroupShape
 
 
 def small_config(num_layers: int) -> dict[str, object]:

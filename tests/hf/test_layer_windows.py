@@ -9,7 +9,7 @@ import transformers
 from helpers.models import ModelCase, build_model
 
 from hf_longctx.hf.model_spec import model_spec, windows_of
-from hf_longctx.plan.specs import ModelSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},

@@ -22,7 +22,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextEvaluation, NeedleTask, passkeys
 from hf_longctx.hf import long_evaluation
-from hf_longctx.plan.types import ActivationPolicy, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import ActivationPolicy, SequenceGroup, StepPlan
 
 Rows = list[dict[str, list[int]]]
 

@@ -17,8 +17,8 @@ from helpers.sweep import patched
 from hf_longctx.hf import attention
 from hf_longctx.hf.adapters import largest_adapters
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
-from hf_longctx.plan.specs import AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec
-from hf_longctx.plan.types import Chunk, SequenceGroup, Span
+from hf_longctx.plan.core.model_spec import AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.mesh import GroupPool
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
 from hf_longctx.hf.stage_loading import load_stage
 from hf_longctx.hf.stages import RANGES
-from hf_longctx.plan.types import LayerRange
+from hf_longctx.plan.core.types import LayerRange
 
 NUM_STEPS = 10
 ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}

@@ -12,10 +12,10 @@ from helpers.steps import tiny_costs
 
 from hf_longctx.hf.plan_ahead import Draft, DraftPlanner, is_stand_in
 from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.schedule import PlanError
+from hf_longctx.plan.core.types import Estimate
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.schedule import PlanError
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import Estimate
 from hf_longctx.runtime.mesh import GroupPool
 
 LENGTHS = [40, 7, 9, 30]

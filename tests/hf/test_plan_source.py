@@ -19,11 +19,11 @@ from hf_longctx.hf import plan_source
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.sampler import LengthAwareSampler
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import StepPlan
 from hf_longctx.runtime.mesh import GroupPool
 
 STEPS = [(0, [40, 7, 9, 30]), (1, [5]), (2, [33, 33, 2, 2, 2, 1])]

@@ -34,9 +34,9 @@ from hf_longctx.hf.quantised import four_bit_layers, in_full, largest_packed
 from hf_longctx.hf.row_scores import plain_scores
 from hf_longctx.hf.stage_loading import checkpoint_config, load_stage
 from hf_longctx.hf.stages import cut_model, stage_model
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.specs import PackedSpec
-from hf_longctx.plan.types import LayerPolicy, LayerRange, TensorShare
+from hf_longctx.plan.core.model_spec import PackedSpec
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import LayerPolicy, LayerRange, TensorShare
 from hf_longctx.recipes.sft import RecipeArguments, load_model, with_adapters
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -15,7 +15,7 @@ from helpers.staged import NUM_LAYERS, cut_into_stages, even_parts, family_model
 from torch import Tensor
 
 from hf_longctx.hf.stages import check_ranges, cut_model, shared_stages_of, stage_model, stage_problems
-from hf_longctx.plan.types import LayerRange
+from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.stage_model import StageModel
 
 TOLERANCE = 1e-12

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.serialize import plan_from_json
+from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.grouping import GroupingProblem, Layout
-from hf_longctx.plan.serialize import plan_from_json
-from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
-from hf_longctx.plan.types import GroupShape, StepPlan
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # the other files there are no plans

@@ -16,8 +16,8 @@ from hf_longctx.plan.activation_memory import (
     plain_layer_bytes,
     plan_activations,
 )
-from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
 
 # Llama-3.1-8B
 LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)

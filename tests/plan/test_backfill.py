@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from plan_cases import check_problem_layout, flexsp_problem, odd_problems
 
 from hf_longctx.plan.backfill import _fill, _first_fitting, backfill, group_part
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.greedy import group_pieces
 from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
-from hf_longctx.plan.types import GroupShape
 
 
 def alone(problem: GroupingProblem) -> list[Group]:

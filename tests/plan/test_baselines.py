@@ -25,9 +25,9 @@ from hf_longctx.plan.baselines import (
     soonest_degrees,
     static_layout,
 )
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.grouping import GroupingProblem, Layout
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import GroupShape
 
 
 def hand_problem(

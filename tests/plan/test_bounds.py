@@ -19,8 +19,8 @@ from plan_cases import (
 )
 
 from hf_longctx.plan.bounds import fluid_bound_s, fluid_bounds_s, least_work
+from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.grouping import GroupingProblem, Piece
-from hf_longctx.plan.specs import PlannerConfig
 
 kinds = st.sampled_from(COST_KINDS)
 few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.attention_pairs import SpanRates
 from hf_longctx.plan.chunking import slice_bounds, sliced_group
-from hf_longctx.plan.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 
 # per pair or token: nothing, or what some device may take
 SECONDS = st.just(0.0) | st.floats(1e-15, 1e-3)

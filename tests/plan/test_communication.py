@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pipeline_cases import chunks_of, family_shapes, plan_of, random_shapes
 
 from hf_longctx.plan.communication import with_messages, without_messages
+from hf_longctx.plan.core.types import Action, SequenceGroup
 from hf_longctx.plan.pipeline import SCHEDULES, Schedule
-from hf_longctx.plan.types import Action, SequenceGroup
 
 # where a chunk's activations, or their gradients, have been: (kind, stage, part)
 Path = tuple[tuple[str, int, int], ...]

@@ -15,11 +15,11 @@ from hf_longctx.plan import configurations, solver
 from hf_longctx.plan.bounds import fluid_bound_s
 from hf_longctx.plan.bucketing import LengthClasses
 from hf_longctx.plan.configurations import configuration_bound_s
+from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.greedy import plan_one_micro_batch
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.pricing import Pricing
 from hf_longctx.plan.solver import SolverError
-from hf_longctx.plan.specs import PlannerConfig
 
 kinds = st.sampled_from(COST_KINDS)
 few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)

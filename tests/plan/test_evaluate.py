@@ -8,11 +8,8 @@ import itertools
 import pytest
 from plan_cases import HARDWARE, MODEL, edited, fixture
 
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.memory import round_bytes
-from hf_longctx.plan.specs import ClusterSpec
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.model_spec import ClusterSpec
+from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
     Chunk,
@@ -24,7 +21,10 @@ from hf_longctx.plan.types import (
     StagePlan,
     StepPlan,
 )
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.memory import round_bytes
 
 # forward: a second per token and rank, 10 per chunk, 100 more in a group (two exchanges in 4 layers); backward: 2, 20, 200
 FORWARD = PassCoefficients(0.0, 1.0, 10.0, 12.5)

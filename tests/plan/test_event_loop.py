@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.schedule import PlanError
+from hf_longctx.plan.core.types import Action
 from hf_longctx.plan.event_loop import CopyStep, run_actions, run_copying
-from hf_longctx.plan.schedule import PlanError
-from hf_longctx.plan.types import Action
 
 Stages = tuple[tuple[Action, ...], ...]
 

@@ -25,6 +25,7 @@ from plan_cases import (
 )
 
 from hf_longctx.plan.baselines import all_baselines
+from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.greedy import (
     _pods,
     group_micro_batch,
@@ -36,7 +37,6 @@ from hf_longctx.plan.greedy import (
 )
 from hf_longctx.plan.grouping import GroupingProblem, Layout
 from hf_longctx.plan.local_search import _State
-from hf_longctx.plan.specs import PlannerConfig, default_degrees
 
 DEGREES = (1, 2, 4)
 TRIALS = 5

@@ -24,13 +24,13 @@ from plan_cases import (
     set_partitions,
 )
 
+from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.greedy import plan_greedy, plan_static
 from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, rank_layouts, solve_exactly
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.specs import PlannerConfig, default_degrees
-from hf_longctx.plan.types import GroupShape
 
 DEGREES = (1, 2, 4)
 kinds = st.sampled_from(COST_KINDS)

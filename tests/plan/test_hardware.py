@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, default_coefficients
 from hf_longctx.plan.hardware import (
     HardwareProfile,
@@ -20,8 +22,6 @@ from hf_longctx.plan.hardware import (
     read_profile,
     shipped_profiles,
 )
-from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, HardwareSpec, ModelSpec
-from hf_longctx.plan.types import GroupShape
 
 # FlexSP's artefact: a1 (ms per token^2), a2 (ms per token), b1 (ms), MB per token, layers, hidden size
 FLEXSP = {

@@ -12,10 +12,10 @@ from pipeline_cases import chunks_of, plan_of
 from plan_cases import fixture
 
 from hf_longctx.plan.communication import without_messages
+from hf_longctx.plan.core.sharding import shared_order
+from hf_longctx.plan.core.types import Action, MicroBatch, SequenceGroup
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.multiplexing import multiplexed, shared_stages
-from hf_longctx.plan.sharding import shared_order
-from hf_longctx.plan.types import Action, MicroBatch, SequenceGroup
-from hf_longctx.plan.validate import validate_plan
 
 
 def sliced(num_stages: int, num_slices: int) -> SequenceGroup:

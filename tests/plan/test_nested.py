@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import COST_KINDS, check_layout, cost_model, lognormal_lengths, plan_layout, set_partitions
 
+from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.nested import plan_nested
 from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.specs import PlannerConfig, default_degrees
-from hf_longctx.plan.validate import validate_plan
 
 CAPACITY = 400
 STEP_S = 0.25  # what `cost_model` adds once per step

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import chunks_of, family_shapes, makespan, plan_of
 
+from hf_longctx.plan.core.schedule import in_flight, schedule_grid
+from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span, StagePlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.pipeline import SCHEDULES, Schedule, compute_actions, families, layer_ranges, pipelined
-from hf_longctx.plan.schedule import in_flight, schedule_grid
-from hf_longctx.plan.types import Action, Chunk, LayerRange, SequenceGroup, Span, StagePlan
-from hf_longctx.plan.validate import validate_plan
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 

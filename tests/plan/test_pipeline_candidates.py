@@ -7,11 +7,11 @@ import math
 import pytest
 from plan_cases import MODEL, cost_model, lognormal_lengths
 
+from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.pipeline import layer_ranges
 from hf_longctx.plan.pipeline_candidates import PipelineStep, StageRoom
-from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
-from hf_longctx.plan.types import StepPlan
 
 LENGTHS = lognormal_lengths(2, 30, 4000)
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from plan_cases import COST_KINDS, MODEL, cost_model, lognormal_lengths
 
 from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import fixed_chunks
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_planner import plan_pipelines, stage_parts
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import Chunk, GroupShape, LayerRange, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.validate import validate_plan
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 MIXTURE = lognormal_lengths(1, 40, 6000, median=300.0)

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.attention_pairs import SpanRates
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import GENERIC_GPU, ActivationBudget, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
@@ -18,10 +21,7 @@ from hf_longctx.plan.memory import KnownBytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import GroupCells
 from hf_longctx.plan.pipeline_room import PipelineRoom, make_room
-from hf_longctx.plan.specs import GENERIC_GPU, ActivationBudget, ClusterSpec, ModelSpec
 from hf_longctx.plan.stage_memory import stage_state_bytes
-from hf_longctx.plan.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
-from hf_longctx.plan.validate import validate_plan
 
 MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
 LARGE = ModelSpec(16, 4096, 14336, 32, 8, 128, 32000, 1 << 20, bytes_per_element=2)

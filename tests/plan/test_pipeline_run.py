@@ -11,13 +11,8 @@ from plan_cases import HARDWARE, MODEL, fixture
 from test_event_loop import Stages, interleaved, one_forward_one_backward, with_messages
 
 from hf_longctx.plan.activation_memory import class_bytes
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
-from hf_longctx.plan.specs import ClusterSpec, ModelSpec
-from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
+from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,
     LayerPolicy,
@@ -30,7 +25,12 @@ from hf_longctx.plan.types import (
     StepPlan,
     TensorShare,
 )
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.layer_memory import Load
+from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
+from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
 
 # no head, and hops of no time; forward a second for each token and rank, backward two
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)

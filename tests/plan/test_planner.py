@@ -25,15 +25,15 @@ from plan_cases import (
 
 from hf_longctx.plan import planner
 from hf_longctx.plan.blaster import GroupedStep
+from hf_longctx.plan.core.model_spec import PlannerConfig, Solver, default_degrees
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
+from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.grouping import GroupingProblem, Layout
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.specs import PlannerConfig, Solver, default_degrees
-from hf_longctx.plan.types import PARAMETERS, GroupShape, StepPlan
-from hf_longctx.plan.validate import PlanError, validate_plan
 
 DEGREES = (1, 2, 4)
 STEP_S = 0.25  # what `cost_model` adds once per step

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from plan_cases import HARDWARE, MODEL
 
+from hf_longctx.plan.core.model_spec import ClusterSpec
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, default_coefficients
 from hf_longctx.plan.rates import hardware_rates, whole_model
-from hf_longctx.plan.specs import ClusterSpec
-from hf_longctx.plan.types import Chunk, GroupShape, Span
 
 MEASURED = replace(HARDWARE, exchange_bytes_per_s=((2, 3e8), (4, 2e8)))
 CLUSTER = ClusterSpec(4, 2, MEASURED)

@@ -11,12 +11,12 @@ from pipeline_cases import chunks_of, plan_of, random_shapes
 
 from hf_longctx.plan.book_memory import group_ends
 from hf_longctx.plan.catalog import named_model
+from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare
 from hf_longctx.plan.cost import CostModel, default_coefficients
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import KnownBytes, RoundBytes, chunk_bytes, chunk_load, round_bytes, round_moments
 from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer, with_layers
-from hf_longctx.plan.specs import ClusterSpec, HardwareSpec
-from hf_longctx.plan.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare
 
 MODEL = named_model("llama-3.1-8b")
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from plan_cases import check_layout, cost_model, flexsp_problem, lognormal_lengths, odd_problems
 
 from hf_longctx.plan.bounds import fluid_bounds_s
+from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.greedy import plan_greedy
 from hf_longctx.plan.grouping import Group, GroupingProblem
 from hf_longctx.plan.runs import group_runs
-from hf_longctx.plan.specs import PlannerConfig
-from hf_longctx.plan.types import GroupShape
 
 TOLERANCE = 2e-3
 

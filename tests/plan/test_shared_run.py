@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from plan_cases import HARDWARE, MODEL, fixture
 from test_evaluate import costs
 
+from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
+from hf_longctx.plan.core.schedule import PlanError
+from hf_longctx.plan.core.sharding import shared_order
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import chunk_bytes
 from hf_longctx.plan.multiplexing import multiplexed
 from hf_longctx.plan.pipeline import layer_ranges, pipelined
-from hf_longctx.plan.schedule import PlanError
-from hf_longctx.plan.sharding import shared_order
 from hf_longctx.plan.shared_run import run_shared
-from hf_longctx.plan.specs import ClusterSpec, ModelSpec
 from hf_longctx.plan.stage_memory import message_bytes
-from hf_longctx.plan.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.validate import validate_plan
 
 # no head; forward a second for each token, backward two
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)

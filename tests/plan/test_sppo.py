@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, hidden_shares
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.sppo import slice_counts, sppo_degrees
-from hf_longctx.plan.types import Chunk, GroupShape, Span
 
 K = 1024
 

@@ -9,16 +9,16 @@ from functools import cache
 import pytest
 from plan_cases import cost_model, lognormal_lengths
 
-from hf_longctx.plan.attention_pairs import SpanRates
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.specs import ActivationBudget, PlannerConfig
 from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
 from hf_longctx.plan.stage_costs import pipeline_s
 from hf_longctx.plan.stage_memory import most_held_bytes
-from hf_longctx.plan.types import GroupShape
 
 DEGREES = (1, 2, 4, 8)
 PLENTY = PlannerConfig(1_000_000, DEGREES)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import flexsp_problem, lognormal_lengths, odd_problems
 
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.grouping import Group, GroupingProblem
-from hf_longctx.plan.types import GroupShape
 from hf_longctx.plan.vector_packing import Rule, Trial, pack_trials
 
 # rounding may not make a makespan that was reached infeasible

@@ -8,17 +8,8 @@ import pytest
 from plan_cases import WINDOWED, cost_model, lognormal_lengths
 
 from hf_longctx.plan.catalog import named_model
-from hf_longctx.plan.cost import CostModel, default_coefficients
-from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.memory import KnownBytes
-from hf_longctx.plan.multiplexing import multiplexed
-from hf_longctx.plan.pipeline import pipelined
-from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer
-from hf_longctx.plan.pipeline_planner import plan_pipelines
-from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.policies import group_seconds
-from hf_longctx.plan.specs import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec, PlannerConfig
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec, PlannerConfig
+from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
     Chunk,
@@ -29,7 +20,16 @@ from hf_longctx.plan.types import (
     StagePlan,
     StepPlan,
 )
-from hf_longctx.plan.windows import Windows
+from hf_longctx.plan.core.windows import Windows
+from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.memory import KnownBytes
+from hf_longctx.plan.multiplexing import multiplexed
+from hf_longctx.plan.pipeline import pipelined
+from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer
+from hf_longctx.plan.pipeline_planner import plan_pipelines
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.policies import group_seconds
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 GEMMA = named_model("gemma-3-12b")

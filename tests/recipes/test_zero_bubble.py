@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hf_longctx.plan import pipeline
+from hf_longctx.plan.core.types import Chunk, Span
 from hf_longctx.plan.pipeline import compute_actions
-from hf_longctx.plan.types import Chunk, Span
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[2] / "recipes" / "bench" / "zero_bubble.py"))
 

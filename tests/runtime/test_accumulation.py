@@ -9,8 +9,8 @@ from helpers.steps import group_pool, mesh, plan_of, rank_inputs, whole
 from test_equality import TOLERANCE
 
 from hf_longctx.hf.attention import patch_model
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import Parameters
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.sharded import shard_model
 

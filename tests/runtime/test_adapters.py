@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.hf.layers import layer_modules
-from hf_longctx.plan.types import LayerPolicy, TensorShare
+from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.offload import HostTier
 
 TOLERANCE = 1e-12

@@ -10,8 +10,8 @@ from helpers.models import VOCAB_SIZE, ModelCase, build_model
 from helpers.steps import group_pool
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.plan.attention_pairs import FULL
-from hf_longctx.plan.types import GroupShape
+from hf_longctx.plan.core.attention_pairs import FULL
+from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.runtime.calibrate import (
     ChunkBench,
     Probe,

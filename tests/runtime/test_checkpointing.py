@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
-from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime import checkpointing, kept_attention, row_attention, token_tiles
 from hf_longctx.runtime.checkpointing import ActivationEngine, LayerModules
 from hf_longctx.runtime.executor import StepExecutor

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hf_longctx.hf.attention import attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.layers import layer_modules, output_head
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool

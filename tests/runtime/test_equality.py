@@ -12,8 +12,8 @@ from helpers.steps import plan_of, run_step, step_on_rank
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.grouping import rank_layouts
-from hf_longctx.plan.serialize import plan_to_json
 
 TOLERANCE = 1e-12
 

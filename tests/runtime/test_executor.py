@@ -15,9 +15,9 @@ from helpers.steps import group_pool, plan_of, rank_inputs, run_step
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, refuse_unsupported
 from hf_longctx.runtime.mesh import GroupPool

@@ -11,9 +11,9 @@ from helpers.models import ModelCase, build_model, random_rows, reference_step, 
 from helpers.steps import plan_of, run_step, step_on_rank
 from test_equality import LAYOUTS, TOLERANCE, check
 
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.types import GroupShape, MicroBatch, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import GroupShape, MicroBatch, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime import sequence_parallel
 
 HYBRIDS = {name: LAYOUTS[name] for name in ("<4>", "<4>,<2,2>,<1,1,1,1>", "<4> of two tokens", "one long, many short")}

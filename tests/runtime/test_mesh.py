@@ -12,8 +12,8 @@ from helpers.steps import group_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.sharding import Piece
-from hf_longctx.plan.types import Chunk, Method, SequenceGroup, Span
+from hf_longctx.plan.core.sharding import Piece
+from hf_longctx.plan.core.types import Chunk, Method, SequenceGroup, Span
 from hf_longctx.runtime.context import Block, GroupContext, Ring
 from hf_longctx.runtime.mesh import GroupPool, aligned_groups
 

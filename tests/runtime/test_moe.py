@@ -25,8 +25,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.hf.routers import router_balance
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import LayerPolicy, StepPlan, TensorShare
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, StepResult
 from hf_longctx.runtime.mesh import GroupPool

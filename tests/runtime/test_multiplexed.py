@@ -14,10 +14,10 @@ from helpers.sliced import cut
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.sharding import is_shared, shared_order
-from hf_longctx.plan.types import Action, ActivationPolicy, MicroBatch, Span, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.sharding import is_shared, shared_order
+from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, Span, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.executor import refuse_unsupported
 
 TOLERANCE = 1e-12

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.plan.types import LayerPolicy, TensorShare
+from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime import offload
 from hf_longctx.runtime.checkpointing import LayerSlot
 from hf_longctx.runtime.offload import HostSlab, HostTier, PlainCopies, SplitTensor, block_bytes

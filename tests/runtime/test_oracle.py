@@ -15,7 +15,7 @@ from helpers.models import ModelCase, build_model, random_rows, relative_error
 from helpers.ranks import RankPool
 from helpers.steps import plan_of, step_on_rank
 
-from hf_longctx.plan.serialize import plan_to_json
+from hf_longctx.plan.core.serialize import plan_to_json
 
 pytestmark = [
     pytest.mark.oracle,

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.hf.layers import output_head
-from hf_longctx.plan.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.loss import IGNORE_INDEX, summed_cross_entropy
 from hf_longctx.runtime.output_head import OutputHead, check_untouched
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.plan.sharding import HeadShare
-from hf_longctx.plan.types import TensorShare
+from hf_longctx.plan.core.sharding import HeadShare
+from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord

@@ -13,12 +13,12 @@ from test_pipelines import LENGTHS, WHOLE
 from test_sliced_policies import replayed
 
 from hf_longctx.hf.report import predicted_memory
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.schedule import in_flight
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, StepPlan
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import round_bytes
-from hf_longctx.plan.schedule import in_flight
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.specs import ModelSpec
-from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, StepPlan
 
 # families of four and three slices, and a whole sequence; the longest has more slices than there are stages
 LONG = [

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_sliced_policies import layer_policies, replayed
 
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.types import ActivationPolicy, StepPlan
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 
 TOLERANCE = 1e-12
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_equality import LAYOUTS, TOLERANCE, check
 
-from hf_longctx.plan.sharding import block_pieces
-from hf_longctx.plan.types import Chunk, GroupShape, Span
+from hf_longctx.plan.core.sharding import block_pieces
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.runtime import context, row_attention, tiles
 from hf_longctx.runtime.context import visible_tiles
 
@@ -55,7 +55,7 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
     """One step whose blocks run as on a device without the CPU's operator."""
     from helpers.steps import step_on_rank
 
-    from hf_longctx.plan.serialize import plan_to_json
+    from hf_longctx.plan.core.serialize import plan_to_json
 
     with patch.object(tiles, "BACKENDS", tiles.BACKENDS[-1:]):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
@@ -81,7 +81,7 @@ PLANTED = {
 def step_with_bug(name: str, plan: Any, rows: Any) -> dict[str, torch.Tensor]:
     from helpers.steps import step_on_rank
 
-    from hf_longctx.plan.serialize import plan_to_json
+    from hf_longctx.plan.core.serialize import plan_to_json
 
     module, function, replacement = PLANTED[name]
     with patch.object(module, function, replacement):

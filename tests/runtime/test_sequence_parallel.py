@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.kernels.reference import packed_causal_attention
-from hf_longctx.plan.sharding import HeadShare, head_shares
+from hf_longctx.plan.core.sharding import HeadShare, head_shares
 from hf_longctx.runtime import sequence_parallel
 from hf_longctx.runtime.context import Block, GroupContext, Ring
 from hf_longctx.runtime.heads import KVReaders

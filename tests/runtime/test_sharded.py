@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.attention import patch_model
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.sharded import ShardedParameters, shard_mesh, shard_model
 

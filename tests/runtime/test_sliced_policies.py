@@ -23,8 +23,8 @@ from torch import Tensor
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import ActivationPolicy, Chunk, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime import chunk_attention, row_attention
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, StepResult

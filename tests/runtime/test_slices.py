@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hf_longctx.hf import collator
 from hf_longctx.hf.attention import patch_model
-from hf_longctx.plan.sharding import HeadShare
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.core.sharding import HeadShare
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime import chunk_attention
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.executor import StepExecutor, StepResult, refuse_unsupported

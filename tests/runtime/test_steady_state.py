@@ -13,7 +13,7 @@ from helpers.steps import group_pool, plan_of, rank_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.plan.types import StepPlan
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime import executor
 from hf_longctx.runtime.executor import StepExecutor
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.specs import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.sim.memory import MemoryModel, Placement
 from hf_longctx.sim.scenario import Scenario
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from sim_cases import cost_model
 
+from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.grouping import Layout
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.plan.types import GroupShape, StepPlan
 from hf_longctx.sim.execution import execute_plan
 
 SHAPES = {1: GroupShape(1), 2: GroupShape(2, 2)}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from sim_cases import cost_model, scenario
 
+from hf_longctx.plan.core.types import GroupShape
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost import CostModel
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.types import GroupShape
-from hf_longctx.plan.validate import validate_plan
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import Forecast, folded_layout, make_forecast
 from hf_longctx.sim.histogram import length_bins

@@ -9,8 +9,7 @@ from sim_cases import MEMORY, MODEL, cost_model, scenario
 from test_forecast import LENGTHS, forecast
 
 from hf_longctx.plan.activation_memory import class_bytes
-from hf_longctx.plan.policies import added_seconds
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
     Chunk,
@@ -23,7 +22,8 @@ from hf_longctx.plan.types import (
     StepPlan,
     TensorShare,
 )
-from hf_longctx.plan.validate import validate_plan
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.policies import added_seconds
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes

@@ -9,7 +9,7 @@ import pytest
 from sim_cases import MEMORY, cost_model, scenario
 from test_forecast import LENGTHS, forecast
 
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.records import execution_record, forecast_record, read_plan_file

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import chunks_of, plan_of
 
-from hf_longctx.plan.schedule import in_flight, parse_grid, schedule_grid
-from hf_longctx.plan.types import ACTION_KINDS, Action, SequenceGroup, StagePlan
+from hf_longctx.plan.core.schedule import in_flight, parse_grid, schedule_grid
+from hf_longctx.plan.core.types import ACTION_KINDS, Action, SequenceGroup, StagePlan
 
 
 @st.composite

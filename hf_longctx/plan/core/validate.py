@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hf_longctx.plan.schedule import PlanError, check_schedule, schedule_grid
-from hf_longctx.plan.types import METHODS, PARAMETERS, TENSOR_CLASSES, MicroBatch, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.schedule import PlanError, check_schedule, schedule_grid
+from hf_longctx.plan.core.types import METHODS, PARAMETERS, TENSOR_CLASSES, MicroBatch, SequenceGroup, StagePlan, StepPlan
 
 __all__ = ["PlanError", "describe_plan", "schedule_grid", "validate_plan"]
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import defaultdict
 
-from hf_longctx.plan.types import ACTION_KINDS, Action, ActionKind, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.types import ACTION_KINDS, Action, ActionKind, SequenceGroup, StagePlan, StepPlan
 
 # (stage, part): one place in the chain of layer ranges that a chunk passes
 End = tuple[int, int]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from plan_cases import FIXTURE_NAMES, edited, fixture, fixture_text
 
-from hf_longctx.plan.serialize import SCHEMA_VERSION, plan_digest, plan_from_json, plan_to_json
-from hf_longctx.plan.types import Estimate
+from hf_longctx.plan.core.serialize import SCHEMA_VERSION, plan_digest, plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import Estimate
 
 
 def test_the_hand_written_plans_are_all_there() -> None:

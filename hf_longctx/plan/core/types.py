@@ -304,7 +304,7 @@ class StepPlan:
     def digest(self) -> str:
         """A hash of everything but the estimate: equal digests mean the same work on every rank."""
         # serialize needs the types above, so the import cannot stand at the head of the file
-        from hf_longctx.plan.serialize import plan_digest
+        from hf_longctx.plan.core.serialize import plan_digest
 
         return plan_digest(self)
 

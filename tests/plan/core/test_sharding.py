@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.sharding import (
+from hf_longctx.plan.core.sharding import (
     Piece,
     block_pieces,
     document_bounds,
@@ -18,7 +18,7 @@ from hf_longctx.plan.sharding import (
     shared_pieces,
     travelling_pieces,
 )
-from hf_longctx.plan.types import Chunk, GroupShape, Span
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 
 lengths_of_documents = st.lists(st.integers(1, 90), max_size=6)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_longctx.plan.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.types import LayerRange, Parameters
-from hf_longctx.plan.windows import Windows, config_windows
+from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.types import LayerRange, Parameters
+from hf_longctx.plan.core.windows import Windows, config_windows
 
 Solver = Literal["auto", "greedy", "lp", "milp", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "lp", "milp", "static")

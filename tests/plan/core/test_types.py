@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import FIXTURE_NAMES, fixture
 
-from hf_longctx.plan.types import ACTION_KINDS, Action, Chunk, Estimate, LayerRange, Span, StagePlan, TensorShare
+from hf_longctx.plan.core.types import ACTION_KINDS, Action, Chunk, Estimate, LayerRange, Span, StagePlan, TensorShare
 
 numbers = st.integers(min_value=0, max_value=200)
 actions = st.builds(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from plan_cases import FIXTURE_NAMES, edited, fixture
 
-from hf_longctx.plan.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan, TensorShare
-from hf_longctx.plan.validate import PlanError, describe_plan, schedule_grid, validate_plan
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan, TensorShare
+from hf_longctx.plan.core.validate import PlanError, describe_plan, schedule_grid, validate_plan
 
 _GROUP = "micro_batches__0__groups__0"
 _FLEXSP_SECOND = "micro_batches__1__groups"

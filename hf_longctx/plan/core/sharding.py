@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from hf_longctx.plan.types import Action, Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import hashlib
 import json
 from typing import Any
 
-from hf_longctx.plan.types import (
+from hf_longctx.plan.core.types import (
     ACTION_KINDS,
     METHODS,
     PARAMETERS,

@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.types import Chunk
-from hf_longctx.plan.windows import Windows
+from hf_longctx.plan.core.types import Chunk
+from hf_longctx.plan.core.windows import Windows
 
 FloatArray = NDArray[np.float64]
 Tokens = TypeVar("Tokens", float, FloatArray)
