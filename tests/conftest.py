@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from helpers.ranks import RankPool
+from helpers.ranks.ranks import RankPool
 from hypothesis import settings
 
 # a busy machine is no failure, and a red run must be red again

@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, relative_error
-from helpers.steps import tiny_costs, whole
-from helpers.stock import make_stock_trainer, quiet_config
-from helpers.training import LossRecorder, make_trainer, plain_training
+from helpers.models.models import ModelCase, build_model, random_rows, relative_error
+from helpers.plans.steps import tiny_costs, whole
+from helpers.trainers.stock import make_stock_trainer, quiet_config
+from helpers.trainers.training import LossRecorder, make_trainer, plain_training
 from transformers import Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback

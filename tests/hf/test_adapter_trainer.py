@@ -11,8 +11,8 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.models import ModelCase, adapted, build_model, random_rows, reference_step, relative_error
-from helpers.training import LossRecorder, plain_training, resuming, training_arguments
+from helpers.models.models import ModelCase, adapted, build_model, random_rows, reference_step, relative_error
+from helpers.trainers.training import LossRecorder, plain_training, resuming, training_arguments
 from safetensors.torch import load_file
 from test_sharded_trainer import train
 from test_trainer import SKEWED

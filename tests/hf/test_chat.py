@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.chats import BARE_TEMPLATE, TEMPLATE, byte_tokenizer, conversation, rendered_by_hand
+from helpers.models.chats import BARE_TEMPLATE, TEMPLATE, byte_tokenizer, conversation, rendered_by_hand
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from hf_longctx.hf.chat import DataError, check_chat_tokenizer, read_messages, read_tools, render_chat

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, random_rows, relative_error
-from helpers.steps import group_pool, plan_of
-from helpers.stock import PaddingCollator, run_alone
+from helpers.models.models import ModelCase, random_rows, relative_error
+from helpers.plans.steps import group_pool, plan_of
+from helpers.trainers.stock import PaddingCollator, run_alone
 from transformers import DataCollatorWithFlattening
 
 from hf_longctx.hf.exchange import LocalDocuments, TokenExchange, read_documents

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.forked import Program, free_port, rank_environment
+from helpers.ranks.forked import Program, free_port, rank_environment
 
 PROGRAM = """
 import os, sys, time

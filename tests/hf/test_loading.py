@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers.models import ModelCase, random_rows
-from helpers.training import make_trainer
+from helpers.models.models import ModelCase, random_rows
+from helpers.trainers.training import make_trainer
 
 from hf_longctx.hf.collator import held_ranges
 from hf_longctx.hf.planned_data import LongContextDataLoader

@@ -15,9 +15,9 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.chats import byte_tokenizer
-from helpers.models import ModelCase, build_model, random_rows
-from helpers.training import make_trainer, resuming, training_arguments
+from helpers.models.chats import byte_tokenizer
+from helpers.models.models import ModelCase, build_model, random_rows
+from helpers.trainers.training import make_trainer, resuming, training_arguments
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextEvaluation, NeedleTask, passkeys

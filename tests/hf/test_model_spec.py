@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.any_model import build_any
-from helpers.models import FAMILIES, ModelCase, adapted, build_model
-from helpers.steps import tiny_costs
-from helpers.sweep import patched
+from helpers.models.any_model import build_any
+from helpers.models.models import FAMILIES, ModelCase, adapted, build_model
+from helpers.models.sweep import patched
+from helpers.plans.steps import tiny_costs
 
 from hf_longctx.hf import attention
 from hf_longctx.hf.adapters import largest_adapters

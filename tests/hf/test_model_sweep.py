@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.any_model import build_any, class_names, kinds_of
-from helpers.model_table import cells_of, read_page
-from helpers.sweep import OPTIONAL, ROADS, TOLERANCE, sweep
+from helpers.models.any_model import build_any, class_names, kinds_of
+from helpers.models.model_table import cells_of, read_page
+from helpers.models.sweep import OPTIONAL, ROADS, TOLERANCE, sweep
 
 from hf_longctx.hf.layers import head_problem
 from hf_longctx.hf.model_classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import ModelCase, random_rows
-from helpers.steps import whole
-from helpers.stock import make_stock_trainer, quiet_config
-from helpers.training import LossRecorder, make_trainer, resuming
+from helpers.models.models import ModelCase, random_rows
+from helpers.plans.steps import whole
+from helpers.trainers.stock import make_stock_trainer, quiet_config
+from helpers.trainers.training import LossRecorder, make_trainer, resuming
 
 from hf_longctx import LongContextCallback
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from helpers.pipelines import num_policies, pipeline_plan, random_chunks, with_policies
-from helpers.sliced import cut
-from helpers.steps import tiny_costs
+from helpers.plans.pipelines import num_policies, pipeline_plan, random_chunks, with_policies
+from helpers.plans.sliced import cut
+from helpers.plans.steps import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

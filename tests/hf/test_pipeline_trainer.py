@@ -9,8 +9,8 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model, random_rows
-from helpers.training import LossRecorder, make_trainer, plain_training, training_arguments
+from helpers.models.models import ModelCase, build_model, random_rows
+from helpers.trainers.training import LossRecorder, make_trainer, plain_training, training_arguments
 from test_trainer import SKEWED
 from transformers import AutoModelForCausalLM
 

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
-from helpers.planners import ScriptedPlanner, slow_config
-from helpers.steps import tiny_costs
+from helpers.plans.planners import ScriptedPlanner, slow_config
+from helpers.plans.steps import tiny_costs
 
 from hf_longctx.hf.plan_ahead import Draft, DraftPlanner, is_stand_in
 from hf_longctx.hf.plan_source import PlanSource

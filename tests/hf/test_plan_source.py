@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.planners import ScriptedPlanner, slow_config
-from helpers.steps import group_pool, step_on_rank, tiny_costs
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.planners import ScriptedPlanner, slow_config
+from helpers.plans.steps import group_pool, step_on_rank, tiny_costs
 
 from hf_longctx.hf import plan_source
 from hf_longctx.hf.agreement import gather_objects

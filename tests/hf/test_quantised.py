@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.engines import EngineStep
-from helpers.models import ModelCase, adapted, build_model, in_four_bits, random_rows, reference_step, relative_error
-from helpers.pipelines import pipeline_plan, stage_step_on_rank
-from helpers.sliced import cut, sliced_plan
-from helpers.steps import plan_of, run_step, whole
-from helpers.stock import run_alone
-from helpers.training import LossRecorder, make_trainer, plain_training, resuming
+from helpers.measures.engines import EngineStep
+from helpers.models.models import ModelCase, adapted, build_model, in_four_bits, random_rows, reference_step, relative_error
+from helpers.plans.pipelines import pipeline_plan, stage_step_on_rank
+from helpers.plans.sliced import cut, sliced_plan
+from helpers.plans.steps import plan_of, run_step, whole
+from helpers.trainers.stock import run_alone
+from helpers.trainers.training import LossRecorder, make_trainer, plain_training, resuming
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
 from transformers import BitsAndBytesConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.steps import group_pool, plan_of, tiny_costs
+from helpers.plans.steps import group_pool, plan_of, tiny_costs
 
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refit import CostRefit, MeasuredPlan, whole_step_factor, without_waiting

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from helpers.pipelines import num_policies, pipeline_plan, with_policies
-from helpers.sliced import cut
-from helpers.steps import group_pool, plan_of, tiny_costs
+from helpers.plans.pipelines import num_policies, pipeline_plan, with_policies
+from helpers.plans.sliced import cut
+from helpers.plans.steps import group_pool, plan_of, tiny_costs
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.models import ModelCase, random_rows
-from helpers.training import make_trainer, training_arguments
+from helpers.models.models import ModelCase, random_rows
+from helpers.trainers.training import make_trainer, training_arguments
 from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState, TrainingArguments
 

@@ -16,12 +16,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers.any_model import build_any
-from helpers.models import ModelCase, build_model, random_rows
-from helpers.planted import plant
-from helpers.stock import make_stock_trainer
-from helpers.sweep import patched, self_tested
-from helpers.training import make_trainer, train_on_rank, training_arguments
+from helpers.measures.planted import plant
+from helpers.models.any_model import build_any
+from helpers.models.models import ModelCase, build_model, random_rows
+from helpers.models.sweep import patched, self_tested
+from helpers.trainers.stock import make_stock_trainer
+from helpers.trainers.training import make_trainer, train_on_rank, training_arguments
 from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model, random_rows
-from helpers.training import make_trainer, training_arguments
+from helpers.models.models import ModelCase, build_model, random_rows
+from helpers.trainers.training import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.model_spec import model_spec

@@ -10,9 +10,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step
-from helpers.steps import whole
-from helpers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step
+from helpers.plans.steps import whole
+from helpers.trainers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank
 from safetensors import safe_open
 from test_trainer import SKEWED, start, start_under
 from transformers import AutoModelForCausalLM

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.forked import FORKED
-from helpers.staged import even_parts, family_model, random_inputs, run_pipeline
+from helpers.models.staged_models import even_parts, family_model, random_inputs, run_pipeline
+from helpers.ranks.forked import FORKED
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import core_model_loading

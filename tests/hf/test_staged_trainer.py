@@ -10,11 +10,11 @@ import datasets
 import pytest
 import torch
 import transformers
-from helpers.models import ModelCase, build_model, random_rows, relative_error
-from helpers.staged import family_model
-from helpers.staged_ranks import random_gradient, sharded_like, whole_training
-from helpers.steps import whole
-from helpers.training import LossRecorder, plain_training, resuming, training_arguments
+from helpers.models.models import ModelCase, build_model, random_rows, relative_error
+from helpers.models.staged_models import family_model
+from helpers.plans.steps import whole
+from helpers.ranks.staged_ranks import random_gradient, sharded_like, whole_training
+from helpers.trainers.training import LossRecorder, plain_training, resuming, training_arguments
 from test_sharded_trainer import train
 from test_trainer import SKEWED
 from torch import Tensor

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers.models import relative_error
-from helpers.staged import NUM_LAYERS, cut_into_stages, even_parts, family_model, random_inputs, run_pipeline
+from helpers.models.models import relative_error
+from helpers.models.staged_models import NUM_LAYERS, cut_into_stages, even_parts, family_model, random_inputs, run_pipeline
 from torch import Tensor
 
 from hf_longctx.hf.stages import check_ranges, cut_model, shared_stages_of, stage_model, stage_problems

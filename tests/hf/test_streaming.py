@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
-from helpers.models import VOCAB_SIZE, ModelCase, random_rows
-from helpers.training import LossRecorder, make_trainer
+from helpers.models.models import VOCAB_SIZE, ModelCase, random_rows
+from helpers.trainers.training import LossRecorder, make_trainer
 
 from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.streaming import Cursor, GlobalBatch, StreamBatches, StreamReader, StreamRules

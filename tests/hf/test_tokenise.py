@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
-from helpers.chats import (
+from helpers.models.chats import (
     BARE_TEMPLATE,
     TEMPLATE,
     byte_tokenizer,

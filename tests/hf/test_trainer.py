@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank, training_arguments
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.trainers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank, training_arguments
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.chats import word_tokenizer
-from helpers.models import ModelCase, build_model, relative_error
-from helpers.stock import quiet_config
-from helpers.trl_runs import rows_of, train_trl, trl_arguments
+from helpers.models.chats import word_tokenizer
+from helpers.models.models import ModelCase, build_model, relative_error
+from helpers.trainers.stock import quiet_config
+from helpers.trainers.trl_runs import rows_of, train_trl, trl_arguments
 
 from hf_longctx import LongContextCallback, LongContextMixin
 from hf_longctx.hf import compat

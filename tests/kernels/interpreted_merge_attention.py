@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.triton_runs import poisoned_memory
+from helpers.measures.triton_runs import poisoned_memory
 from torch import Tensor
 
 from hf_longctx.kernels import merge_attention as op

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.triton_runs import poisoned_memory
+from helpers.measures.triton_runs import poisoned_memory
 from torch import Tensor
 
 from hf_longctx.kernels import reference

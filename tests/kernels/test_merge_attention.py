@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.triton_runs import compile_only, memory_instructions, needs_triton, run_interpreted
+from helpers.measures.triton_runs import compile_only, memory_instructions, needs_triton, run_interpreted
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.steps import tiny_costs
+from helpers.plans.steps import tiny_costs
 
 from hf_longctx.plan.activation import MemoryLimits
 from hf_longctx.plan.activation_memory import (

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import check_problem_layout, flexsp_problem, odd_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import check_problem_layout, flexsp_problem, odd_problems
 
 from hf_longctx.plan.backfill import _fill, _first_fitting, backfill, group_part
 from hf_longctx.plan.core.types import GroupShape

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, least_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, least_seconds
 
 from hf_longctx.plan.baselines import (
     BASELINES,

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from helpers.plans.plan_cases import check_layout, flexsp_problem, lognormal_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import check_layout, flexsp_problem, lognormal_lengths
 
 from hf_longctx.plan import blaster
 from hf_longctx.plan.blaster import GroupedMicroBatch, plan_by_chunks

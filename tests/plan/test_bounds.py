@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_cases import (
+from helpers.plans.plan_cases import (
     COST_KINDS,
     cost_model,
     flexsp_problem,
@@ -17,6 +15,8 @@ from plan_cases import (
     least_micro_batch_seconds,
     odd_problems,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_longctx.plan.bounds import fluid_bound_s, fluid_bounds_s, least_work
 from hf_longctx.plan.core.model_spec import PlannerConfig

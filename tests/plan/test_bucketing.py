@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import flexsp_problem, flexsp_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import flexsp_problem, flexsp_problems
 
 from hf_longctx.plan.bucketing import LengthClasses, bucket_ends, draw_groups
 

@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
-from plan_cases import HARDWARE, MODEL
+from helpers.plans.plan_cases import HARDWARE, MODEL
 
 from hf_longctx.plan.calibration import ChunkSample, PassSample, Residuals, fit_coefficients, mean_relative_error
 from hf_longctx.plan.core.attention_pairs import FULL

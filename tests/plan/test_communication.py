@@ -7,9 +7,9 @@ from collections import defaultdict, deque
 from dataclasses import replace
 
 import pytest
+from helpers.plans.pipeline_cases import chunks_of, family_shapes, plan_of, random_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import chunks_of, family_shapes, plan_of, random_shapes
 
 from hf_longctx.plan.communication import with_messages, without_messages
 from hf_longctx.plan.core.types import Action, SequenceGroup

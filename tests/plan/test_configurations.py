@@ -7,9 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import (
+    COST_KINDS,
+    cost_model,
+    flexsp_problem,
+    flexsp_problems,
+    least_micro_batch_seconds,
+    lognormal_lengths,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import COST_KINDS, cost_model, flexsp_problem, flexsp_problems, least_micro_batch_seconds, lognormal_lengths
 
 from hf_longctx.plan import configurations, solver
 from hf_longctx.plan.bounds import fluid_bound_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_cases import COST_KINDS, HARDWARE, MODEL, cost_model
+from helpers.plans.plan_cases import COST_KINDS, HARDWARE, MODEL, cost_model
 
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.model_spec import AdapterSpec, ClusterSpec, ModelSpec

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+from helpers.plans.plan_cases import lognormal_lengths, set_partitions
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import lognormal_lengths, set_partitions
 
 from hf_longctx.plan.core.attention_pairs import FULL, SpanRates
 from hf_longctx.plan.core.types import Chunk, Span

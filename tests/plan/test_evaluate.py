@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from plan_cases import HARDWARE, MODEL, edited, fixture
+from helpers.plans.plan_cases import HARDWARE, MODEL, edited, fixture
 
 from hf_longctx.plan.core.model_spec import ClusterSpec
 from hf_longctx.plan.core.types import (

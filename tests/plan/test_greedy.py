@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_cases import (
+from helpers.plans.plan_cases import (
     COST_KINDS,
     check_layout,
     check_problem_layout,
@@ -23,6 +21,8 @@ from plan_cases import (
     lognormal_lengths,
     odd_problems,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_longctx.plan.baselines import all_baselines
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees

@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_cases import (
+from helpers.plans.plan_cases import (
     COST_KINDS,
     check_layout,
     cost_model,
@@ -23,6 +21,8 @@ from plan_cases import (
     odd_problems,
     set_partitions,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 
 import pytest
+from helpers.plans.plan_cases import COST_KINDS, cost_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import COST_KINDS, cost_model
 
 from hf_longctx.plan.core.sharding import is_shared
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import check_problem_layout, odd_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import check_problem_layout, odd_problems
 from test_backfill import problems_and_layouts
 
 from hf_longctx.plan.core.types import GroupShape

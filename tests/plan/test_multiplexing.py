@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 
 import pytest
+from helpers.plans.pipeline_cases import chunks_of, plan_of
+from helpers.plans.plan_cases import fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import chunks_of, plan_of
-from plan_cases import fixture
 
 from hf_longctx.plan.communication import without_messages
 from hf_longctx.plan.core.sharding import shared_order

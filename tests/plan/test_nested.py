@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from helpers.plans.plan_cases import COST_KINDS, check_layout, cost_model, lognormal_lengths, plan_layout, set_partitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import COST_KINDS, check_layout, cost_model, lognormal_lengths, plan_layout, set_partitions
 
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.core.validate import validate_plan

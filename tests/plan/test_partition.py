@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import flexsp_problem, lognormal_lengths, odd_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import flexsp_problem, lognormal_lengths, odd_problems
 
 from hf_longctx.plan.grouping import GroupingProblem, Piece
 from hf_longctx.plan.partition import (

@@ -6,9 +6,9 @@ import itertools
 import re
 
 import pytest
+from helpers.plans.pipeline_cases import chunks_of, family_shapes, makespan, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import chunks_of, family_shapes, makespan, plan_of
 
 from hf_longctx.plan.core.schedule import in_flight, schedule_grid
 from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span, StagePlan

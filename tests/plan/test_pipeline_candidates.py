@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from plan_cases import MODEL, cost_model, lognormal_lengths
+from helpers.plans.plan_cases import MODEL, cost_model, lognormal_lengths
 
 from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import StepPlan

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from helpers.plans.plan_cases import COST_KINDS, MODEL, cost_model, lognormal_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import COST_KINDS, MODEL, cost_model, lognormal_lengths
 
 from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig

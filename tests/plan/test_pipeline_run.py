@@ -7,7 +7,7 @@ import itertools
 import time
 
 import pytest
-from plan_cases import HARDWARE, MODEL, fixture
+from helpers.plans.plan_cases import HARDWARE, MODEL, fixture
 from test_event_loop import Stages, interleaved, one_forward_one_backward, with_messages
 
 from hf_longctx.plan.activation_memory import class_bytes

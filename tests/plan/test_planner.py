@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_cases import (
+from helpers.plans.plan_cases import (
     COST_KINDS,
     check_layout,
     cost_model,
@@ -22,6 +20,8 @@ from plan_cases import (
     lognormal_lengths,
     plan_layout,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_longctx.plan import planner
 from hf_longctx.plan.blaster import GroupedStep

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from pipeline_cases import chunks_of, plan_of, random_shapes
+from helpers.plans.pipeline_cases import chunks_of, plan_of, random_shapes
 
 from hf_longctx.plan.book_memory import group_ends
 from hf_longctx.plan.catalog import named_model

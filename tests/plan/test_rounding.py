@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_cases import (
+from helpers.plans.plan_cases import (
     COST_KINDS,
     check_layout,
     cost_model,
@@ -14,6 +12,8 @@ from plan_cases import (
     least_micro_batch_seconds,
     lognormal_lengths,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_longctx.plan import rounding
 from hf_longctx.plan.core.model_spec import PlannerConfig

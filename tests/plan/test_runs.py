@@ -8,9 +8,9 @@ from functools import cache
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import check_layout, cost_model, flexsp_problem, lognormal_lengths, odd_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import check_layout, cost_model, flexsp_problem, lognormal_lengths, odd_problems
 
 from hf_longctx.plan.bounds import fluid_bounds_s
 from hf_longctx.plan.core.model_spec import PlannerConfig

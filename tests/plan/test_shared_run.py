@@ -7,9 +7,9 @@ import itertools
 import random
 
 import pytest
+from helpers.plans.plan_cases import HARDWARE, MODEL, fixture
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import HARDWARE, MODEL, fixture
 from test_evaluate import costs
 
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec

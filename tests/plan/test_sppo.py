@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.steps import tiny_costs
+from helpers.plans.steps import tiny_costs
 from hypothesis import given
 from hypothesis import strategies as st
 

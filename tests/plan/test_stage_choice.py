@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from plan_cases import cost_model, lognormal_lengths
+from helpers.plans.plan_cases import cost_model, lognormal_lengths
 
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig

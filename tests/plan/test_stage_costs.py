@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import COST_KINDS, cost_model
 from hypothesis import example, given
 from hypothesis import strategies as st
-from plan_cases import COST_KINDS, cost_model
 
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan

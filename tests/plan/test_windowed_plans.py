@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_cases import WINDOWED, cost_model, lognormal_lengths
+from helpers.plans.plan_cases import WINDOWED, cost_model, lognormal_lengths
 
 from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec, PlannerConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.forked import FORKED
+from helpers.ranks.forked import FORKED
 
 from hf_longctx.recipes import stage_processes
 

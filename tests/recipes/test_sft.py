@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.chats import TEMPLATE, byte_tokenizer, conversation
-from helpers.forked import run_ranks
+from helpers.models.chats import TEMPLATE, byte_tokenizer, conversation
+from helpers.ranks.forked import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.recipes.evaluate import plain_loss

@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
-from helpers.chats import byte_tokenizer, conversation
+from helpers.models.chats import byte_tokenizer, conversation
 from transformers import ByT5Tokenizer, TrainingArguments
 
 from hf_longctx import DataError, LongContextConfig

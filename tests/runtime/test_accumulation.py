@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import group_pool, mesh, plan_of, rank_inputs, whole
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import group_pool, mesh, plan_of, rank_inputs, whole
 from test_equality import TOLERANCE
 
 from hf_longctx.hf.attention import patch_model

@@ -7,9 +7,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from helpers.copies import LateCopies
-from helpers.engines import EngineStep, counted
-from helpers.models import ModelCase, build_model
+from helpers.measures.copies import LateCopies
+from helpers.measures.engines import EngineStep, counted
+from helpers.models.models import ModelCase, build_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.ranks import RankFailure
-from helpers.steps import plan_of, rank_inputs, run_step
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of, rank_inputs, run_step
+from helpers.ranks.ranks import RankFailure
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor

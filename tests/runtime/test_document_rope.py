@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import SHORT, ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.pipelines import num_policies, pipeline_plan, stage_step_on_rank, with_policies
-from helpers.sliced import sliced_plan
-from helpers.steps import plan_of, rank_inputs, run_step
+from helpers.models.models import SHORT, ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.pipelines import num_policies, pipeline_plan, stage_step_on_rank, with_policies
+from helpers.plans.sliced import sliced_plan
+from helpers.plans.steps import plan_of, rank_inputs, run_step
 from torch import Tensor
 
 from hf_longctx.hf.attention import attention_name, num_attention_layers, patch_model, restore_attention

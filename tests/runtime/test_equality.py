@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.planted import BUGS
-from helpers.ranks import RankFailure, RankPool
-from helpers.steps import plan_of, run_step, step_on_rank
+from helpers.measures.planted import BUGS
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of, run_step, step_on_rank
+from helpers.ranks.ranks import RankFailure, RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.pipelines import pipeline_plan
-from helpers.steps import group_pool, plan_of, rank_inputs, run_step
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.pipelines import pipeline_plan
+from helpers.plans.steps import group_pool, plan_of, rank_inputs, run_step
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules, output_head

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import OTHER_FAMILIES, ModelCase, build_model, random_rows, reference_step
-from helpers.sliced import sliced_plan
-from helpers.steps import rank_inputs
+from helpers.models.models import OTHER_FAMILIES, ModelCase, build_model, random_rows, reference_step
+from helpers.plans.sliced import sliced_plan
+from helpers.plans.steps import rank_inputs
 from test_checkpointing import recomputing, with_policies
 from test_equality import LAYOUTS
 from test_equality import check as check_ranks

@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import plan_of, run_step, step_on_rank
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of, run_step, step_on_rank
 from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.core.serialize import plan_to_json

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.copies import LateCopies
-from helpers.engines import EngineStep, counted
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import plan_of, run_step
+from helpers.measures.copies import LateCopies
+from helpers.measures.engines import EngineStep, counted
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of, run_step
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.allocations import measure
-from helpers.models import OTHER_FAMILIES, random_rows
-from helpers.sliced import cut, sliced_plan
-from helpers.steps import rank_inputs
+from helpers.measures.allocations import measure
+from helpers.models.models import OTHER_FAMILIES, random_rows
+from helpers.plans.sliced import cut, sliced_plan
+from helpers.plans.steps import rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import MOE_FAMILIES, ModelCase, balance_of, build_model, random_rows, reference_step, relative_error
-from helpers.pipelines import pipeline_plan
-from helpers.sliced import cut, sliced_plan
-from helpers.steps import group_pool, plan_of, rank_inputs, run_step
+from helpers.models.models import MOE_FAMILIES, ModelCase, balance_of, build_model, random_rows, reference_step, relative_error
+from helpers.plans.pipelines import pipeline_plan
+from helpers.plans.sliced import cut, sliced_plan
+from helpers.plans.steps import group_pool, plan_of, rank_inputs, run_step
 from test_checkpointing import recomputing, with_policies
 from test_equality import LAYOUTS
 from test_equality import check as check_ranks

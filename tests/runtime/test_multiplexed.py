@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.pipelines import adapted, pipeline_plan
-from helpers.ranks import RankPool
-from helpers.shared import BUGS, lent_plan, new_optimizer, shared_step_on_rank
-from helpers.sliced import cut
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.lent import BUGS, lent_plan, new_optimizer, shared_step_on_rank
+from helpers.plans.pipelines import adapted, pipeline_plan
+from helpers.plans.sliced import cut
+from helpers.ranks.ranks import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.copies import LateCopies
-from helpers.engines import EngineStep
-from helpers.models import ModelCase, build_model, relative_error
+from helpers.measures.copies import LateCopies
+from helpers.measures.engines import EngineStep
+from helpers.models.models import ModelCase, build_model, relative_error
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.models import ModelCase, build_model, random_rows, relative_error
-from helpers.ranks import RankPool
-from helpers.steps import plan_of, step_on_rank
+from helpers.models.models import ModelCase, build_model, random_rows, relative_error
+from helpers.plans.steps import plan_of, step_on_rank
+from helpers.ranks.ranks import RankPool
 
 from hf_longctx.plan.core.serialize import plan_to_json
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows
-from helpers.steps import plan_of, rank_inputs
+from helpers.models.models import ModelCase, build_model, random_rows
+from helpers.plans.steps import plan_of, rank_inputs
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.runtime.executor import StepExecutor

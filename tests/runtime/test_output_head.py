@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.models import VOCAB_SIZE, ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import plan_of, run_step
+from helpers.models.models import VOCAB_SIZE, ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of, run_step
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode

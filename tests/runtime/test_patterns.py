@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.models import relative_error
+from helpers.models.models import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from helpers.models import ModelCase, build_model, random_rows
-from helpers.pipelines import num_policies, pipeline_plan, planned_words, stage_step_on_rank, with_policies
-from helpers.sliced import cut
-from helpers.steps import tiny_costs
+from helpers.models.models import ModelCase, build_model, random_rows
+from helpers.plans.pipelines import num_policies, pipeline_plan, planned_words, stage_step_on_rank, with_policies
+from helpers.plans.sliced import cut
+from helpers.plans.steps import tiny_costs
 from test_pipelines import LENGTHS, WHOLE
 from test_sliced_policies import replayed
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers.models import random_rows
-from helpers.pipelines import num_policies, pipeline_plan, with_policies
-from helpers.sliced import cut
-from helpers.stage_memory import stage_peak_on_rank
+from helpers.measures.stage_memory import stage_peak_on_rank
+from helpers.models.models import random_rows
+from helpers.plans.pipelines import num_policies, pipeline_plan, with_policies
+from helpers.plans.sliced import cut
 from test_memory_model import layer
 
 from hf_longctx.plan.core.model_spec import ModelSpec

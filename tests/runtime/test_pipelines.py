@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.pipelines import (
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.pipelines import (
     adapted,
     num_policies,
     pipeline_plan,
@@ -13,8 +13,8 @@ from helpers.pipelines import (
     stage_step_on_rank,
     with_policies,
 )
-from helpers.ranks import RankPool
-from helpers.sliced import cut
+from helpers.plans.sliced import cut
+from helpers.ranks.ranks import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_sliced_policies import layer_policies, replayed

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import plan_of, run_step
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of, run_step
 from test_equality import LAYOUTS
 
 from hf_longctx.runtime.reduction import GradientSum

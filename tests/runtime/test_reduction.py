@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.steps import group_pool
+from helpers.plans.steps import group_pool
 from torch import Tensor, nn
 
 from hf_longctx.runtime import reduction

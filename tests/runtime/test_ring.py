@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import plan_of
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_equality import LAYOUTS, TOLERANCE, check
@@ -53,7 +53,7 @@ def test_plain_matrices_match_too(ranks) -> None:
 
 def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
     """One step whose blocks run as on a device without the CPU's operator."""
-    from helpers.steps import step_on_rank
+    from helpers.plans.steps import step_on_rank
 
     from hf_longctx.plan.core.serialize import plan_to_json
 
@@ -79,7 +79,7 @@ PLANTED = {
 
 
 def step_with_bug(name: str, plan: Any, rows: Any) -> dict[str, torch.Tensor]:
-    from helpers.steps import step_on_rank
+    from helpers.plans.steps import step_on_rank
 
     from hf_longctx.plan.core.serialize import plan_to_json
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import group_pool, mesh, plan_of, rank_inputs, run_step, step_on_rank, whole
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import group_pool, mesh, plan_of, rank_inputs, run_step, step_on_rank, whole
 from hypothesis import HealthCheck, Phase, given, settings
 from test_equality import LAYOUTS, TOLERANCE, random_steps
 from test_precision import BAND

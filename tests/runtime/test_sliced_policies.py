@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step
-from helpers.sliced import Chunks, cut, random_slicings, sliced_plan
-from helpers.steps import rank_inputs, step_on_rank
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step
+from helpers.plans.sliced import Chunks, cut, random_slicings, sliced_plan
+from helpers.plans.steps import rank_inputs, step_on_rank
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_slices import CUTS, NUM_LAYERS, PACKINGS, with_lora, worst

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.sliced import Chunks, Rows, cut, leaf_step, random_slicings, sliced_plan
-from helpers.steps import rank_inputs, run_step
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.sliced import Chunks, Rows, cut, leaf_step, random_slicings, sliced_plan
+from helpers.plans.steps import rank_inputs, run_step
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model

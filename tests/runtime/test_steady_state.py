@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model, random_rows
-from helpers.steps import group_pool, plan_of, rank_inputs
+from helpers.models.models import ModelCase, build_model, random_rows
+from helpers.plans.steps import group_pool, plan_of, rank_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model

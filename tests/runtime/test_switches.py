@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.models import ModelCase
-from helpers.steps import TINY
+from helpers.models.models import ModelCase
+from helpers.plans.steps import TINY
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_sharded import check

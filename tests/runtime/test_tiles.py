@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.allocations import measure
+from helpers.measures.allocations import measure
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import VOCAB_SIZE, ModelCase, build_model, random_rows
-from helpers.steps import group_pool, plan_of, rank_inputs
+from helpers.models.models import VOCAB_SIZE, ModelCase, build_model, random_rows
+from helpers.plans.steps import group_pool, plan_of, rank_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 

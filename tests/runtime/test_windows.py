@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model, random_rows, reference_step
-from helpers.pipelines import num_policies, pipeline_plan, with_policies
-from helpers.sliced import cut, random_slicings, sliced_plan
-from helpers.steps import group_pool
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step
+from helpers.plans.pipelines import num_policies, pipeline_plan, with_policies
+from helpers.plans.sliced import cut, random_slicings, sliced_plan
+from helpers.plans.steps import group_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_equality import LAYOUTS

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sim_cases import cost_model, scenario
+from helpers.plans.sim_cases import cost_model, scenario
 
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.core.validate import validate_plan

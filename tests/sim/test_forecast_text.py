@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from sim_cases import MEMORY, cost_model, scenario
+from helpers.plans.sim_cases import MEMORY, cost_model, scenario
 from test_forecast import forecast
 
 from hf_longctx.sim.execution import execute_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sim_cases import MEMORY, MODEL
+from helpers.plans.sim_cases import MEMORY, MODEL
 
 from hf_longctx.sim.memory import MemoryModel, Placement, remedies, rooms, wider_job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sim_cases import MEMORY, MODEL, cost_model, scenario
+from helpers.plans.sim_cases import MEMORY, MODEL, cost_model, scenario
 from test_forecast import LENGTHS, forecast
 
 from hf_longctx.plan.activation_memory import class_bytes

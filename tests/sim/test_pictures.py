@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from sim_cases import cost_model, scenario
+from helpers.plans.sim_cases import cost_model, scenario
 from test_forecast import forecast
 
 from hf_longctx.sim import pictures

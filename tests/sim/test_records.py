@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from sim_cases import MEMORY, cost_model, scenario
+from helpers.plans.sim_cases import MEMORY, cost_model, scenario
 from test_forecast import LENGTHS, forecast
 
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json

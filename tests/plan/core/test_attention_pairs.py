@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from helpers.plans.plan_cases import MODEL, cost_model
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import MODEL, cost_model
 
 from hf_longctx.plan.activation import SavedClass
 from hf_longctx.plan.activation_memory import layer_slots

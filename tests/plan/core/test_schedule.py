@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers.plans.pipeline_cases import chunks_of, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import chunks_of, plan_of
 
 from hf_longctx.plan.core.schedule import in_flight, parse_grid, schedule_grid
 from hf_longctx.plan.core.types import ACTION_KINDS, Action, SequenceGroup, StagePlan

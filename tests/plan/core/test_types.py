@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.plans.plan_cases import FIXTURE_NAMES, fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import FIXTURE_NAMES, fixture
 
 from hf_longctx.plan.core.types import ACTION_KINDS, Action, Chunk, Estimate, LayerRange, Span, StagePlan, TensorShare
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from helpers.forked import FORKED, free_port, rank_environment
+from helpers.ranks.forked import FORKED, free_port, rank_environment
 
 _START_TIMEOUT_S = 120.0
 

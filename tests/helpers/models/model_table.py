@@ -1,4 +1,4 @@
-"""Writes `docs/models.md` from a whole sweep; run it as `python tests/helpers/model_table.py` from anywhere."""
+"""Writes `docs/models.md` from a whole sweep; run it as `python tests/helpers/models/model_table.py` from anywhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 FILE = TESTS.parent / "docs" / "models.md"
 _EXACT = """
 Exact means: a tiny fp64 model with every kind of layer of its default config, windows of 6 tokens, chunks of 8 and documents of
@@ -37,7 +37,7 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version:
         "",
         " ".join(_EXACT.split()),
         "",
-        "`python tests/helpers/model_table.py` writes this page; `pytest -m sweep tests/hf/test_model_sweep.py` proves it.",
+        "`python tests/helpers/models/model_table.py` writes this page; `pytest -m sweep tests/hf/test_model_sweep.py` proves it.",
         "",
         "## Exact",
         "",
@@ -82,9 +82,9 @@ def main() -> None:
     os.environ.update(PYTHONPATH=str(TESTS), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     sys.path.insert(0, str(TESTS))
     import transformers
-    from helpers.any_model import build_any, class_names
-    from helpers.ranks import RankPool
-    from helpers.sweep import sweep
+    from helpers.models.any_model import build_any, class_names
+    from helpers.models.sweep import sweep
+    from helpers.ranks.ranks import RankPool
 
     from hf_longctx.hf.layers import head_problem
     from hf_longctx.hf.model_classes import TESTED_MODELS, refusal_of

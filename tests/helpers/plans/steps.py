@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model
-from helpers.planted import plant
-from helpers.ranks import lasting
+from helpers.measures.planted import plant
+from helpers.models.models import ModelCase, build_model
+from helpers.ranks.ranks import lasting
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel

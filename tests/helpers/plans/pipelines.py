@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model
-from helpers.ranks import lasting
-from helpers.sliced import Chunks, Rows
-from helpers.steps import rank_inputs, whole
+from helpers.models.models import ModelCase, build_model
+from helpers.plans.sliced import Chunks, Rows
+from helpers.plans.steps import rank_inputs, whole
+from helpers.ranks.ranks import lasting
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 

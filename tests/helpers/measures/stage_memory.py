@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import transformers
-from helpers.allocations import measure
-from helpers.pipelines import CPU, stage_pool
-from helpers.sliced import Rows
-from helpers.steps import rank_inputs
+from helpers.measures.allocations import measure
+from helpers.plans.pipelines import CPU, stage_pool
+from helpers.plans.sliced import Rows
+from helpers.plans.steps import rank_inputs
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.calibrate import shaped_config

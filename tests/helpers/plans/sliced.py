@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers.models import ModelCase, build_model
-from helpers.steps import plan_of, rank_inputs
+from helpers.models.models import ModelCase, build_model
+from helpers.plans.steps import plan_of, rank_inputs
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AttentionInterface

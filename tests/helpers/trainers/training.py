@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers.models import ModelCase, build_model
-from helpers.steps import whole
+from helpers.models.models import ModelCase, build_model
+from helpers.plans.steps import whole
 from packaging.version import Version
 from transformers import TrainerCallback, TrainingArguments, get_scheduler
 

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from helpers.models import ModelCase, build_model
-from helpers.pipelines import CPU, adapted
-from helpers.ranks import lasting
-from helpers.sliced import Rows
-from helpers.steps import rank_inputs
+from helpers.models.models import ModelCase, build_model
+from helpers.plans.pipelines import CPU, adapted
+from helpers.plans.sliced import Rows
+from helpers.plans.steps import rank_inputs
+from helpers.ranks.ranks import lasting
 from torch import Tensor
 
 from hf_longctx.hf.attention import patch_model

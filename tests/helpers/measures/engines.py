@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from helpers.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.steps import plan_of, rank_inputs
+from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
+from helpers.plans.steps import plan_of, rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model

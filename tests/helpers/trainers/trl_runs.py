@@ -10,11 +10,11 @@ import datasets
 import peft
 import torch
 import torch.distributed as dist
-from helpers.chats import conversation, word_tokenizer
-from helpers.models import ModelCase, build_model
-from helpers.steps import whole
-from helpers.stock import quiet_config
-from helpers.training import LossRecorder
+from helpers.models.chats import conversation, word_tokenizer
+from helpers.models.models import ModelCase, build_model
+from helpers.plans.steps import whole
+from helpers.trainers.stock import quiet_config
+from helpers.trainers.training import LossRecorder
 
 from hf_longctx import LongContextCallback, LongContextMixin
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from helpers.any_model import build_any, wide_floats
-from helpers.models import random_rows, reference_step
-from helpers.ranks import RankPool
-from helpers.sliced import sliced_plan
-from helpers.staged import even_parts
-from helpers.steps import group_pool, mesh, plan_of, rank_inputs, whole
+from helpers.models.any_model import build_any, wide_floats
+from helpers.models.models import random_rows, reference_step
+from helpers.models.staged_models import even_parts
+from helpers.plans.sliced import sliced_plan
+from helpers.plans.steps import group_pool, mesh, plan_of, rank_inputs, whole
+from helpers.ranks.ranks import RankPool
 from torch import Tensor
 from transformers import TrainingArguments
 
