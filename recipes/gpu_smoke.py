@@ -32,7 +32,7 @@ from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_
 from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.gpu_smoke_memory import memory_checks

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_longctx.plan.cost import CostModel
+    from hf_longctx.plan.cost.cost_model import CostModel
     from hf_longctx.sim.forecast import Forecast
     from hf_longctx.sim.memory import MemoryModel
     from hf_longctx.sim.records import PlanFile

@@ -26,14 +26,14 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.config import LaunchEnvironment
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit, windows_of
-from hf_longctx.plan.calibration import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
-from hf_longctx.plan.catalog import model_names, named_model, spec_name
 from hf_longctx.plan.core.model_spec import USABLE_SHARE, ClusterSpec, HardwareSpec, ModelSpec, default_degrees
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficients, num_tiles
-from hf_longctx.plan.hardware import HardwareProfile, ModelCalibration
-from hf_longctx.plan.rates import hardware_rates, whole_model
-from hf_longctx.plan.traffic import group_shapes, mean_traffic
+from hf_longctx.plan.cost.catalog import model_names, named_model, spec_name
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, num_tiles
+from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model
+from hf_longctx.plan.cost.fitting import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
+from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration
+from hf_longctx.plan.cost.traffic import group_shapes, mean_traffic
 from hf_longctx.runtime.calibrate import (
     ChunkBench,
     Timing,

@@ -19,7 +19,7 @@ from math import inf
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from hf_longctx.hf.plan_ahead import is_stand_in
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refit import CostRefit, MeasuredPlan, Samples
 from hf_longctx.plan.activation_memory import held_bytes
-from hf_longctx.plan.calibration import Residuals
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.fitting import Residuals
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes

@@ -23,11 +23,11 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.quantised import largest_packed
 from hf_longctx.hf.refusals import launch_problems, setup_problems, stage_ranks
 from hf_longctx.hf.stage_choice import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
-from hf_longctx.plan.catalog import spec_name
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.plan.cost import CostCoefficients, CostModel, block_sizes, default_coefficients
-from hf_longctx.plan.hardware import read_profile
+from hf_longctx.plan.cost.catalog import spec_name
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
+from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory import most_tokens
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options

@@ -18,7 +18,7 @@ from hf_longctx.plan.activation import MemoryLimits, PolicyChoice, SavedClass, S
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, Chunk, GroupShape, LayerPolicy, TensorClass, TensorShare
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 
 
 def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import SequenceGroup, StagePlan
-from hf_longctx.plan.cost import BoolArray, IntArray
+from hf_longctx.plan.cost.cost_model import BoolArray, IntArray
 
 
 class BookMoments(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_longctx.plan.bounds import fluid_bound_s
 from hf_longctx.plan.bucketing import LengthClasses
-from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.cost.cost_model import FloatArray
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.pricing import Configurations, Pricing
 from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program

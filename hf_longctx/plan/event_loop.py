@@ -23,7 +23,7 @@ import numpy as np
 
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Action
-from hf_longctx.plan.cost import FloatArray, IntArray
+from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
 
 # (start, stop) of every action of a stage
 Times = tuple[tuple[float, float], ...]

@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_longctx.plan.backfill import backfill
 from hf_longctx.plan.bounds import fluid_bounds_s, least_work
-from hf_longctx.plan.cost import IntArray
+from hf_longctx.plan.cost.cost_model import IntArray
 from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, Piece
 from hf_longctx.plan.local_search import improve
 from hf_longctx.plan.packing import MAX_CAPACITY, pack_sequences

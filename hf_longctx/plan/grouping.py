@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost import CostModel, FloatArray
+from hf_longctx.plan.cost.cost_model import CostModel, FloatArray
 
 # one group: its degree and the sequences it packs; a layout is a list of micro-batches of groups
 Group = tuple[int, tuple[int, ...]]

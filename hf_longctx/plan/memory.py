@@ -28,7 +28,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     TensorShare,
 )
-from hf_longctx.plan.cost import BoolArray, IntArray
+from hf_longctx.plan.cost.cost_model import BoolArray, IntArray
 from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
 
 _KEEPS_EVERYTHING = LayerPolicy()

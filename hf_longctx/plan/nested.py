@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.cost.cost_model import FloatArray
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.placement import PlacedGroup
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_longctx.plan.bounds import least_work
-from hf_longctx.plan.cost import FloatArray, IntArray
+from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
 from hf_longctx.plan.grouping import GroupingProblem, Piece
 
 _ROUNDING = 1e-12

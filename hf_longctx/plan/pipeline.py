@@ -37,7 +37,7 @@ import numpy as np
 
 from hf_longctx.plan.communication import with_messages
 from hf_longctx.plan.core.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
-from hf_longctx.plan.cost import IntArray
+from hf_longctx.plan.cost.cost_model import IntArray
 
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)

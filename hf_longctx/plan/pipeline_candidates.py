@@ -16,14 +16,14 @@ import numpy as np
 from hf_longctx.plan.activation_memory import class_bytes
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import TENSOR_CLASSES, Chunk, GroupShape, MicroBatch, SequenceGroup
-from hf_longctx.plan.cost import CostModel, IntArray
+from hf_longctx.plan.cost.cost_model import CostModel, IntArray
+from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.pipeline import Schedule, families, pipelined
 from hf_longctx.plan.placement import PlacedGroup, place_layout, with_idle_ranks
 from hf_longctx.plan.replicas import deal_sequences
 from hf_longctx.plan.stage_costs import Parts, StageRates, busiest_rates, pipeline_s
 from hf_longctx.plan.stage_layouts import StageLayout, promising, stage_layouts
-from hf_longctx.plan.traffic import group_shapes
 
 SLICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # chunks per stage where packs may take longer than the longest sequence

@@ -26,7 +26,7 @@ from hf_longctx.plan.core.types import (
     TensorClass,
     TensorShare,
 )
-from hf_longctx.plan.cost import CostModel, IntArray
+from hf_longctx.plan.cost.cost_model import CostModel, IntArray
 from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import KnownBytes, round_moments

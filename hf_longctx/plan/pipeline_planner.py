@@ -20,7 +20,7 @@ from hf_longctx.plan import pipeline_room
 from hf_longctx.plan.core.model_spec import ModelSpec, PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import Estimate, MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, layer_ranges
 from hf_longctx.plan.pipeline_candidates import Candidate, PipelineStep

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hf_longctx.plan.core.model_spec import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.joint_activation import choose_jointly
 from hf_longctx.plan.memory import lean_policy
 from hf_longctx.plan.pipeline_cells import GroupCells, with_layers

@@ -25,7 +25,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.core.windows import Windows
-from hf_longctx.plan.cost import CostModel, FloatArray
+from hf_longctx.plan.cost.cost_model import CostModel, FloatArray
 from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, Wiring
 from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
 from hf_longctx.plan.stage_memory import message_bytes, most_at_once, stage_state_bytes

@@ -27,7 +27,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
 from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, solve_exactly

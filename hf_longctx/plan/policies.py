@@ -30,7 +30,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
     TensorShare,
 )
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
 from hf_longctx.plan.sppo import slice_counts
 

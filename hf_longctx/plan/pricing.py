@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.bucketing import LengthClasses
-from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.cost.cost_model import FloatArray
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.solver import LinearProgram, solve_integer_program
 

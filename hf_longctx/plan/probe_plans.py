@@ -25,9 +25,9 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.pipeline import pipelined
-from hf_longctx.plan.traffic import group_shapes
 
 # of the documents of `probe_lengths`: those that one group packs, the long one last, and those that are alone on their ranks
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.sharding import head_shares, shard_tokens, shared_order, sharing_stages
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.event_loop import Times
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, chunk_load

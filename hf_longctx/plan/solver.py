@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.cost import FloatArray
+from hf_longctx.plan.cost.cost_model import FloatArray
 
 IndexArray = NDArray[np.int64]
 Backend = Literal["auto", "highs", "cbc"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
 
 

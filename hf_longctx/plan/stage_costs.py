@@ -10,7 +10,7 @@ import numpy as np
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
-from hf_longctx.plan.cost import CostModel, FloatArray, num_tiles
+from hf_longctx.plan.cost.cost_model import CostModel, FloatArray, num_tiles
 from hf_longctx.plan.event_loop import Wiring
 from hf_longctx.plan.pipeline import Schedule, compute_orders
 from hf_longctx.plan.stage_memory import most_at_once

@@ -10,7 +10,7 @@ from itertools import groupby
 from hf_longctx.plan.baselines import BASELINES, all_baselines, static_layout
 from hf_longctx.plan.core.model_spec import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.greedy import plan_static
 from hf_longctx.plan.grouping import GroupingProblem, Layout
 from hf_longctx.plan.placement import place_layout

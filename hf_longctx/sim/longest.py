@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, LayerRange, SequenceGroup, Span, StagePlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import chunk_bytes, lean_policy
 from hf_longctx.plan.policies import group_seconds

@@ -11,7 +11,7 @@ from hf_longctx._version import __version__
 from hf_longctx.plan.core.model_spec import GROUP_METHODS, AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
 from hf_longctx.sim.histogram import length_bins

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast, folded_layout, folded_micro_batches
 from hf_longctx.sim.histogram import LengthBin, length_bins

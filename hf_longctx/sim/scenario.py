@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.core.model_spec import (
     SOLVERS,
     ActivationBudget,
@@ -22,8 +21,9 @@ from hf_longctx.plan.core.model_spec import (
     default_degrees,
 )
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.plan.cost import CostCoefficients, CostModel, default_coefficients
-from hf_longctx.plan.hardware import ModelCalibration, read_profile
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
+from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
 from hf_longctx.sim.memory import MemoryModel, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}

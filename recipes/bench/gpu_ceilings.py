@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.kernels.merge_attention import accumulate_attention_
-from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.recipes.one_document import attention_kernel
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.tiles import BACKENDS, Scores, tile_backward, tile_forward

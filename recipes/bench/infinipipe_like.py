@@ -33,7 +33,7 @@ from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, families, layer_ranges, pipelined

@@ -41,11 +41,11 @@ from statistics import NormalDist, mean, stdev
 from typing import Any
 
 from hf_longctx.plan.baselines import BASELINES, all_baselines, static_layout
-from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec, PlannerConfig, default_degrees
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, read_profile
 from hf_longctx.plan.grouping import GroupingProblem
-from hf_longctx.plan.hardware import HardwareProfile, ModelCalibration, read_profile
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.reproduction import run_reproduction
 

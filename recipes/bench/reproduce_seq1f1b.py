@@ -41,7 +41,7 @@ from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.event_loop import run_actions
 from hf_longctx.plan.pipeline import Schedule, compute_actions, layer_ranges
 from hf_longctx.plan.stage_memory import stage_parameters

@@ -49,7 +49,7 @@ from hf_longctx.plan.core.types import (
     TensorClass,
     TensorShare,
 )
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.event_loop import CopyStep, run_actions, run_copying
 from hf_longctx.plan.memory import lean_policy

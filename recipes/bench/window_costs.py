@@ -21,10 +21,10 @@ from transformers import Qwen3Config
 from hf_longctx.hf.attention import num_attention_layers
 from hf_longctx.hf.calibrate import build_model, chunk_samples
 from hf_longctx.hf.model_spec import cluster_spec, model_spec
-from hf_longctx.plan.calibration import fit_coefficients
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.fitting import fit_coefficients
 from hf_longctx.runtime.calibrate import ChunkBench, Probe, Timing
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.chunking import slice_bounds
 from hf_longctx.plan.core.attention_pairs import FULL, SpanRates
 from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, Span
-from hf_longctx.plan.cost import default_coefficients
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import default_coefficients
 from hf_longctx.plan.pipeline import compute_actions
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_longctx.cli.main import main
-from hf_longctx.plan.hardware import read_profile
+from hf_longctx.plan.cost.profiles import read_profile
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

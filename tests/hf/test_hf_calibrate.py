@@ -14,12 +14,12 @@ from transformers import LlamaConfig, Qwen3Config
 from hf_longctx.hf import calibrate as module
 from hf_longctx.hf.calibrate import Calibration, CalibrationRequest, calibrate, calibration_text, chunk_samples, model_config
 from hf_longctx.hf.model_spec import model_spec
-from hf_longctx.plan.calibration import relative_errors
-from hf_longctx.plan.catalog import spec_name
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost import CostModel
-from hf_longctx.plan.hardware import profile_from_json, profile_to_json
+from hf_longctx.plan.cost.catalog import spec_name
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.fitting import relative_errors
+from hf_longctx.plan.cost.profiles import profile_from_json, profile_to_json
 
 
 def small_config(num_layers: int) -> dict[str, object]:

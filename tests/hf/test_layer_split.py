@@ -8,7 +8,7 @@ from helpers.plans.steps import tiny_costs
 
 from hf_longctx.hf.stage_choice import balanced_ranges
 from hf_longctx.plan.core.types import LayerRange
-from hf_longctx.plan.cost import PassCoefficients
+from hf_longctx.plan.cost.cost_model import PassCoefficients
 
 
 def test_a_dear_head_takes_layers_from_the_last_stage() -> None:

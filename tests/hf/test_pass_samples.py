@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from hf_longctx.hf.pass_samples import pass_samples
 from hf_longctx.hf.refit import Samples, without_waiting
-from hf_longctx.plan.calibration import ChunkSample, PassSample, fit_coefficients, scaled_coefficients
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, ActivationPolicy, GroupShape, LayerPolicy, StepPlan, TensorShare
-from hf_longctx.plan.cost import CostCoefficients, CostModel, ModelPart, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, ModelPart, PassCoefficients
+from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, fit_coefficients, scaled_coefficients
+from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.traffic import Traffic
 from hf_longctx.runtime.profiler import Interval
 
 # most of the layers with windows are on the first stage

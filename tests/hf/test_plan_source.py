@@ -22,7 +22,7 @@ from hf_longctx.hf.sampler import LengthAwareSampler
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.runtime.mesh import GroupPool
 

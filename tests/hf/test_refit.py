@@ -9,13 +9,13 @@ from helpers.plans.steps import group_pool, plan_of, tiny_costs
 
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refit import CostRefit, MeasuredPlan, whole_step_factor, without_waiting
-from hf_longctx.plan.calibration import ChunkSample, PassSample
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import Estimate, StepPlan
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, num_tiles
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, num_tiles
+from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
+from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.traffic import Traffic, mean_traffic
 from hf_longctx.runtime.mesh import GroupPool
 
 TRUTH = CostCoefficients(

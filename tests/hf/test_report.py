@@ -18,7 +18,6 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.report import RunReport, StepRecord, folded_layout, predicted_idle, predicted_memory
-from hf_longctx.plan.calibration import ChunkSample, PassSample
 from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
@@ -31,11 +30,12 @@ from hf_longctx.plan.core.types import (
     StepPlan,
     TensorShare,
 )
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
+from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.traffic import Traffic, mean_traffic
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.sharding import is_shared
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.lending import lend
 from hf_longctx.plan.multiplexing import multiplexed

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.nested import plan_nested

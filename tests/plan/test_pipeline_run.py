@@ -26,7 +26,7 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes

@@ -29,7 +29,7 @@ from hf_longctx.plan.core.model_spec import PlannerConfig, Solver, default_degre
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.grouping import GroupingProblem, Layout
 from hf_longctx.plan.placement import place_layout

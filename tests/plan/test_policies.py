@@ -12,7 +12,7 @@ from hf_longctx.plan.core.model_spec import GENERIC_GPU, ActivationBudget, Clust
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import most_tokens, round_bytes
 from hf_longctx.plan.planner import plan_step

@@ -8,7 +8,7 @@ import pytest
 
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import Span
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.probe_plans import LONE, LONG, PACKED, probe_lengths, probe_plans
 
 MODEL = ModelSpec(8, 32, 48, 4, 2, 8, 64, 512)

@@ -17,7 +17,7 @@ from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.sharding import shared_order
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.layer_memory import Load
 from hf_longctx.plan.memory import chunk_bytes

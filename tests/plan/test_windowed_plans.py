@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from helpers.plans.plan_cases import WINDOWED, cost_model, lognormal_lengths
 
-from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
@@ -21,7 +20,8 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.core.windows import Windows
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory import KnownBytes
 from hf_longctx.plan.multiplexing import multiplexed

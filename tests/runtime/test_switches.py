@@ -16,7 +16,7 @@ from test_sharded import check
 
 from hf_longctx.plan.core.model_spec import ClusterSpec, GroupMethod, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.types import SequenceGroup, StepPlan
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.planner import plan_step
 
 HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9, 1e8, 1e-4)

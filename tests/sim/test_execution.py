@@ -8,7 +8,7 @@ import pytest
 from helpers.plans.sim_cases import cost_model
 
 from hf_longctx.plan.core.types import GroupShape, StepPlan
-from hf_longctx.plan.cost import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.grouping import Layout
 from hf_longctx.plan.placement import place_layout
 from hf_longctx.plan.planner import build_plan

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.cost import default_coefficients
-from hf_longctx.plan.hardware import read_profile
+from hf_longctx.plan.cost.cost_model import default_coefficients
+from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory import most_tokens
 from hf_longctx.sim.scenario import Request, build_scenario, read_model
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import GroupShape, StepPlan
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.grouping import GroupingProblem, Layout
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
 # the other files there are no plans
-_PROBLEMS = Path(__file__).parent / "microbatch_problems.json"
+_PROBLEMS = Path(__file__).parents[2] / "plan" / "microbatch_problems.json"
 FIXTURE_NAMES = tuple(sorted(path.stem for path in FIXTURES.glob("*.json") if path != _PROBLEMS))
 
 MODEL = ModelSpec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.memory import MemoryModel, Placement
 from hf_longctx.sim.scenario import Scenario
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
-from hf_longctx.plan.cost import CostCoefficients, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
 
 
 def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: ModelSpec, whole: ModelSpec) -> CostCoefficients:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_longctx.plan.core.model_spec import HardwareSpec, ModelSpec
-from hf_longctx.plan.cost import CostCoefficients, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
 
 SCHEMA_VERSION = 1
 

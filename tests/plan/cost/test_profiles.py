@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.catalog import named_model
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, default_coefficients
-from hf_longctx.plan.hardware import (
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, default_coefficients
+from hf_longctx.plan.cost.profiles import (
     HardwareProfile,
     ModelCalibration,
     profile_from_json,
@@ -78,14 +78,14 @@ def test_a_profile_survives_json() -> None:
 
 
 def test_every_field_is_checked() -> None:
-    from hf_longctx.plan import hardware
+    from hf_longctx.plan.cost import profiles
 
     nested = {
         HardwareSpec: {"exchange_bytes_per_s"},
         ModelCalibration: {"coefficients"},
         CostCoefficients: {"forward", "backward"},
     }
-    for kind, rules in hardware._RULES.items():
+    for kind, rules in profiles._RULES.items():
         assert {field.name for field in dataclasses.fields(kind)} == set(rules) | nested.get(kind, set())
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_longctx.plan.catalog import model_names, named_model, spec_name
+from hf_longctx.plan.cost.catalog import model_names, named_model, spec_name
 
 # parameters as the model cards and safetensors indices give them; for gpt-* as FlexSP's artefact does, at 192K positions
 PUBLISHED = {

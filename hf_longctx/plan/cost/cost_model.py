@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.model_spec import ClusterSpec, GroupMethod, ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
-from hf_longctx.plan.traffic import Traffic, group_shapes, mean_traffic
+from hf_longctx.plan.cost.traffic import Traffic, group_shapes, mean_traffic
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

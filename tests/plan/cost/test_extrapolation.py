@@ -9,8 +9,8 @@ from helpers.plans.plan_cases import HARDWARE, MODEL
 
 from hf_longctx.plan.core.model_spec import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
-from hf_longctx.plan.cost import CostCoefficients, CostModel, PassCoefficients, default_coefficients
-from hf_longctx.plan.rates import hardware_rates, whole_model
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, default_coefficients
+from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model
 
 MEASURED = replace(HARDWARE, exchange_bytes_per_s=((2, 3e8), (4, 2e8)))
 CLUSTER = ClusterSpec(4, 2, MEASURED)

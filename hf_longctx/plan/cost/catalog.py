@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.hardware import normal_name
+from hf_longctx.plan.cost.profiles import normal_name
 
 _TIED = True
 
