@@ -33,7 +33,7 @@ import numpy as np
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.types import TensorClass, TensorShare
 from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
-from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
+from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_linear_program
 
 # what solvers may exceed a limit by, relative to it or to the largest class, taken off beforehand
 _MARGIN = 1e-6

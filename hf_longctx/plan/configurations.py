@@ -20,7 +20,7 @@ from hf_longctx.plan.bucketing import LengthClasses
 from hf_longctx.plan.cost.cost_model import FloatArray
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.pricing import Configurations, Pricing
-from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
+from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_linear_program
 
 MAX_CLASSES = 64
 _TOLERANCE = 5e-4

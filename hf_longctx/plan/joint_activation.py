@@ -28,7 +28,7 @@ from operator import attrgetter
 import numpy as np
 
 from hf_longctx.plan.cost.cost_model import BoolArray, FloatArray, IntArray
-from hf_longctx.plan.solver import LinearProgram, SolverError, solve_integer_program, solve_linear_program
+from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_integer_program, solve_linear_program
 
 # how far above the linear program's bound a solution may be, and how many nodes the search for a better one visits
 _GAP = 0.02

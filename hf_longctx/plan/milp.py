@@ -18,7 +18,7 @@ from hf_longctx.plan.bounds import fluid_bound_s
 from hf_longctx.plan.bucketing import LengthClasses, draw_groups
 from hf_longctx.plan.cost.cost_model import FloatArray
 from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
-from hf_longctx.plan.solver import Backend, LinearProgram, SolverError, solve_integer_program
+from hf_longctx.plan.solver.solve import Backend, LinearProgram, SolverError, solve_integer_program
 
 _NUM_BUCKETS = 16
 

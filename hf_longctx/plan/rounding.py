@@ -17,7 +17,7 @@ from hf_longctx.plan.bucketing import LengthClasses, draw_groups
 from hf_longctx.plan.configurations import MAX_CLASSES, bisect, configuration_bound_s
 from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
 from hf_longctx.plan.pricing import Configurations, Pricing
-from hf_longctx.plan.solver import LinearProgram, SolverError, solve_integer_program
+from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_integer_program
 
 # of the time: for the configurations and their bound, and of the rest for one T
 _PRICING_SHARE = 0.5

@@ -18,7 +18,7 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan import configurations, solver
+from hf_longctx.plan import configurations
 from hf_longctx.plan.bounds import fluid_bound_s
 from hf_longctx.plan.bucketing import LengthClasses
 from hf_longctx.plan.configurations import configuration_bound_s
@@ -26,7 +26,8 @@ from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.greedy import plan_one_micro_batch
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.pricing import Pricing
-from hf_longctx.plan.solver import SolverError
+from hf_longctx.plan.solver import solve
+from hf_longctx.plan.solver.solve import SolverError
 
 kinds = st.sampled_from(COST_KINDS)
 few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)
@@ -98,7 +99,7 @@ def test_without_time_or_a_solver_the_fluid_bound_is_left(monkeypatch: pytest.Mo
 def test_a_machine_without_highs_finds_the_same_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = next(problem for name, problem, _, _ in flexsp_problems() if name == "LN1.8-384k-s0/2")
     with_highs_s = configuration_bound_s(problem, 60.0)
-    monkeypatch.setattr(solver, "available_backends", lambda: ("cbc",))
+    monkeypatch.setattr(solve, "available_backends", lambda: ("cbc",))
     assert configuration_bound_s(problem, 60.0) == pytest.approx(with_highs_s, rel=2e-3)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from hf_longctx.plan import joint_activation
 from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
-from hf_longctx.plan.solver import LinearProgram, solve_linear_program
+from hf_longctx.plan.solver.solve import LinearProgram, solve_linear_program
 
 
 class Moment(NamedTuple):

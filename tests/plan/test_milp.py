@@ -20,7 +20,7 @@ from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.grouping import GroupingProblem, Layout
 from hf_longctx.plan.milp import group_by_milp, plan_milp
-from hf_longctx.plan.solver import Backend, Solution, SolverError
+from hf_longctx.plan.solver.solve import Backend, Solution, SolverError
 
 PROBLEMS = {name: problem for name, problem, _, _ in flexsp_problems()}
 BEST_S = {name: best_s for name, _, _, best_s in flexsp_problems()}

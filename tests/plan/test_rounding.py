@@ -20,7 +20,7 @@ from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.grouping import GroupingProblem
 from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
-from hf_longctx.plan.solver import SolverError
+from hf_longctx.plan.solver.solve import SolverError
 
 PROBLEMS = {name: (problem, bound_s, best_s) for name, problem, bound_s, best_s in flexsp_problems()}
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan import solver
-from hf_longctx.plan.solver import (
+from hf_longctx.plan.solver import solve
+from hf_longctx.plan.solver.solve import (
     Backend,
     LinearProgram,
     Solution,
@@ -207,7 +207,7 @@ def test_a_wrong_answer_of_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch
 
     def answer(values: list[float]) -> None:
         found = Solution("optimal", "highs", np.array(values), sum(values), 0.0, np.zeros(1))
-        monkeypatch.setattr(solver, "_solve_with_highs", lambda *_: found)
+        monkeypatch.setattr(solve, "_solve_with_highs", lambda *_: found)
 
     answer([1.0, 1.0])
     with pytest.raises(SolverError, match="violate the program by"):
@@ -224,12 +224,12 @@ def test_a_machine_without_highs_uses_cbc(monkeypatch: pytest.MonkeyPatch) -> No
     assert available_backends() == ("highs", "cbc")
     case = program([1, 1], [[1, 1]], [3], [math.inf])
     assert solve_linear_program(case).backend == "highs"
-    monkeypatch.setattr(solver, "available_backends", lambda: ("cbc",))
+    monkeypatch.setattr(solve, "available_backends", lambda: ("cbc",))
     assert solve_linear_program(case).backend == "cbc"
     with pytest.raises(ValueError, match=r"'highs' is not among the installed \('cbc',\); install highspy"):
         solve_linear_program(case, backend="highs")
 
 
 def test_importing_the_solver_loads_no_solver() -> None:
-    code = "import sys, hf_longctx.plan.solver; assert not {'pulp', 'highspy'} & set(sys.modules)"
+    code = "import sys, hf_longctx.plan.solver.solve; assert not {'pulp', 'highspy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
