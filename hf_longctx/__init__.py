@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.stage_choice import load_pipeline_stage
     from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
-    from hf_longctx.plan.packing import pack_sequences
+    from hf_longctx.plan.chunks.packing import pack_sequences
 
 _HOMES = {
     "DataError": "hf_longctx.hf.chat",
@@ -34,7 +34,7 @@ _HOMES = {
     "extend_positions": "hf_longctx.hf.rope",
     "load_pipeline_stage": "hf_longctx.hf.stage_choice",
     "mix_datasets": "hf_longctx.hf.mixture",
-    "pack_sequences": "hf_longctx.plan.packing",
+    "pack_sequences": "hf_longctx.plan.chunks.packing",
     "passkeys": "hf_longctx.hf.needles",
     "tokenise_chat": "hf_longctx.hf.tokenise",
     "tokenise_completions": "hf_longctx.hf.tokenise",

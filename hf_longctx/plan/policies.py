@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
 from hf_longctx.plan.activation_memory import class_bytes, held_bytes, layer_slot, layer_slots
-from hf_longctx.plan.chunking import sliced_group
+from hf_longctx.plan.chunks.slices import sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens

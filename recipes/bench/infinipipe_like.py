@@ -29,12 +29,12 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
+from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.elastic_chunks import elastic_chunks, fixed_chunks
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, families, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import recomputed_layer, with_layers

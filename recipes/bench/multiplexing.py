@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import shared_order, sharing_stages

@@ -29,7 +29,7 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 
-from hf_longctx.plan.packing import fewest_bins, pack_sequences
+from hf_longctx.plan.chunks.packing import fewest_bins, pack_sequences
 
 try:
     from trl import data_utils as peer

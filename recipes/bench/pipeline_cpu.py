@@ -32,13 +32,13 @@ import transformers
 from hf_longctx.hf.refit import without_waiting
 from hf_longctx.hf.report import StepRecord
 from hf_longctx.hf.stage_choice import balanced_ranges
+from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import Fit, fit_coefficients
-from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.memory import round_bytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined

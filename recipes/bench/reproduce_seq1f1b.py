@@ -37,7 +37,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hf_longctx.plan.activation_memory import plain_layer_bytes
-from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan

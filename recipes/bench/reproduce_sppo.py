@@ -32,7 +32,7 @@ from itertools import pairwise
 from typing import Any
 
 from hf_longctx.plan.activation import SavedClass, Slot, hidden_shares
-from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens

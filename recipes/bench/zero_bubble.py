@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import FULL, SpanRates
 from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, Span

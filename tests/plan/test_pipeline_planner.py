@@ -11,12 +11,12 @@ from helpers.plans.plan_cases import COST_KINDS, MODEL, cost_model, lognormal_le
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.chunks.elastic import fixed_chunks
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.elastic_chunks import fixed_chunks
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_planner import plan_pipelines, stage_parts

@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 from helpers.plans.plan_cases import cost_model, lognormal_lengths
 
+from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.elastic_chunks import elastic_chunks
 from hf_longctx.plan.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options

@@ -37,7 +37,8 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version:
         "",
         " ".join(_EXACT.split()),
         "",
-        "`python tests/helpers/models/model_table.py` writes this page; `pytest -m sweep tests/hf/test_model_sweep.py` proves it.",
+        "`python tests/helpers/models/model_table.py` writes this page; `pytest -m sweep "
+        "tests/hf/test_model_sweep.py` proves it.",
         "",
         "## Exact",
         "",

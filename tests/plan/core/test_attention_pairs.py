@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.activation import SavedClass
 from hf_longctx.plan.activation_memory import layer_slots
-from hf_longctx.plan.chunking import slice_bounds
+from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs, SpanRates
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import default_coefficients

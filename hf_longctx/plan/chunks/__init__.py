@@ -1,0 +1,1 @@
+"""Long sequences cut into slices, short ones packed into chunks."""
