@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 from hf_longctx.hf.calibrate import shaped_config
 from hf_longctx.hf.layers import output_head
 from hf_longctx.plan.activation import MemoryLimits
-from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, plain_layer_bytes, plan_activations
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import chunk_bytes
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import chunk_bytes
+from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes, plan_activations
 from hf_longctx.recipes.one_document import (
     PlannedDocument,
     attention_kernel,

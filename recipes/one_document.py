@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
-from hf_longctx.plan.activation_memory import held_bytes
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import (
     Action,
@@ -31,7 +30,8 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     TensorShare,
 )
-from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.executor import StepExecutor, no_mask

@@ -20,15 +20,15 @@ from hf_longctx.hf.pass_samples import pass_samples
 from hf_longctx.hf.plan_ahead import is_stand_in
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.refit import CostRefit, MeasuredPlan, Samples
-from hf_longctx.plan.activation_memory import held_bytes
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import Residuals
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.memory import round_bytes
-from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
+from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.saved_tensors import held_bytes
+from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory, StepResult
 from hf_longctx.runtime.profiler import Interval
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline

@@ -28,10 +28,10 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.memory import most_tokens
+from hf_longctx.plan.memory.round_bytes import most_tokens
+from hf_longctx.plan.memory.stage import most_held_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
-from hf_longctx.plan.stage_memory import most_held_bytes
 from hf_longctx.runtime.calibrate import copy_rate
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.tiles import attention_backend

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.plan.activation_memory import layer_slot
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -28,8 +27,9 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.cost_model import CostModel, IntArray
 from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import KnownBytes, round_moments
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import KnownBytes, round_moments
+from hf_longctx.plan.memory.saved_tensors import layer_slot
 
 # of what copies hide at best: they share a link with messages, and start when there is something to copy
 _LINK_SHARE = 0.9

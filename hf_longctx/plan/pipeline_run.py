@@ -11,7 +11,6 @@ from itertools import accumulate
 import numpy as np
 
 from hf_longctx.plan.activation import SavedClass
-from hf_longctx.plan.activation_memory import layer_slot
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -27,8 +26,9 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.cost_model import CostModel, FloatArray
 from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, Wiring
-from hf_longctx.plan.memory import KnownBytes, RoundBytes, round_bytes
-from hf_longctx.plan.stage_memory import message_bytes, most_at_once, stage_state_bytes
+from hf_longctx.plan.memory.round_bytes import KnownBytes, RoundBytes, round_bytes
+from hf_longctx.plan.memory.saved_tensors import layer_slot
+from hf_longctx.plan.memory.stage import message_bytes, most_at_once, stage_state_bytes
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 

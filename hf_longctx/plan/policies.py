@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
-from hf_longctx.plan.activation_memory import class_bytes, held_bytes, layer_slot, layer_slots
 from hf_longctx.plan.chunks.slices import sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget
@@ -31,7 +30,8 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory import RoundBytes, lean_policy, round_bytes
+from hf_longctx.plan.memory.round_bytes import RoundBytes, lean_policy, round_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes, layer_slot, layer_slots
 from hf_longctx.plan.sppo import slice_counts
 
 # how many slices are tried, as far as SPPO's bounds allow them

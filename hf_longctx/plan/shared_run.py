@@ -16,10 +16,10 @@ from hf_longctx.plan.core.sharding import head_shares, shard_tokens, shared_orde
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.event_loop import Times
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, chunk_load
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, chunk_load
+from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes, stage_weight_bytes
 from hf_longctx.plan.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
-from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes, stage_weight_bytes
 
 
 def run_shared(

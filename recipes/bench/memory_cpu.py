@@ -31,8 +31,8 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, plain_layer_bytes
 from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes
 from hf_longctx.recipes.one_document import (
     PlannedDocument,
     document_plan,

@@ -22,7 +22,7 @@ from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
-from hf_longctx.plan.memory import most_tokens
+from hf_longctx.plan.memory.round_bytes import most_tokens
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier, PlainCopies
 

@@ -22,7 +22,7 @@ from hf_longctx.plan.core.model_spec import HardwareSpec
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
-from hf_longctx.plan.memory import most_tokens
+from hf_longctx.plan.memory.round_bytes import most_tokens
 
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

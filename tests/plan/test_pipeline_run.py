@@ -10,7 +10,6 @@ import pytest
 from helpers.plans.plan_cases import HARDWARE, MODEL, fixture
 from test_event_loop import Stages, interleaved, one_forward_one_backward, with_messages
 
-from hf_longctx.plan.activation_memory import class_bytes
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
@@ -28,9 +27,10 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
-from hf_longctx.plan.stage_memory import message_bytes, stage_state_bytes
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
 
 # no head, and hops of no time; forward a second for each token and rank, backward two
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)

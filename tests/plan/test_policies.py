@@ -14,7 +14,7 @@ from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.memory import most_tokens, round_bytes
+from hf_longctx.plan.memory.round_bytes import most_tokens, round_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies import RoomMaker, added_seconds, group_seconds
 

@@ -23,7 +23,7 @@ from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.memory import KnownBytes
+from hf_longctx.plan.memory.round_bytes import KnownBytes
 from hf_longctx.plan.multiplexing import multiplexed
 from hf_longctx.plan.pipeline import pipelined
 from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.hf.model_spec import model_spec
-from hf_longctx.plan.activation_memory import held_bytes
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime import offload
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.kept_projections import ProjectionRecord, _Projection

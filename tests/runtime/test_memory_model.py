@@ -19,8 +19,8 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import ChunkBytes, chunk_bytes, round_bytes
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_bytes
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor, no_mask
 from hf_longctx.runtime.loss import summed_cross_entropy

@@ -12,8 +12,8 @@ from test_memory_model import layer
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy
-from hf_longctx.plan.memory import round_bytes
-from hf_longctx.plan.stage_memory import message_bytes
+from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.stage import message_bytes
 
 SPEC = ModelSpec(4, 64, 176, 4, 2, 16, 64, 8192)
 WHOLE = [[(sequence, 0, 512)] for sequence in range(4)]

@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_longctx.hf.adapters import adapter_spec
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.layers import layer_modules
-from hf_longctx.plan.activation_memory import checkpointed_layer_bytes, class_bytes, held_bytes, plain_layer_bytes
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
+from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, class_bytes, held_bytes, plain_layer_bytes
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.chunk_attention import ChunkAttention, documents_of
 from hf_longctx.runtime.executor import no_mask

@@ -24,7 +24,7 @@ from test_slices import TOLERANCE, worst
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.memory import round_bytes
+from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.runtime.patterns import AttentionPattern
 from hf_longctx.runtime.ring import ring_attention
 from hf_longctx.runtime.tiles import Scores

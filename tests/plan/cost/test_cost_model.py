@@ -12,7 +12,7 @@ from hf_longctx.plan.core.model_spec import AdapterSpec, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.traffic import mean_traffic
-from hf_longctx.plan.stage_memory import held_state_bytes
+from hf_longctx.plan.memory.stage import held_state_bytes
 
 # a model of one layer with 4 query heads and 2 KV heads of size 1 and one byte an element: bytes are elements
 TINY = ModelSpec(1, 4, 8, 4, 2, 1, 10, 100, bytes_per_element=1)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from hf_longctx.plan.activation_memory import class_bytes, plain_layer_bytes
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
+from hf_longctx.plan.memory.saved_tensors import class_bytes, plain_layer_bytes
 
 # of a matrix of capped scores, as `runtime.plain_tiles` makes them
 MOST_SCORES = 2**25

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activation_memory import class_bytes, held_bytes
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import (
     Action,
@@ -21,8 +20,9 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     TensorShare,
 )
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import chunk_bytes, lean_policy, longest_document, most_tokens, round_bytes
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import chunk_bytes, lean_policy, longest_document, most_tokens, round_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 
 # Llama-3.1-8B, and a small model with half as many KV heads as heads
 LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)

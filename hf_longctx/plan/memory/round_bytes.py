@@ -14,8 +14,6 @@ from operator import attrgetter
 
 import numpy as np
 
-from hf_longctx.plan.activation_memory import class_bytes
-from hf_longctx.plan.book_memory import BookKinds, book_kinds, book_moments, group_ends
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -29,7 +27,9 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import BoolArray, IntArray
-from hf_longctx.plan.layer_memory import LayerBytes, Load, OutsideBytes
+from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments, group_ends
+from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from helpers.plans.pipeline_cases import chunks_of, plan_of, random_shapes
 
-from hf_longctx.plan.book_memory import group_ends
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.layer_memory import Load
-from hf_longctx.plan.memory import KnownBytes, RoundBytes, chunk_bytes, chunk_load, round_bytes, round_moments
+from hf_longctx.plan.memory.kv_book import group_ends
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import KnownBytes, RoundBytes, chunk_bytes, chunk_load, round_bytes, round_moments
 from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer, with_layers
 
 MODEL = named_model("llama-3.1-8b")

@@ -1,0 +1,1 @@
+"""Bytes that a layer, a micro-batch and a stage hold."""
