@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.hf.calibrate import shaped_config
 from hf_longctx.hf.layers import output_head
-from hf_longctx.plan.activation import MemoryLimits
+from hf_longctx.plan.activations.shares import MemoryLimits
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span
 from hf_longctx.plan.cost.catalog import named_model

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_longctx.hf.refit import Samples
+from hf_longctx.plan.activations.fit_group import added_seconds
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.pipeline_run import StageRun, run_pipeline
-from hf_longctx.plan.policies import added_seconds
 from hf_longctx.runtime.profiler import Interval
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_longctx.plan.activations.fit_group import added_seconds
 from hf_longctx.plan.core.sharding import is_shared, shard_tokens
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.stage import most_in_flight, stage_state_bytes
 from hf_longctx.plan.pipeline_run import KnownRuns, check_action, near_ranks, run_pipeline
-from hf_longctx.plan.policies import added_seconds
 from hf_longctx.plan.shared_run import run_shared_pipeline
 from hf_longctx.timeline import TimelineEvent
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hf_longctx.plan.activation import SavedClass
+from hf_longctx.plan.activations.shares import SavedClass
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from hf_longctx.plan.activations.fit_group import RoomMaker
 from hf_longctx.plan.blaster import GroupedStep
 from hf_longctx.plan.core.model_spec import PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import (
@@ -34,7 +35,6 @@ from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly,
 from hf_longctx.plan.milp import group_by_milp, plan_milp
 from hf_longctx.plan.nested import plan_nested
 from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
-from hf_longctx.plan.policies import RoomMaker
 from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
 
 

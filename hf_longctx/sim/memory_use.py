@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hf_longctx.plan.activations.fit_group import added_seconds, policy_reason
 from hf_longctx.plan.core.model_spec import ActivationBudget, ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
-from hf_longctx.plan.policies import added_seconds, policy_reason
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.memory import MemoryModel
 

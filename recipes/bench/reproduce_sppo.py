@@ -31,7 +31,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from hf_longctx.plan.activation import SavedClass, Slot, hidden_shares
+from hf_longctx.plan.activations.shares import SavedClass, Slot, hidden_shares
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec

@@ -7,7 +7,7 @@ from helpers.plans.steps import tiny_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, hidden_shares
+from hf_longctx.plan.activations.shares import MemoryLimits, SavedClass, Slot, choose_policy, hidden_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.sppo import slice_counts, sppo_degrees
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.plan_cases import WINDOWED, cost_model, lognormal_lengths
 
+from hf_longctx.plan.activations.fit_group import group_seconds
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
@@ -29,7 +30,6 @@ from hf_longctx.plan.pipeline import pipelined
 from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer
 from hf_longctx.plan.pipeline_planner import plan_pipelines
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.policies import group_seconds
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 GEMMA = named_model("gemma-3-12b")

@@ -8,6 +8,7 @@ import pytest
 from helpers.plans.sim_cases import MEMORY, MODEL, cost_model, scenario
 from test_forecast import LENGTHS, forecast
 
+from hf_longctx.plan.activations.fit_group import added_seconds
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -23,7 +24,6 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.memory.saved_tensors import class_bytes
-from hf_longctx.plan.policies import added_seconds
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes

@@ -14,7 +14,7 @@ low-rank projections keep comes on top.
 
 from __future__ import annotations
 
-from hf_longctx.plan.activation import MemoryLimits, PolicyChoice, SavedClass, Slot, choose_policy
+from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, SavedClass, Slot, choose_policy
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, Chunk, GroupShape, LayerPolicy, TensorClass, TensorShare

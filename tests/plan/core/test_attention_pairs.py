@@ -11,7 +11,7 @@ from helpers.plans.plan_cases import MODEL, cost_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activation import SavedClass
+from hf_longctx.plan.activations.shares import SavedClass
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs, SpanRates
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span

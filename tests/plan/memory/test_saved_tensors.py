@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.steps import tiny_costs
 
-from hf_longctx.plan.activation import MemoryLimits
+from hf_longctx.plan.activations.shares import MemoryLimits
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
 from hf_longctx.plan.memory.saved_tensors import (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activation import (
+from hf_longctx.plan.activations.shares import (
     MemoryLimits,
     SavedClass,
     Slot,

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_longctx.plan.activation import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
+from hf_longctx.plan.activations.shares import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
 from hf_longctx.plan.chunks.slices import sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget

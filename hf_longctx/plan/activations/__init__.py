@@ -1,0 +1,1 @@
+"""Shares of activations that are kept, offloaded or recomputed on one group."""
