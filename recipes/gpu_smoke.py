@@ -33,7 +33,7 @@ from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.gpu_smoke_memory import memory_checks
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document

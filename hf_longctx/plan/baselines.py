@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
-from hf_longctx.plan.partition import consecutive_chunks
+from hf_longctx.plan.groups.cuts import consecutive_chunks
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 # how full best-fit packing makes a group; Megatron's balance within a round, and how far a queue may exceed its share of work
 _FILL = 0.9

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.plan.bounds import fluid_bound_s
-from hf_longctx.plan.greedy import group_micro_batch
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
-from hf_longctx.plan.partition import consecutive_chunks
+from hf_longctx.plan.groups.bounds import fluid_bound_s
+from hf_longctx.plan.groups.cuts import consecutive_chunks
+from hf_longctx.plan.groups.greedy import group_micro_batch
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 _LEAST_GAIN = 1e-9
 # a micro-batch this close to its bound is done, and time below this share of an even one is not worth a second start

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.cost.cost_model import FloatArray
-from hf_longctx.plan.grouping import Group, GroupingProblem
+from hf_longctx.plan.groups.problem import Group, GroupingProblem
 
 
 def bucket_ends(lengths: Sequence[int], counts: Sequence[int], num_buckets: int) -> list[int]:

@@ -18,9 +18,9 @@ from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import TENSOR_CLASSES, Chunk, GroupShape, MicroBatch, SequenceGroup
 from hf_longctx.plan.cost.cost_model import CostModel, IntArray
 from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.groups.placement import PlacedGroup, place_layout, with_idle_ranks
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.pipeline import Schedule, families, pipelined
-from hf_longctx.plan.placement import PlacedGroup, place_layout, with_idle_ranks
 from hf_longctx.plan.replicas import deal_sequences
 from hf_longctx.plan.stage_costs import Parts, StageRates, busiest_rates, pipeline_s
 from hf_longctx.plan.stage_layouts import StageLayout, promising, stage_layouts

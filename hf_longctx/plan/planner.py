@@ -30,11 +30,11 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
-from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, solve_exactly
+from hf_longctx.plan.groups.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
+from hf_longctx.plan.groups.nested import plan_nested
+from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout, can_solve_exactly, solve_exactly
 from hf_longctx.plan.milp import group_by_milp, plan_milp
-from hf_longctx.plan.nested import plan_nested
-from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hf_longctx.plan.bucketing import LengthClasses
 from hf_longctx.plan.cost.cost_model import FloatArray
-from hf_longctx.plan.grouping import GroupingProblem
+from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.solver.solve import LinearProgram, solve_integer_program
 
 # shares of time in the mixture of time and tokens; 0 and 1 are the rows themselves

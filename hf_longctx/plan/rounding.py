@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_longctx.plan.blaster import GroupedMicroBatch, GroupedStep, plan_by_chunks
-from hf_longctx.plan.bounds import fluid_bound_s
 from hf_longctx.plan.bucketing import LengthClasses, draw_groups
 from hf_longctx.plan.configurations import MAX_CLASSES, bisect, configuration_bound_s
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
+from hf_longctx.plan.groups.bounds import fluid_bound_s
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 from hf_longctx.plan.pricing import Configurations, Pricing
 from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_integer_program
 

@@ -11,9 +11,9 @@ from hf_longctx.plan.baselines import BASELINES, all_baselines, static_layout
 from hf_longctx.plan.core.model_spec import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.greedy import plan_static
-from hf_longctx.plan.grouping import GroupingProblem, Layout
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.greedy import plan_static
+from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.execution import Execution, execute_plan

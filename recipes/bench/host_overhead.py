@@ -22,7 +22,7 @@ from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import block_pieces, rank_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.executor import StepExecutor

@@ -38,14 +38,14 @@ from statistics import mean
 import numpy as np
 from reproduce_flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 
-from hf_longctx.plan.bounds import fluid_bounds_s
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.greedy import group_micro_batch
-from hf_longctx.plan.grouping import GroupingProblem
+from hf_longctx.plan.groups.bounds import fluid_bounds_s
+from hf_longctx.plan.groups.greedy import group_micro_batch
+from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.pipeline_planner import plan_pipelines
 from hf_longctx.plan.planner import plan_step
 

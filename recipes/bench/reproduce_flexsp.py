@@ -45,7 +45,7 @@ from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec, PlannerConfi
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, read_profile
-from hf_longctx.plan.grouping import GroupingProblem
+from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.reproduction import run_reproduction
 

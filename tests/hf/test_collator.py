@@ -18,7 +18,7 @@ from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedS
 from hf_longctx.hf.data import token_rows
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.grouping import rank_layouts
+from hf_longctx.plan.groups.problem import rank_layouts
 
 NO_LABEL = -100
 Row = dict[str, list[int]]

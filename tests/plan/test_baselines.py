@@ -27,7 +27,7 @@ from hf_longctx.plan.baselines import (
 )
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.grouping import GroupingProblem, Layout
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 
 
 def hand_problem(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan import blaster
 from hf_longctx.plan.blaster import GroupedMicroBatch, plan_by_chunks
-from hf_longctx.plan.greedy import plan_greedy, plan_one_micro_batch
-from hf_longctx.plan.grouping import Group, GroupingProblem
-from hf_longctx.plan.partition import consecutive_chunks
+from hf_longctx.plan.groups.cuts import consecutive_chunks
+from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
+from hf_longctx.plan.groups.problem import Group, GroupingProblem
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)

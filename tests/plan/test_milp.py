@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan import milp
 from hf_longctx.plan.core.model_spec import PlannerConfig
-from hf_longctx.plan.greedy import plan_greedy, plan_one_micro_batch
-from hf_longctx.plan.grouping import GroupingProblem, Layout
+from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.milp import group_by_milp, plan_milp
 from hf_longctx.plan.solver.solve import Backend, Solution, SolverError
 

@@ -31,8 +31,8 @@ from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.grouping import GroupingProblem, Layout
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.planner import build_plan, plan_step
 
 DEGREES = (1, 2, 4)

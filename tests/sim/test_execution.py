@@ -9,8 +9,8 @@ from helpers.plans.sim_cases import cost_model
 
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.grouping import Layout
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.groups.problem import Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.sim.execution import execute_plan
 

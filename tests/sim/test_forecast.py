@@ -12,7 +12,7 @@ from helpers.plans.sim_cases import cost_model, scenario
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import Forecast, folded_layout, make_forecast

@@ -19,7 +19,7 @@ from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.grouping import GroupingProblem, Layout
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 
 FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
 # the other files there are no plans

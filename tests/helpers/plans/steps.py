@@ -25,8 +25,8 @@ from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import GroupShape, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.grouping import Layout
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.groups.problem import Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.runtime.checkpointing import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor

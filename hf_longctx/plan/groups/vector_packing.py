@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
-from hf_longctx.plan.grouping import Group, GroupingProblem
+from hf_longctx.plan.groups.problem import Group, GroupingProblem
 
 # rounding may not make a makespan that was reached, or a full group, infeasible: shares of the limit, and of a group's memory,
 # where 1e-11 is less than a token

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.grouping import Group, Layout
+from hf_longctx.plan.groups.problem import Group, Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from helpers.plans.plan_cases import check_problem_layout, flexsp_problem, odd_p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.backfill import _fill, _first_fitting, backfill, group_part
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.greedy import group_pieces
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
+from hf_longctx.plan.groups.backfill import _fill, _first_fitting, backfill, group_part
+from hf_longctx.plan.groups.greedy import group_pieces
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 
 def alone(problem: GroupingProblem) -> list[Group]:

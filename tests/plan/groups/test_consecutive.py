@@ -12,12 +12,12 @@ from helpers.plans.plan_cases import check_layout, cost_model, flexsp_problem, l
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.bounds import fluid_bounds_s
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.greedy import plan_greedy
-from hf_longctx.plan.grouping import Group, GroupingProblem
-from hf_longctx.plan.runs import group_runs
+from hf_longctx.plan.groups.bounds import fluid_bounds_s
+from hf_longctx.plan.groups.consecutive import group_runs
+from hf_longctx.plan.groups.greedy import plan_greedy
+from hf_longctx.plan.groups.problem import Group, GroupingProblem
 
 TOLERANCE = 2e-3
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
-from hf_longctx.plan.grouping import Group, GroupingProblem, Piece
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Piece
 
 # makespans over the fluid bound that bracket the answer first; the last stands for "any"
 _FIRST_FACTORS = np.array([1.02, 1.06, 1.12, 1.25, 1.5, 2.0, 4.0, np.inf])

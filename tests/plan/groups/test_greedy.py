@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.baselines import all_baselines
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
-from hf_longctx.plan.greedy import (
+from hf_longctx.plan.groups.greedy import (
     _pods,
     group_micro_batch,
     group_pieces,
@@ -35,8 +35,8 @@ from hf_longctx.plan.greedy import (
     plan_one_micro_batch,
     plan_static,
 )
-from hf_longctx.plan.grouping import GroupingProblem, Layout
-from hf_longctx.plan.local_search import _State
+from hf_longctx.plan.groups.local_search import _State
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 
 DEGREES = (1, 2, 4)
 TRIALS = 5

@@ -12,8 +12,7 @@ from helpers.plans.plan_cases import flexsp_problem, lognormal_lengths, odd_prob
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.grouping import GroupingProblem, Piece
-from hf_longctx.plan.partition import (
+from hf_longctx.plan.groups.cuts import (
     _cheapest_path,
     _cut_places,
     _lumped_tokens,
@@ -21,6 +20,7 @@ from hf_longctx.plan.partition import (
     consecutive_chunks,
     expected_s,
 )
+from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
 
 def all_cuts(count: int, number: int) -> list[list[Piece]]:

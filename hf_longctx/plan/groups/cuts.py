@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_longctx.plan.bounds import least_work
 from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
-from hf_longctx.plan.grouping import GroupingProblem, Piece
+from hf_longctx.plan.groups.bounds import least_work
+from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
 _ROUNDING = 1e-12
 # how much of the time groups of few and of many sequences are expected to use, and how much of the memory lumped sequences

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.grouping import Group
-from hf_longctx.plan.placement import PlacedGroup, levels, place_layout, with_idle_ranks
+from hf_longctx.plan.groups.placement import PlacedGroup, levels, place_layout, with_idle_ranks
+from hf_longctx.plan.groups.problem import Group
 
 
 @st.composite

@@ -18,9 +18,9 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.bounds import fluid_bound_s, fluid_bounds_s, least_work
 from hf_longctx.plan.core.model_spec import PlannerConfig
-from hf_longctx.plan.grouping import GroupingProblem, Piece
+from hf_longctx.plan.groups.bounds import fluid_bound_s, fluid_bounds_s, least_work
+from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
 kinds = st.sampled_from(COST_KINDS)
 few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)

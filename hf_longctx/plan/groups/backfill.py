@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 Grouper = Callable[[GroupingProblem], list[Group]]
 

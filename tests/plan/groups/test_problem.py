@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.greedy import plan_greedy, plan_static
-from hf_longctx.plan.grouping import GroupingProblem, Layout, can_solve_exactly, rank_layouts, solve_exactly
-from hf_longctx.plan.placement import place_layout
+from hf_longctx.plan.groups.greedy import plan_greedy, plan_static
+from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout, can_solve_exactly, rank_layouts, solve_exactly
 from hf_longctx.plan.planner import build_plan
 
 DEGREES = (1, 2, 4)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.cost.cost_model import FloatArray
-from hf_longctx.plan.grouping import GroupingProblem
-from hf_longctx.plan.placement import PlacedGroup
+from hf_longctx.plan.groups.placement import PlacedGroup
+from hf_longctx.plan.groups.problem import GroupingProblem
 
 # finishes to aim for, over the bound that no plan beats; many sequences have time for the first one alone
 _LIMIT_FACTORS = (1.08, np.inf, 1.04)

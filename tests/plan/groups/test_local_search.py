@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_backfill import problems_and_layouts
 
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.grouping import GroupingProblem, Layout
-from hf_longctx.plan.local_search import _State, improve, use_spare_ranks
+from hf_longctx.plan.groups.local_search import _State, improve, use_spare_ranks
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 
 MUCH = 10**9
 layouts = problems_and_layouts()

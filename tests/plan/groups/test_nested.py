@@ -17,9 +17,9 @@ from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
-from hf_longctx.plan.grouping import GroupingProblem
-from hf_longctx.plan.nested import plan_nested
-from hf_longctx.plan.placement import PlacedGroup, PlacedLayout, levels
+from hf_longctx.plan.groups.nested import plan_nested
+from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels
+from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.planner import build_plan, plan_step
 
 CAPACITY = 400

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 # what a matrix costs besides its entries, in entries
 _CALL_COST = 3_000

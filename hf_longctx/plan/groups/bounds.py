@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_longctx.plan.cost.cost_model import FloatArray
-from hf_longctx.plan.grouping import GroupingProblem, Piece
+from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
 _ROUNDING = 1e-12
 _TOLERANCE, _CRUDE_TOLERANCE = 1e-9, 1e-3

@@ -15,15 +15,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_longctx.plan.backfill import backfill
-from hf_longctx.plan.bounds import fluid_bounds_s, least_work
 from hf_longctx.plan.chunks.packing import MAX_CAPACITY, pack_sequences
 from hf_longctx.plan.cost.cost_model import IntArray
-from hf_longctx.plan.grouping import Group, GroupingProblem, Layout, Piece
-from hf_longctx.plan.local_search import improve
-from hf_longctx.plan.partition import candidate_cuts, expected_s
-from hf_longctx.plan.runs import group_runs
-from hf_longctx.plan.vector_packing import Packed, Rule, Trial, pack_trials
+from hf_longctx.plan.groups.backfill import backfill
+from hf_longctx.plan.groups.bounds import fluid_bounds_s, least_work
+from hf_longctx.plan.groups.consecutive import group_runs
+from hf_longctx.plan.groups.cuts import candidate_cuts, expected_s
+from hf_longctx.plan.groups.local_search import improve
+from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout, Piece
+from hf_longctx.plan.groups.vector_packing import Packed, Rule, Trial, pack_trials
 
 # so many of all cuts, and of the cuts by tokens, are grouped: those that promise most
 _MAX_CUTS = 3

@@ -1,0 +1,1 @@
+"""Sequences of a step placed on sequence groups of different sizes (FlexSP)."""
