@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.activations.fit_group import RoomMaker
-from hf_longctx.plan.blaster import GroupedStep
 from hf_longctx.plan.core.model_spec import PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import (
     Action,
@@ -34,8 +33,9 @@ from hf_longctx.plan.groups.greedy import overlapping_static_layouts, plan_greed
 from hf_longctx.plan.groups.nested import plan_nested
 from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout, can_solve_exactly, solve_exactly
-from hf_longctx.plan.milp import group_by_milp, plan_milp
-from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
+from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
+from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
+from hf_longctx.plan.groups.programs.price_and_round import plan_by_configurations, plan_lp
 
 
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:

@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan import planner
-from hf_longctx.plan.blaster import GroupedStep
 from hf_longctx.plan.core.model_spec import PlannerConfig, Solver, default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
@@ -33,6 +32,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
+from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.planner import build_plan, plan_step
 
 DEGREES = (1, 2, 4)

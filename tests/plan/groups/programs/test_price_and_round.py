@@ -15,11 +15,11 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan import rounding
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.rounding import plan_by_configurations, plan_lp
+from hf_longctx.plan.groups.programs import price_and_round
+from hf_longctx.plan.groups.programs.price_and_round import plan_by_configurations, plan_lp
 from hf_longctx.plan.solver.solve import SolverError
 
 PROBLEMS = {name: (problem, bound_s, best_s) for name, problem, bound_s, best_s in flexsp_problems()}
@@ -82,7 +82,7 @@ def test_a_solver_that_fails_leaves_the_seed_and_says_so(monkeypatch: pytest.Mon
     def broken(*_: object, **__: object) -> None:
         raise SolverError("out of order")
 
-    monkeypatch.setattr(rounding, "solve_integer_program", broken)
+    monkeypatch.setattr(price_and_round, "solve_integer_program", broken)
     problem, _, _ = PROBLEMS["LN1.8-384k-s0/2"]
     seed = [(64, tuple(range(len(problem.lengths))))]
     found = plan_by_configurations(problem, seed, 5.0)

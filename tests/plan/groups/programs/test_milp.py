@@ -15,11 +15,11 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan import milp
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.plan.milp import group_by_milp, plan_milp
+from hf_longctx.plan.groups.programs import milp
+from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
 from hf_longctx.plan.solver.solve import Backend, Solution, SolverError
 
 PROBLEMS = {name: problem for name, problem, _, _ in flexsp_problems()}

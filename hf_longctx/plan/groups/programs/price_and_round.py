@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_longctx.plan.blaster import GroupedMicroBatch, GroupedStep, plan_by_chunks
-from hf_longctx.plan.bucketing import LengthClasses, draw_groups
-from hf_longctx.plan.configurations import MAX_CLASSES, bisect, configuration_bound_s
 from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
-from hf_longctx.plan.pricing import Configurations, Pricing
+from hf_longctx.plan.groups.programs.configurations import MAX_CLASSES, bisect, configuration_bound_s
+from hf_longctx.plan.groups.programs.length_classes import LengthClasses, draw_groups
+from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, GroupedStep, plan_by_chunks
+from hf_longctx.plan.groups.programs.pricing import Configurations, Pricing
 from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_integer_program
 
 # of the time: for the configurations and their bound, and of the rest for one T

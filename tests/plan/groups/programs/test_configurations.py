@@ -18,14 +18,14 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan import configurations
-from hf_longctx.plan.bucketing import LengthClasses
-from hf_longctx.plan.configurations import configuration_bound_s
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.greedy import plan_one_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.pricing import Pricing
+from hf_longctx.plan.groups.programs import configurations
+from hf_longctx.plan.groups.programs.configurations import configuration_bound_s
+from hf_longctx.plan.groups.programs.length_classes import LengthClasses
+from hf_longctx.plan.groups.programs.pricing import Pricing
 from hf_longctx.plan.solver import solve
 from hf_longctx.plan.solver.solve import SolverError
 

@@ -10,11 +10,11 @@ from helpers.plans.plan_cases import check_layout, flexsp_problem, lognormal_len
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan import blaster
-from hf_longctx.plan.blaster import GroupedMicroBatch, plan_by_chunks
 from hf_longctx.plan.groups.cuts import consecutive_chunks
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_one_micro_batch
 from hf_longctx.plan.groups.problem import Group, GroupingProblem
+from hf_longctx.plan.groups.programs import micro_batches
+from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, plan_by_chunks
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
@@ -52,7 +52,7 @@ def test_a_solver_that_finds_nothing_leaves_a_layout_as_fast_as_the_seed() -> No
 
 def test_a_cut_that_ends_up_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     # without bounds no cut is given up before its end
-    monkeypatch.setattr(blaster, "fluid_bound_s", lambda problem: 0.0)
+    monkeypatch.setattr(micro_batches, "fluid_bound_s", lambda problem: 0.0)
     problem = step()
     seed = plan_greedy(problem, 5)
     found = plan_by_chunks(problem, 4, 60.0, seed, keep)

@@ -1,0 +1,1 @@
+"""Grouping by integer and configuration programs."""
