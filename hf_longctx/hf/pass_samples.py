@@ -12,7 +12,7 @@ from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StageP
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import mean_traffic
-from hf_longctx.plan.pipeline_run import StageRun, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import StageRun, run_pipeline
 from hf_longctx.runtime.profiler import Interval
 
 

@@ -15,7 +15,7 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, fit_coefficients, scaled_coefficients
-from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 # plans that a refit looks back on, few enough to follow a machine that changes its speed: the prior knows what they lack
 _WINDOW_PLANS = 8

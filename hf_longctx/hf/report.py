@@ -25,10 +25,10 @@ from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import Residuals
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory, StepResult
 from hf_longctx.runtime.profiler import Interval
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline

@@ -28,7 +28,6 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.groups.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
 from hf_longctx.plan.groups.nested import plan_nested
 from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
@@ -36,6 +35,7 @@ from hf_longctx.plan.groups.problem import GroupingProblem, Layout, can_solve_ex
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
 from hf_longctx.plan.groups.programs.price_and_round import plan_by_configurations, plan_lp
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:

@@ -11,9 +11,9 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
 from hf_longctx.plan.cost.cost_model import CostModel, FloatArray, num_tiles
-from hf_longctx.plan.event_loop import Wiring
 from hf_longctx.plan.memory.stage import most_at_once
 from hf_longctx.plan.pipeline import Schedule, compute_orders
+from hf_longctx.plan.prediction.event_loop import Wiring
 
 # the layer ranges of every stage's parts
 Parts = tuple[tuple[LayerRange, ...], ...]

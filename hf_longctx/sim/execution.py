@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.evaluate import RankUse, evaluate_plan
+from hf_longctx.plan.prediction.evaluate import RankUse, evaluate_plan
 from hf_longctx.timeline import TimelineEvent
 
 

@@ -35,11 +35,11 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline import Schedule, families, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import recomputed_layer, with_layers
 from hf_longctx.plan.pipeline_room import PipelineRoom
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.recipes.reproduction import run_reproduction
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8

@@ -32,7 +32,7 @@ from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.multiplexing import multiplexed
 from hf_longctx.plan.pipeline import layer_ranges, pipelined
-from hf_longctx.plan.shared_run import run_shared
+from hf_longctx.plan.prediction.lent_run import run_shared
 
 Seconds = Callable[[Action, int], float]
 

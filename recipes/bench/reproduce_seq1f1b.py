@@ -41,10 +41,10 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.event_loop import run_actions
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
 from hf_longctx.plan.memory.stage import stage_parameters
 from hf_longctx.plan.pipeline import Schedule, compute_actions, layer_ranges
+from hf_longctx.plan.prediction.event_loop import run_actions
 from hf_longctx.recipes.reproduction import run_reproduction
 
 Partition = Literal["paper", "time", "even"]

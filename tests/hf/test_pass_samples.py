@@ -19,7 +19,7 @@ from hf_longctx.plan.core.types import Action, ActivationPolicy, GroupShape, Lay
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, ModelPart, PassCoefficients
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, fit_coefficients, scaled_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
-from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.profiler import Interval
 
 # most of the layers with windows are on the first stage

@@ -15,7 +15,7 @@ from hf_longctx.plan.core.types import Estimate, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
-from hf_longctx.plan.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.mesh import GroupPool
 
 TRUTH = CostCoefficients(

@@ -33,9 +33,9 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.profiler import Interval

@@ -181,7 +181,7 @@ def test_no_file_is_too_long(path: str) -> None:
         ("hf_longctx/runtime/mesh.py", "from hf_longctx.plan.cost import CostModel"),
         ("hf_longctx/runtime/mesh.py", "from hf_longctx.plan import planner"),
         ("hf_longctx/runtime/mesh.py", "from ..plan.validate import validate_plan"),
-        ("hf_longctx/runtime/mesh.py", "import hf_longctx.plan.evaluate"),
+        ("hf_longctx/runtime/mesh.py", "import hf_longctx.plan.prediction.evaluate"),
         ("hf_longctx/hf/sampler.py", "from hf_longctx.cli import main"),
         ("hf_longctx/hf/sampler.py", "from transformers.trainer import _is_peft_model"),
         ("hf_longctx/hf/sampler.py", "from transformers._private import thing"),

@@ -17,11 +17,11 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, MicroBatch
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_planner import plan_pipelines, stage_parts
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 MIXTURE = lognormal_lengths(1, 40, 6000, median=300.0)

@@ -29,11 +29,11 @@ from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 DEGREES = (1, 2, 4)
 STEP_S = 0.25  # what `cost_model` adds once per step

@@ -17,8 +17,8 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.schedule import in_flight
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, StepPlan
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 # families of four and three slices, and a whole sequence; the longest has more slices than there are stages
 LONG = [

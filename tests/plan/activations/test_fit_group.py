@@ -14,9 +14,9 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.round_bytes import most_tokens, round_bytes
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 MODEL = ModelSpec(4, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
 LARGE = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 1 << 20, bytes_per_element=2)

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_static
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout, can_solve_exactly, rank_layouts, solve_exactly
 from hf_longctx.plan.planner import build_plan
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 DEGREES = (1, 2, 4)
 kinds = st.sampled_from(COST_KINDS)

@@ -26,11 +26,11 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_bytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 # no head, and hops of no time; forward a second for each token and rank, backward two
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)

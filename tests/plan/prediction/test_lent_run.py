@@ -18,13 +18,13 @@ from hf_longctx.plan.core.sharding import shared_order
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.multiplexing import multiplexed
 from hf_longctx.plan.pipeline import layer_ranges, pipelined
-from hf_longctx.plan.shared_run import run_shared
+from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.prediction.lent_run import run_shared
 
 # no head; forward a second for each token, backward two
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)

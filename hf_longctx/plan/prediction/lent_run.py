@@ -15,11 +15,11 @@ from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.sharding import head_shares, shard_tokens, shared_order, sharing_stages
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.event_loop import Times
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, chunk_load
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes, stage_weight_bytes
-from hf_longctx.plan.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
+from hf_longctx.plan.prediction.event_loop import Times
+from hf_longctx.plan.prediction.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
 
 
 def run_shared(

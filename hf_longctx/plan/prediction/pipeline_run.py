@@ -25,10 +25,10 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.cost_model import CostModel, FloatArray
-from hf_longctx.plan.event_loop import CopiedOut, CopyStep, Times, Wiring
 from hf_longctx.plan.memory.round_bytes import KnownBytes, RoundBytes, round_bytes
 from hf_longctx.plan.memory.saved_tensors import layer_slot
 from hf_longctx.plan.memory.stage import message_bytes, most_at_once, stage_state_bytes
+from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wiring
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 

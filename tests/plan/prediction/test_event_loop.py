@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Action
-from hf_longctx.plan.event_loop import CopyStep, run_actions, run_copying
+from hf_longctx.plan.prediction.event_loop import CopyStep, run_actions, run_copying
 
 Stages = tuple[tuple[Action, ...], ...]
 

@@ -23,8 +23,8 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.evaluate import evaluate_plan
 from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 # forward: a second per token and rank, 10 per chunk, 100 more in a group (two exchanges in 4 layers); backward: 2, 20, 200
 FORWARD = PassCoefficients(0.0, 1.0, 10.0, 12.5)

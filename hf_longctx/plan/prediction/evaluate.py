@@ -11,8 +11,8 @@ from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPl
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.stage import most_in_flight, stage_state_bytes
-from hf_longctx.plan.pipeline_run import KnownRuns, check_action, near_ranks, run_pipeline
-from hf_longctx.plan.shared_run import run_shared_pipeline
+from hf_longctx.plan.prediction.lent_run import run_shared_pipeline
+from hf_longctx.plan.prediction.pipeline_run import KnownRuns, check_action, near_ranks, run_pipeline
 from hf_longctx.timeline import TimelineEvent
 
 

@@ -1,0 +1,1 @@
+"""Predicted seconds and bytes of a plan."""
