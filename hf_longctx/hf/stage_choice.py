@@ -21,7 +21,7 @@ from hf_longctx.hf.streaming import is_stream
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.pipeline import layer_ranges
+from hf_longctx.plan.pipeline.orders import layer_ranges
 
 # the parts of every stage
 Ranges = tuple[tuple[LayerRange, ...], ...]

@@ -81,7 +81,7 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
 def _plan_stages(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
     """The plan on pipeline stages that the configuration names."""
     # the planner of pipelines stands on this module
-    from hf_longctx.plan.pipeline_planner import plan_pipelines
+    from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines
 
     return plan_pipelines(step, lengths, costs, len(config.stages), config)
 

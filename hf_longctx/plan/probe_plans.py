@@ -27,7 +27,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
-from hf_longctx.plan.pipeline import pipelined
+from hf_longctx.plan.pipeline.orders import pipelined
 
 # of the documents of `probe_lengths`: those that one group packs, the long one last, and those that are alone on their ranks
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)

@@ -36,7 +36,7 @@ from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, Hardw
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.stage import stage_state_bytes
-from hf_longctx.plan.pipeline import Schedule, families, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, families, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import recomputed_layer, with_layers
 from hf_longctx.plan.pipeline_room import PipelineRoom
 from hf_longctx.plan.prediction.evaluate import evaluate_plan

@@ -30,8 +30,8 @@ from hf_longctx.plan.core.sharding import shared_order, sharing_stages
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.multiplexing import multiplexed
-from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
 from hf_longctx.plan.prediction.lent_run import run_shared
 
 Seconds = Callable[[Action, int], float]

@@ -40,7 +40,7 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import Fit, fit_coefficients
 from hf_longctx.plan.memory.round_bytes import round_bytes
-from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.recipes.stage_processes import Rows, StageProcesses, StageStep
 

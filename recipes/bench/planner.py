@@ -46,7 +46,7 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.pipeline_planner import plan_pipelines
+from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines
 from hf_longctx.plan.planner import plan_step
 
 # GPUs, sequences, milliseconds allowed

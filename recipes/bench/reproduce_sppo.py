@@ -52,7 +52,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.round_bytes import lean_policy
 from hf_longctx.plan.memory.stage import stage_state_bytes
-from hf_longctx.plan.pipeline import compute_actions, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import compute_actions, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.plan.prediction.event_loop import CopyStep, run_actions, run_copying
 from hf_longctx.plan.sppo import slice_counts

@@ -31,7 +31,7 @@ from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import default_coefficients
-from hf_longctx.plan.pipeline import compute_actions
+from hf_longctx.plan.pipeline.orders import compute_actions
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.joint_activation import Moments
 from hf_longctx.plan.memory.round_bytes import KnownBytes
 from hf_longctx.plan.memory.stage import stage_state_bytes
-from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline_cells import GroupCells
 from hf_longctx.plan.pipeline_room import PipelineRoom, make_room
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan

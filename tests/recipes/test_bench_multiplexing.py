@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan import multiplexing
 from hf_longctx.plan.core.sharding import shared_order
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
-from hf_longctx.plan.multiplexing import multiplexed
-from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.pipeline import multiplexing
+from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[2] / "recipes" / "bench" / "multiplexing.py"))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hf_longctx.plan.core.types import Action, Chunk, Span
-from hf_longctx.plan.pipeline import Schedule, compute_actions
+from hf_longctx.plan.pipeline.orders import Schedule, compute_actions
 from hf_longctx.plan.prediction.event_loop import run_actions
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[2] / "recipes" / "bench" / "reproduce_seq1f1b.py"))

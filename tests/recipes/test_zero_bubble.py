@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan import pipeline
 from hf_longctx.plan.core.types import Chunk, Span
-from hf_longctx.plan.pipeline import compute_actions
+from hf_longctx.plan.pipeline import orders
+from hf_longctx.plan.pipeline.orders import compute_actions
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[2] / "recipes" / "bench" / "zero_bubble.py"))
 
@@ -55,7 +55,7 @@ def test_the_gain_at_equal_memory_shrinks_with_slices_and_with_length(tmp_path: 
 
 def test_the_schedules_tell_the_numbers_of_the_simulation() -> None:
     model = BENCH["named_model"]("gpt-7b")
-    told = re.findall(r"^ +(\d+)K +([\d.]+) % +([\d.]+) % +([\d.]+) %, ([\d.]+) %$", pipeline.__doc__ or "", re.MULTILINE)
+    told = re.findall(r"^ +(\d+)K +([\d.]+) % +([\d.]+) % +([\d.]+) %, ([\d.]+) %$", orders.__doc__ or "", re.MULTILINE)
     assert [int(row[0]) for row in told] == [32, 64, 128]
     for row in told:
         four, eight = (BENCH["gains"](model, int(row[0]) * 1024, count, 4, 8) for count in (4, 8))

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 
 # what a family is made of: slices of one sequence, and whole sequences behind the last of them
 FamilyShape = tuple[int, int]

@@ -21,8 +21,8 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoe
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.plan.memory.stage import message_bytes
-from hf_longctx.plan.multiplexing import multiplexed
-from hf_longctx.plan.pipeline import layer_ranges, pipelined
+from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.lent_run import run_shared
 

@@ -20,10 +20,10 @@ from hf_longctx.plan.cost.cost_model import CostModel, IntArray
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.groups.placement import PlacedGroup, place_layout, with_idle_ranks
 from hf_longctx.plan.memory.saved_tensors import class_bytes
-from hf_longctx.plan.pipeline import Schedule, families, pipelined
-from hf_longctx.plan.replicas import deal_sequences
-from hf_longctx.plan.stage_costs import Parts, StageRates, busiest_rates, pipeline_s
-from hf_longctx.plan.stage_layouts import StageLayout, promising, stage_layouts
+from hf_longctx.plan.pipeline.deal import deal_sequences
+from hf_longctx.plan.pipeline.layouts import StageLayout, promising, stage_layouts
+from hf_longctx.plan.pipeline.orders import Schedule, families, pipelined
+from hf_longctx.plan.pipeline.stage_seconds import Parts, StageRates, busiest_rates, pipeline_s
 
 SLICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # chunks per stage where packs may take longer than the longest sequence

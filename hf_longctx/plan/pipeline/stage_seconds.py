@@ -12,7 +12,7 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
 from hf_longctx.plan.cost.cost_model import CostModel, FloatArray, num_tiles
 from hf_longctx.plan.memory.stage import most_at_once
-from hf_longctx.plan.pipeline import Schedule, compute_orders
+from hf_longctx.plan.pipeline.orders import Schedule, compute_orders
 from hf_longctx.plan.prediction.event_loop import Wiring
 
 # the layer ranges of every stage's parts

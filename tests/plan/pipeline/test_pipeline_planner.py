@@ -18,8 +18,8 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.stage import stage_state_bytes
-from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
-from hf_longctx.plan.pipeline_planner import plan_pipelines, stage_parts
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines, stage_parts
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hf_longctx.plan.stage_layouts import promising, stage_layouts
+from hf_longctx.plan.pipeline.layouts import promising, stage_layouts
 
 
 @pytest.mark.parametrize(

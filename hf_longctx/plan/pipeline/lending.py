@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from hf_longctx.plan.core.sharding import shared_order, sharing_stages
 from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.multiplexing import multiplexed
-from hf_longctx.plan.pipeline import families
+from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.orders import families
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 

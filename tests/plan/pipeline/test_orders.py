@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.schedule import in_flight, schedule_grid
 from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.pipeline import SCHEDULES, Schedule, compute_actions, families, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import SCHEDULES, Schedule, compute_actions, families, layer_ranges, pipelined
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_longctx.plan.core.types import Action, SequenceGroup
-from hf_longctx.plan.pipeline import families
+from hf_longctx.plan.pipeline.orders import families
 
 
 def multiplexed(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:

@@ -9,8 +9,8 @@ from helpers.plans.plan_cases import MODEL, cost_model, lognormal_lengths
 
 from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.pipeline import layer_ranges
-from hf_longctx.plan.pipeline_candidates import PipelineStep, StageRoom
+from hf_longctx.plan.pipeline.candidates import PipelineStep, StageRoom
+from hf_longctx.plan.pipeline.orders import layer_ranges
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 LENGTHS = lognormal_lengths(2, 30, 4000)

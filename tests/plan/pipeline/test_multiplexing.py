@@ -11,11 +11,11 @@ from helpers.plans.plan_cases import fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.communication import without_messages
 from hf_longctx.plan.core.sharding import shared_order
 from hf_longctx.plan.core.types import Action, MicroBatch, SequenceGroup
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.multiplexing import multiplexed, shared_stages
+from hf_longctx.plan.pipeline.messages import without_messages
+from hf_longctx.plan.pipeline.multiplexing import multiplexed, shared_stages
 
 
 def sliced(num_stages: int, num_slices: int) -> SequenceGroup:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.stage_seconds import busiest_rates, pipeline_s
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.plan.stage_costs import busiest_rates, pipeline_s
 
 
 @given(

@@ -14,9 +14,9 @@ from hf_longctx.plan.core.sharding import is_shared
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.lending import lend
-from hf_longctx.plan.multiplexing import multiplexed
-from hf_longctx.plan.pipeline import Schedule, layer_ranges, pipelined
+from hf_longctx.plan.pipeline.lending import lend
+from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 

@@ -11,9 +11,9 @@ from helpers.plans.pipeline_cases import chunks_of, family_shapes, plan_of, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.communication import with_messages, without_messages
 from hf_longctx.plan.core.types import Action, SequenceGroup
-from hf_longctx.plan.pipeline import SCHEDULES, Schedule
+from hf_longctx.plan.pipeline.messages import with_messages, without_messages
+from hf_longctx.plan.pipeline.orders import SCHEDULES, Schedule
 
 # where a chunk's activations, or their gradients, have been: (kind, stage, part)
 Path = tuple[tuple[str, int, int], ...]

@@ -35,9 +35,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from hf_longctx.plan.communication import with_messages
 from hf_longctx.plan.core.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
 from hf_longctx.plan.cost.cost_model import IntArray
+from hf_longctx.plan.pipeline.messages import with_messages
 
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)

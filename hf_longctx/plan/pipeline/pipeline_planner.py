@@ -22,12 +22,12 @@ from hf_longctx.plan.core.types import Estimate, MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import stage_state_bytes
-from hf_longctx.plan.pipeline import Schedule, layer_ranges
-from hf_longctx.plan.pipeline_candidates import Candidate, PipelineStep
+from hf_longctx.plan.pipeline.candidates import Candidate, PipelineStep
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges
+from hf_longctx.plan.pipeline.stage_seconds import Parts
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns
-from hf_longctx.plan.stage_costs import Parts
 
 # makes room for what a plan saves; None or ValueError where there is none
 RoomPass = Callable[[StepPlan], StepPlan | None]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.replicas import deal_sequences
+from hf_longctx.plan.pipeline.deal import deal_sequences
 
 NO_LIMIT = 1 << 40
 

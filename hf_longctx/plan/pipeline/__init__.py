@@ -1,0 +1,1 @@
+"""Pipeline schedules over slices: candidates, orders, messages and lent stages (Seq1F1B, InfiniPipe)."""
