@@ -17,12 +17,12 @@ from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import most_held_bytes, stage_state_bytes
+from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.deal import deal_sequences
 from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.stage_seconds import Parts
-from hf_longctx.plan.pipeline_room import make_room
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.sppo import slice_counts
 from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options

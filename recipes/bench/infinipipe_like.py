@@ -36,9 +36,9 @@ from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, Hardw
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.stage import stage_state_bytes
+from hf_longctx.plan.pipeline.activations.cells import recomputed_layer, with_layers
+from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.orders import Schedule, families, layer_ranges, pipelined
-from hf_longctx.plan.pipeline_cells import recomputed_layer, with_layers
-from hf_longctx.plan.pipeline_room import PipelineRoom
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.recipes.reproduction import run_reproduction
 

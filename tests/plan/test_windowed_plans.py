@@ -24,10 +24,10 @@ from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.round_bytes import KnownBytes
+from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines
-from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 

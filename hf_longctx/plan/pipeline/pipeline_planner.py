@@ -16,12 +16,12 @@ from functools import partial
 
 import numpy as np
 
-from hf_longctx.plan import pipeline_room
 from hf_longctx.plan.core.model_spec import ModelSpec, PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import Estimate, MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import stage_state_bytes
+from hf_longctx.plan.pipeline.activations import fit_pipeline
 from hf_longctx.plan.pipeline.candidates import Candidate, PipelineStep
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges
 from hf_longctx.plan.pipeline.stage_seconds import Parts
@@ -123,7 +123,7 @@ class _Search:
         self.step, self.pipelines, self.costs, self.config = step, pipelines, costs, pipelines.config
         self.known = KnownRuns()
         if make_room is None and self.config.activations is not None:
-            make_room = partial(pipeline_room.make_room, costs=costs, budget=self.config.activations, known=self.known)
+            make_room = partial(fit_pipeline.make_room, costs=costs, budget=self.config.activations, known=self.known)
         self.make_room = make_room
 
     def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> StepPlan:

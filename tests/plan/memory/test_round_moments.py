@@ -16,7 +16,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.kv_book import group_ends
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import KnownBytes, RoundBytes, chunk_bytes, chunk_load, round_bytes, round_moments
-from hf_longctx.plan.pipeline_cells import GroupCells, recomputed_layer, with_layers
+from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer, with_layers
 
 MODEL = named_model("llama-3.1-8b")
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)

@@ -16,10 +16,10 @@ from hf_longctx.plan.core.model_spec import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.joint_activation import choose_jointly
 from hf_longctx.plan.memory.round_bytes import lean_policy
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
-from hf_longctx.plan.pipeline_cells import GroupCells, with_layers
+from hf_longctx.plan.pipeline.activations.cells import GroupCells, with_layers
+from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns, run_pipeline
 
 # how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more

@@ -15,12 +15,12 @@ from hf_longctx.plan.core.model_spec import GENERIC_GPU, ActivationBudget, Clust
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.joint_activation import Moments
 from hf_longctx.plan.memory.round_bytes import KnownBytes
 from hf_longctx.plan.memory.stage import stage_state_bytes
+from hf_longctx.plan.pipeline.activations.cells import GroupCells
+from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
+from hf_longctx.plan.pipeline.activations.joint_program import Moments
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
-from hf_longctx.plan.pipeline_cells import GroupCells
-from hf_longctx.plan.pipeline_room import PipelineRoom, make_room
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 
 MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hf_longctx.plan import joint_activation
-from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
+from hf_longctx.plan.pipeline.activations import joint_program
+from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
 from hf_longctx.plan.solver.solve import LinearProgram, solve_linear_program
 
 
@@ -37,7 +37,7 @@ def choose_jointly(cells: Sequence[Cell], moments: Sequence[Moment], *settings: 
     first, stop = np.array([stretch(places) for places in in_flight]).T
     left, back = np.array([stretch(places) for places in away]).T
     excess = np.array([moment.excess_bytes for moment in moments])
-    return joint_activation.choose_jointly(cells, Moments(excess, first, stop, left, back), *settings, **named)
+    return joint_program.choose_jointly(cells, Moments(excess, first, stop, left, back), *settings, **named)
 
 
 def random_case(seed: int) -> tuple[list[Cell], list[Moment], float]:
@@ -119,8 +119,8 @@ def check(cells: Sequence[Cell], moments: Sequence[Moment], host_bytes: float, c
 
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_cheaper_than_the_program_s_answer_exists(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_activation, "_GAP", 0.0)
-    monkeypatch.setattr(joint_activation, "_MOST_NODES", 10_000)
+    monkeypatch.setattr(joint_program, "_GAP", 0.0)
+    monkeypatch.setattr(joint_program, "_MOST_NODES", 10_000)
     cells, moments, host_bytes = random_case(seed)
     best_s = best_by_brute_force(cells, moments, host_bytes)
     choice = choose_jointly(cells, moments, host_bytes)

@@ -26,10 +26,10 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel, IntArray
-from hf_longctx.plan.joint_activation import Cell, JointChoice, Moments
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import KnownBytes, round_moments
 from hf_longctx.plan.memory.saved_tensors import layer_slot
+from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
 
 # of what copies hide at best: they share a link with messages, and start when there is something to copy
 _LINK_SHARE = 0.9

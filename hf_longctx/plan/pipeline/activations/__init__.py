@@ -1,0 +1,1 @@
+"""Activation policies per stage and chunk of a pipeline (InfiniPipe)."""
