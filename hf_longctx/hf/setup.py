@@ -31,7 +31,7 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.round_bytes import most_tokens
 from hf_longctx.plan.memory.stage import most_held_bytes
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
+from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.calibrate import copy_rate
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.tiles import attention_backend

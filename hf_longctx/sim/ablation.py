@@ -25,7 +25,7 @@ from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.stage_seconds import Parts
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.sppo import slice_counts
-from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
+from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 
 # sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways
 _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[Chunk, ...]]]

@@ -18,7 +18,7 @@ from hf_longctx.plan.memory.stage import most_held_bytes
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.stage_seconds import pipeline_s
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.stage_choice import StageSetup, stage_counts, stage_options
+from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 
 DEGREES = (1, 2, 4, 8)
 PLENTY = PlannerConfig(1_000_000, DEGREES)
