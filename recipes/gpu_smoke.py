@@ -37,11 +37,11 @@ from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.gpu_smoke_memory import memory_checks
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import visible_tiles
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.sequence_parallel import packed_attention
 from hf_longctx.runtime.slices import KVBook, Slice

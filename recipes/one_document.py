@@ -33,9 +33,9 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime.checkpointing import ActivationEngine
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.executor import StepExecutor, no_mask
-from hf_longctx.runtime.loss import IGNORE_INDEX
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.output_head import OutputHead

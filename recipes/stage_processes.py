@@ -28,7 +28,7 @@ from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.hf.stages import Ranges, cut_model, stage_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 

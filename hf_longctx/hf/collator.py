@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True, slots=True)

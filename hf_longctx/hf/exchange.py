@@ -28,8 +28,8 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.executor import no_mask
-from hf_longctx.runtime.loss import IGNORE_INDEX
 from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.sequence_parallel import all_to_all
 

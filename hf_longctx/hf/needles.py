@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 # length in tokens, depth from 0 to 1, and a source of chance -> token ids, and how many of the last are the answer
 MakeDocument = Callable[[int, float, random.Random], tuple[list[int], int]]

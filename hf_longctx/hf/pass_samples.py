@@ -13,7 +13,7 @@ from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, n
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.prediction.pipeline_run import StageRun, run_pipeline
-from hf_longctx.runtime.profiler import Interval
+from hf_longctx.runtime.core.clock import Interval
 
 
 def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> Samples:

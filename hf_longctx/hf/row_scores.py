@@ -19,8 +19,8 @@ from hf_longctx.hf.quantised import settle_quantised
 from hf_longctx.hf.sampler import IntArray
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.loss import IGNORE_INDEX, TokenScores, token_scores
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
 from hf_longctx.runtime.output_head import OutputHead
 
 # token tile of the output head where no plan says it

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import transformers
 from transformers import default_data_collator
 
-from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 _BATCH_ROWS = 1000
 _PADDING = (transformers.DataCollatorWithPadding, transformers.DefaultDataCollator)

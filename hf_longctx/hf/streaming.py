@@ -34,8 +34,8 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.sampler import IntArray, SequenceIndex
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from hf_longctx.hf.chat import (
     read_tools,
     render_chat,
 )
-from hf_longctx.runtime.loss import IGNORE_INDEX
+from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
-from hf_longctx.runtime.binding import bound
+from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.kept_projections import ProjectionRecord, project
 from hf_longctx.runtime.offload import HostTier, SplitTensor

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hf_longctx.runtime.binding import bound
-from hf_longctx.runtime.loss import IGNORE_INDEX, TokenScores, token_scores
+from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
 from hf_longctx.runtime.reduction import HALF_DTYPES
 from hf_longctx.runtime.token_tiles import Run, add_gradients, tiles_of
 

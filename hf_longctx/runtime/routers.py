@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.runtime.binding import bound
+from hf_longctx.runtime.core.binding import bound
 
 
 class RouterBalance:

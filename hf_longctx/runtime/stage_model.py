@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 
 # the keyword that tells a model of several stages which part runs; a whole model never gets it
 PART_KEYWORD = "longctx_part"

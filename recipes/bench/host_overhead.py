@@ -24,9 +24,9 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.loss import summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 
 TOKENS = 8

@@ -20,7 +20,7 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, ModelPa
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, fit_coefficients, scaled_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.runtime.profiler import Interval
+from hf_longctx.runtime.core.clock import Interval
 
 # most of the layers with windows are on the first stage
 SPEC = ModelSpec(8, 32, 48, 4, 2, 8, 200, 512, windows=(20, 20, 9, None, None, 20, None, None))

@@ -36,9 +36,9 @@ from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.runtime.core.clock import Interval
 from hf_longctx.runtime.executor import NO_MEMORY, StepMemory
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.profiler import Interval
 
 # <2> of 12 tokens, then <1,1> of 5 tokens and of a dummy
 LAYOUT = [[(2, (0, 2))], [(1, (1,))]]

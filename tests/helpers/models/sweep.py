@@ -31,8 +31,8 @@ from hf_longctx.hf.setup import planning_setup
 from hf_longctx.hf.stages import cut_model, stage_model, stage_problems
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.sharded import shard_model

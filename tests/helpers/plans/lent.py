@@ -25,7 +25,7 @@ from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
 from hf_longctx.runtime import shared_attention, shared_round
-from hf_longctx.runtime.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.executor import StepExecutor, StepResult
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.shared_attention import SharedSlice

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from hf_longctx.runtime.profiler import StepClock
+from hf_longctx.runtime.core.clock import StepClock
 
 
 def test_intervals_carry_what_was_measured() -> None:

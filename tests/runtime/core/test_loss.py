@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.loss import IGNORE_INDEX, step_loss, summed_cross_entropy
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, step_loss, summed_cross_entropy
 
 
 def logits_and_labels(num_tokens: int, dtype: torch.dtype, masked: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Inputs of a chunk, the loss, clocks and small tools that every other room uses."""
