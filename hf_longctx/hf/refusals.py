@@ -14,7 +14,7 @@ from hf_longctx.hf.stage_choice import loaded_ranges
 from hf_longctx.hf.stages import stage_problems
 from hf_longctx.hf.trl import is_planned, is_replaced, trl_class
 from hf_longctx.plan.core.model_spec import check_degrees
-from hf_longctx.runtime.sharded import is_sharded
+from hf_longctx.runtime.parameters.sharded import is_sharded
 
 # argument -> the values that are fine, and what to do about others
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -26,9 +26,9 @@ from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.out_of_memory import explained
 from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.p2p import RoundMessages
-from hf_longctx.runtime.reduction import ReplicatedParameters, TiedWeight
+from hf_longctx.runtime.parameters.gradients import ReplicatedParameters, TiedWeight
+from hf_longctx.runtime.parameters.sharded import parameters_of
 from hf_longctx.runtime.routers import RouterBalance
-from hf_longctx.runtime.sharded import parameters_of
 from hf_longctx.runtime.shared_round import SharedRound, alone, check_shared
 from hf_longctx.runtime.slices import KVBook
 from hf_longctx.runtime.stage_model import StageModel, whole_model

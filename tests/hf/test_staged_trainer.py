@@ -20,7 +20,7 @@ from test_trainer import SKEWED
 from torch import Tensor
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
-from hf_longctx.runtime.reduction import GradientSum, TiedWeight
+from hf_longctx.runtime.parameters.gradients import GradientSum, TiedWeight
 
 MAX_NORM, NUM_STEPS, ROW_TOKENS = 50.0, 4, 12
 # (stages, how parameters live inside a stage), on four ranks

@@ -12,7 +12,7 @@ from hf_longctx.hf.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.sharded import shard_model
+from hf_longctx.runtime.parameters.sharded import shard_model
 
 CASE = ModelCase(promoted=True)
 # (micro-batches of (degree, sequences), lengths) of each plan

@@ -10,7 +10,7 @@ from helpers.models.models import ModelCase, build_model, random_rows, reference
 from helpers.plans.steps import plan_of, run_step
 from test_equality import LAYOUTS
 
-from hf_longctx.runtime.reduction import GradientSum
+from hf_longctx.runtime.parameters.gradients import GradientSum
 
 # bf16 has 8 bits: a relative error of 2^-9 per rounding, some tens of roundings deep
 BAND = 0.08

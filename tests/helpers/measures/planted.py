@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from hf_longctx.hf import attention, collator
 from hf_longctx.runtime import executor, mesh, ring, sequence_parallel
+from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.patterns import CAUSAL
-from hf_longctx.runtime.reduction import ReplicatedParameters
 from hf_longctx.runtime.slices import KVBook
 
 # those that every test of equality notices; `plant` knows more

@@ -35,7 +35,7 @@ from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.output_head import OutputHead
-from hf_longctx.runtime.sharded import shard_model
+from hf_longctx.runtime.parameters.sharded import shard_model
 
 TOLERANCE = 1e-12
 ROUNDING = 1e-13

@@ -29,7 +29,7 @@ from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.output_head import OutputHead
-from hf_longctx.runtime.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 
 CPU = torch.device("cpu")
 # pools of this process, made once per number of stages

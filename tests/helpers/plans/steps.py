@@ -33,7 +33,7 @@ from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.output_head import OutputHead
-from hf_longctx.runtime.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
 _POOLS: dict[tuple[int, float], GroupPool] = {}

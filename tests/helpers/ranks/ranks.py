@@ -97,7 +97,7 @@ def _groups() -> set[Any]:
 def _give_up_groups() -> None:
     import torch.distributed as dist
 
-    from hf_longctx.runtime.sharded import MESH_GROUP
+    from hf_longctx.runtime.parameters.sharded import MESH_GROUP
 
     # the groups of meshes serve the whole process
     passing = {group for group in _groups() - _LASTING if group.group_desc != MESH_GROUP}

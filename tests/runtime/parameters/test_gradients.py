@@ -9,8 +9,8 @@ import torch
 from helpers.plans.steps import group_pool
 from torch import Tensor, nn
 
-from hf_longctx.runtime import reduction
-from hf_longctx.runtime.reduction import GradientSum
+from hf_longctx.runtime.parameters import gradients
+from hf_longctx.runtime.parameters.gradients import GradientSum
 
 SHAPES = [(3, 5), (7,), (2, 2, 2), (1,), (), (11,)]
 DTYPES = [torch.float64, torch.float64, torch.float32, torch.float64, torch.float32, torch.float32]
@@ -30,7 +30,7 @@ def parameters_of(rank: int) -> list[nn.Parameter]:
 def reduced_on_rank(bucket_bytes: int) -> list[Tensor]:
     pool = group_pool()
     parameters = parameters_of(pool.rank)
-    with patch.object(reduction, "_BUCKET_BYTES", bucket_bytes):
+    with patch.object(gradients, "_BUCKET_BYTES", bucket_bytes):
         GradientSum(parameters).reduce(pool.everyone)
     return [parameter.grad for parameter in parameters]
 

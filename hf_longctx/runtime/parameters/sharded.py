@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.runtime.reduction import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
+from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
 # how torch's logs call the groups of the mesh
 MESH_GROUP = "parameter shards"

@@ -1,0 +1,1 @@
+"""Gradients summed over ranks, sharded parameters, and the clipped norm."""
