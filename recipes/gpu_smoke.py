@@ -45,7 +45,7 @@ from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.sequence_parallel import packed_attention
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import Scores, attention_backend, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.tile import Scores, attention_backend, tile_backward, tile_forward
 
 # bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
 TOLERANCE = 2e-2

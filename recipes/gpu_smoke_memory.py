@@ -19,7 +19,7 @@ from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.recipes.one_document import PlannedDocument, document_plan, largest_error, plain_step, replayed
 from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.tiles import BACKENDS, Scores, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, tile_backward, tile_forward
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 # name -> (policy of both layers, tile tokens, slices)

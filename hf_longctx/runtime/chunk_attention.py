@@ -31,11 +31,11 @@ from torch import Tensor
 
 from hf_longctx.runtime.heads import KVReaders, split_kv
 from hf_longctx.runtime.kept_attention import AttentionRecord
-from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
-from hf_longctx.runtime.plain_tiles import Scores
 from hf_longctx.runtime.row_attention import KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.slices import KeyRun, KVBook, Slice
-from hf_longctx.runtime.tiles import tile_backward
+from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.tiles.plain import Scores
+from hf_longctx.runtime.tiles.tile import tile_backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, seen_pieces
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
-from hf_longctx.runtime.patterns import AttentionPattern
 from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 if TYPE_CHECKING:
     from hf_longctx.runtime.checkpointing import ChunkActivations

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.heads import KVReaders, split_kv
-from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern, PatternTile
-from hf_longctx.runtime.plain_tiles import Scores
 from hf_longctx.runtime.slices import KeyRun
-from hf_longctx.runtime.tiles import tile_backward, tile_forward
+from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
+from hf_longctx.runtime.tiles.plain import Scores
+from hf_longctx.runtime.tiles.tile import tile_backward, tile_forward
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from hf_longctx.plan.core.sharding import HeadShare, head_shares
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
-from hf_longctx.runtime.plain_tiles import Scores
 from hf_longctx.runtime.ring import ring_attention
 from hf_longctx.runtime.shared_attention import SharedAttention
+from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.tiles.plain import Scores
 
 
 def sequence_parallel_attention(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.heads import split_kv
-from hf_longctx.runtime.patterns import CAUSAL, AttentionPattern
+from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_longctx.recipes import gpu_smoke, gpu_smoke_memory
-from hf_longctx.runtime import offload, tiles
+from hf_longctx.runtime import offload
+from hf_longctx.runtime.tiles import tile
 
 CPU = torch.device("cpu")
 TOKENS = 96
@@ -44,14 +45,14 @@ def test_a_wrong_merge_fails_the_ring() -> None:
 
 
 def test_a_row_of_the_table_with_a_wrong_gradient_fails() -> None:
-    row = next(row for row in tiles.BACKENDS if row.name == "cpu_flash")
+    row = next(row for row in tile.BACKENDS if row.name == "cpu_flash")
 
     def backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = row.backward(*inputs)
         return dq, dk * 1.05, dv
 
-    wrong = tuple(replace(r, backward=backward) if r is row else r for r in tiles.BACKENDS)
-    with patch.object(tiles, "BACKENDS", wrong), patch.object(gpu_smoke_memory, "BACKENDS", wrong):
+    wrong = tuple(replace(r, backward=backward) if r is row else r for r in tile.BACKENDS)
+    with patch.object(tile, "BACKENDS", wrong), patch.object(gpu_smoke_memory, "BACKENDS", wrong):
         error, _ = gpu_smoke_memory.check_backend(TOKENS, CPU, "cpu_flash")
     assert not error <= gpu_smoke.TOLERANCE
 

@@ -15,8 +15,9 @@ from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.core.sharding import block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
-from hf_longctx.runtime import context, row_attention, tiles
+from hf_longctx.runtime import context, row_attention
 from hf_longctx.runtime.context import visible_tiles
+from hf_longctx.runtime.tiles import tile
 
 RINGS = {
     **{name: LAYOUTS[name] for name in LAYOUTS if any(d > 1 for mb in LAYOUTS[name][1] for d, _ in mb)},
@@ -57,7 +58,7 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
     from hf_longctx.plan.core.serialize import plan_to_json
 
-    with patch.object(tiles, "BACKENDS", tiles.BACKENDS[-1:]):
+    with patch.object(tile, "BACKENDS", tile.BACKENDS[-1:]):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 

@@ -30,7 +30,7 @@ from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.offload import HostTier, PlainCopies
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import Scores
+from hf_longctx.runtime.tiles.tile import Scores
 
 NUM_TOKENS = 512
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 8, 2, 16, 96, 176

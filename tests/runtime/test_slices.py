@@ -26,7 +26,7 @@ from hf_longctx.runtime.executor import StepExecutor, StepResult, refuse_unsuppo
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import Scores
+from hf_longctx.runtime.tiles.tile import Scores
 
 # the tolerance of test_equality.py
 TOLERANCE = 1e-12

@@ -25,9 +25,9 @@ from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.memory.round_bytes import round_bytes
-from hf_longctx.runtime.patterns import AttentionPattern
 from hf_longctx.runtime.ring import ring_attention
-from hf_longctx.runtime.tiles import Scores
+from hf_longctx.runtime.tiles.patterns import AttentionPattern
+from hf_longctx.runtime.tiles.tile import Scores
 
 # of slices of ten tokens, but for the last: one token, shorter than a slice, its size, longer, longer than the document
 WINDOWS = [1, 6, 10, 11, 17, 64]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from hf_longctx.hf import attention, collator
 from hf_longctx.runtime import executor, mesh, ring, sequence_parallel
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
-from hf_longctx.runtime.patterns import CAUSAL
 from hf_longctx.runtime.slices import KVBook
+from hf_longctx.runtime.tiles.patterns import CAUSAL
 
 # those that every test of equality notices; `plant` knows more
 BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the cut", "rounds in another order on one rank")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.runtime import plain_tiles
-from hf_longctx.runtime.tiles import BACKENDS, Scores, attention_backend, choose_backend, tile_backward, tile_forward
+from hf_longctx.runtime.tiles import plain
+from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, attention_backend, choose_backend, tile_backward, tile_forward
 
 SCALE = 0.3
 SCORES = Scores(SCALE)
@@ -94,14 +94,14 @@ def test_blocks_of_queries_are_one_matrix(num_queries: int, num_keys: int, causa
     tensors, scores = tile(num_queries, num_keys, torch.float64, num_kv), Scores(SCALE, softcap)
     whole = run(tensors, causal, "plain", scores)
     # three rows at a time, over all heads
-    most, scored, sizes = 3 * 6 * num_keys + 1, plain_tiles._scored, []
+    most, scored, sizes = 3 * 6 * num_keys + 1, plain._scored, []
 
     def counted(*arguments: Any) -> Any:
         found = scored(*arguments)
         sizes.append(found[0].numel())
         return found
 
-    with patch.object(plain_tiles, "_BLOCK_VALUES", most), patch.object(plain_tiles, "_scored", counted):
+    with patch.object(plain, "_BLOCK_VALUES", most), patch.object(plain, "_scored", counted):
         blocks = run(tensors, causal, "plain", scores)
     assert max(sizes) <= most
     for found, expected in zip(blocks, whole, strict=True):
@@ -112,7 +112,7 @@ def test_blocks_of_queries_are_one_matrix(num_queries: int, num_keys: int, causa
 def test_capped_scores_take_three_matrices_of_a_block(causal: bool) -> None:
     gradient, q, k, v = tile(200, 200, torch.float32, 2)
     scores, block_bytes = Scores(SCALE, 0.7), 6 * 200 * 40 * 4
-    with patch.object(plain_tiles, "_BLOCK_VALUES", block_bytes // 4):
+    with patch.object(plain, "_BLOCK_VALUES", block_bytes // 4):
         out, lse = tile_forward(q, k, v, scores, causal)
         forward, _, _ = measure(lambda: tile_forward(q, k, v, scores, causal))
         backward, _, _ = measure(lambda: tile_backward(gradient, q, k, v, out, lse, scores, causal))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.plain_tiles import Scores, plain_backward, plain_forward
+from hf_longctx.runtime.tiles.plain import Scores, plain_backward, plain_forward
 
 logger = logging.getLogger(__name__)
 

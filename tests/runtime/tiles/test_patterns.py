@@ -16,9 +16,9 @@ from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
 from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.kept_attention import AttentionRecord
-from hf_longctx.runtime.patterns import AttentionPattern, PatternTile
 from hf_longctx.runtime.slices import KVBook, Slice
-from hf_longctx.runtime.tiles import Scores
+from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
+from hf_longctx.runtime.tiles.tile import Scores
 
 # fp64 on both sides, sums of at most some 50 terms
 TOLERANCE = 1e-12

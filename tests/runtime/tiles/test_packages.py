@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.package_tiles import FLASH_2, FLASH_4, PackageTiles
-from hf_longctx.runtime.plain_tiles import Scores, plain_backward, plain_forward
-from hf_longctx.runtime.tiles import choose_backend
+from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4, PackageTiles
+from hf_longctx.runtime.tiles.plain import Scores, plain_backward, plain_forward
+from hf_longctx.runtime.tiles.tile import choose_backend
 
 CPU = torch.device("cpu")
 HOPPER, AMPERE = (9, 0), (8, 0)

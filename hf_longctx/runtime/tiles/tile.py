@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_longctx.runtime.package_tiles import FLASH_2, FLASH_4
-from hf_longctx.runtime.plain_tiles import Scores, as_heads, as_queries, plain_backward, plain_forward
+from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4
+from hf_longctx.runtime.tiles.plain import Scores, as_heads, as_queries, plain_backward, plain_forward
 
 # device type, compute capability ((0, 0) without CUDA), dtype, head size
 Takes = Callable[[str, tuple[int, int], torch.dtype, int], bool]

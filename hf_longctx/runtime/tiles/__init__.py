@@ -1,0 +1,1 @@
+"""Attention of one tile of queries and keys, by the kernels that are there."""
