@@ -40,8 +40,8 @@ from hf_longctx.recipes.one_document import (
     predicted_peak_bytes,
     replayed,
 )
-from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.output_head import OutputHead
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 
 TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
 # of a case's document, for its kernel's name and its saved bytes

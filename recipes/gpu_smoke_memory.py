@@ -18,7 +18,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.recipes.one_document import PlannedDocument, document_plan, largest_error, plain_step, replayed
-from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, tile_backward, tile_forward
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64

@@ -32,13 +32,13 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.saved_tensors import held_bytes
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.executor import StepExecutor, no_mask
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.output_head import OutputHead
 
 # in names of kernels that compute attention
 _ATTENTION = ("attention", "fmha", "flash", "sdpa")

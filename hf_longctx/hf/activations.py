@@ -13,9 +13,9 @@ from hf_longctx.hf.attention import num_attention_layers
 from hf_longctx.hf.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.stages import StageLayers
 from hf_longctx.plan.core.types import RankPlan
-from hf_longctx.runtime.checkpointing import ActivationEngine
-from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.output_head import OutputHead
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 
 _PROBE_BYTES = 2**26
 

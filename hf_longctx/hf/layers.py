@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.runtime.checkpointing import LayerModules
+from hf_longctx.runtime.activations.engine import LayerModules
 
 # words in names of config fields by which some class changes its logits behind the head
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")

@@ -19,9 +19,9 @@ from hf_longctx.hf.quantised import settle_quantised
 from hf_longctx.hf.sampler import IntArray
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
-from hf_longctx.runtime.output_head import OutputHead
 
 # token tile of the output head where no plan says it
 _TILE_TOKENS = 1024

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.heads import KVReaders, split_kv
-from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.row_attention import KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.slices import KeyRun, KVBook, Slice
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern

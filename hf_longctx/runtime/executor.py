@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from hf_longctx.plan.core.sharding import is_shared, rank_pieces
 from hf_longctx.plan.core.types import Action, RankPlan, SequenceGroup, StagePlan
-from hf_longctx.runtime.checkpointing import ActivationEngine, ChunkActivations
+from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
+from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import Interval, StepClock
 from hf_longctx.runtime.core.loss import TokenScores, step_loss, summed_cross_entropy, token_scores
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.out_of_memory import explained
-from hf_longctx.runtime.output_head import check_untouched
 from hf_longctx.runtime.p2p import RoundMessages
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters, TiedWeight
 from hf_longctx.runtime.parameters.sharded import parameters_of

@@ -28,7 +28,7 @@ from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.recipes.one_document import attention_kernel
-from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, tile_backward, tile_forward
 
 TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)

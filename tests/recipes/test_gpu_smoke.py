@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.recipes import gpu_smoke, gpu_smoke_memory
-from hf_longctx.runtime import offload
+from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.tiles import tile
 
 CPU = torch.device("cpu")
@@ -58,20 +58,20 @@ def test_a_row_of_the_table_with_a_wrong_gradient_fails() -> None:
 
 
 def test_blocks_of_the_slab_that_overlap_fail_the_tier() -> None:
-    take = offload.HostSlab.take
+    take = host_tier.HostSlab.take
 
     def overlapping(slab: Any, num_bytes: int) -> Any:
         run = take(slab, num_bytes)
         return replace(run, offset=0)
 
-    with patch.object(offload.HostSlab, "take", overlapping):
+    with patch.object(host_tier.HostSlab, "take", overlapping):
         error, _ = gpu_smoke_memory.check_tier(CPU)
     assert error > 0
 
 
 @pytest.mark.parametrize("name", ["attention and inputs on the host", "four slices, attention kept on the host"])
 def test_a_wrong_value_back_from_the_host_fails_a_policy(name: str) -> None:
-    fetch = offload.HostTensor.fetch
-    with patch.object(offload.HostTensor, "fetch", lambda self: fetch(self) * 1.5):
+    fetch = host_tier.HostTensor.fetch
+    with patch.object(host_tier.HostTensor, "fetch", lambda self: fetch(self) * 1.5):
         error, _ = gpu_smoke_memory.check_policy(TOKENS, CPU, *gpu_smoke_memory.POLICIES[name])
     assert not error <= 0.1

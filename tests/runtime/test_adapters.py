@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
-from hf_longctx.runtime.offload import HostTier
+from hf_longctx.runtime.activations.host_tier import HostTier
 
 TOLERANCE = 1e-12
 LENGTHS = [13, 1, 31, 7]
@@ -168,14 +168,14 @@ def test_only_the_frozen_product_is_taken_over() -> None:
 
 
 def test_planted_loss_of_the_frozen_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_longctx.runtime import offload
+    from hf_longctx.runtime.activations import host_tier
 
-    fetch = offload.SplitTensor.fetch
+    fetch = host_tier.SplitTensor.fetch
 
     def off(split: Any, front: Any = ()) -> Tensor:
         return fetch(split, front) * (1 + 1e-6)
 
     step = EngineStep(tier(), LENGTHS, adapted(ATTENTION))
-    monkeypatch.setattr(offload.SplitTensor, "fetch", off)
+    monkeypatch.setattr(host_tier.SplitTensor, "fetch", off)
     step.forward((KEEP,) * 2)[0].backward()
     assert not step.error() <= TOLERANCE

@@ -18,11 +18,11 @@ from hf_longctx.hf.attention import attention_name, num_attention_layers, patch_
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.output_head import OutputHead
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor, refuse_unsupported
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.stage_model import StageModel
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"

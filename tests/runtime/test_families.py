@@ -7,14 +7,14 @@ import torch
 from helpers.models.models import OTHER_FAMILIES, ModelCase, build_model, random_rows, reference_step
 from helpers.plans.sliced import sliced_plan
 from helpers.plans.steps import rank_inputs
-from test_checkpointing import recomputing, with_policies
+from test_engine import recomputing, with_policies
 from test_equality import LAYOUTS
 from test_equality import check as check_ranks
 from test_slices import TOLERANCE, check, worst
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 

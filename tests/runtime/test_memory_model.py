@@ -21,11 +21,11 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_bytes
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor, no_mask
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier, PlainCopies
 
 NUM_TOKENS = 2048
 FAMILIES = {

@@ -14,7 +14,7 @@ from helpers.models.models import MOE_FAMILIES, ModelCase, balance_of, build_mod
 from helpers.plans.pipelines import pipeline_plan
 from helpers.plans.sliced import cut, sliced_plan
 from helpers.plans.steps import group_pool, plan_of, rank_inputs, run_step
-from test_checkpointing import recomputing, with_policies
+from test_engine import recomputing, with_policies
 from test_equality import LAYOUTS
 from test_equality import check as check_ranks
 from test_pipelines import check as check_stages
@@ -27,10 +27,10 @@ from hf_longctx.hf.layers import layer_modules
 from hf_longctx.hf.routers import router_balance
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.executor import StepExecutor, StepResult
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier
 
 CPU = torch.device("cpu")
 LENGTHS = [30, 7, 17, 1]

@@ -22,13 +22,13 @@ from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, class_bytes, held_bytes, plain_layer_bytes
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.attention_record import AttentionRecord
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.chunk_attention import ChunkAttention, documents_of
 from hf_longctx.runtime.executor import no_mask
 from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier, PlainCopies
 from hf_longctx.runtime.slices import KVBook, Slice
 from hf_longctx.runtime.tiles.tile import Scores
 

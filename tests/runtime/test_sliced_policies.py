@@ -26,11 +26,11 @@ from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime import chunk_attention, row_attention
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.attention_record import AttentionRecord
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.executor import StepExecutor, StepResult
-from hf_longctx.runtime.kept_attention import AttentionRecord
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier
 from hf_longctx.runtime.slices import KVBook, Slice
 
 TOLERANCE = 1e-12

@@ -17,10 +17,10 @@ from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_from_json
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.output_head import OutputHead
 
 
 def build_llama(spec: ModelSpec) -> Any:

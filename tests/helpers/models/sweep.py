@@ -30,11 +30,11 @@ from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import planning_setup
 from hf_longctx.hf.stages import cut_model, stage_model, stage_problems
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.parameters.sharded import shard_model
 
 TOLERANCE = 1e-12

@@ -24,11 +24,11 @@ from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 
 CPU = torch.device("cpu")

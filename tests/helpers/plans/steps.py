@@ -28,11 +28,11 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import Layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.runtime.checkpointing import ActivationEngine
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.offload import HostTier
-from hf_longctx.runtime.output_head import OutputHead
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)

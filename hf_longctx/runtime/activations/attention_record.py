@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_longctx.plan.core.types import TensorShare
-from hf_longctx.runtime.offload import HostTier, SplitTensor
+from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 
 
 @dataclass(frozen=True, slots=True)

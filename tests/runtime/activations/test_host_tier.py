@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
-from hf_longctx.runtime import offload
-from hf_longctx.runtime.checkpointing import LayerSlot
-from hf_longctx.runtime.offload import HostSlab, HostTier, PlainCopies, SplitTensor, block_bytes
+from hf_longctx.runtime.activations import host_tier
+from hf_longctx.runtime.activations.engine import LayerSlot
+from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, PlainCopies, SplitTensor, block_bytes
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
@@ -216,4 +216,4 @@ def test_a_split_tensor_drops_its_front() -> None:
 
 def test_the_tier_of_the_cpu_needs_no_stream() -> None:
     assert isinstance(HostTier.on(CPU, 1024).copies, PlainCopies)
-    assert offload.block_bytes(65) == 128
+    assert host_tier.block_bytes(65) == 128

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from hf_longctx.runtime.activations.token_tiles import Run, add_gradients, tiles_of
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES
-from hf_longctx.runtime.token_tiles import Run, add_gradients, tiles_of
 
 # nodes of torch that only pass a value on
 _PASSING = ("ToCopyBackward0", "AliasBackward0", "ViewBackward0")

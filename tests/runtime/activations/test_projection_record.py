@@ -23,10 +23,10 @@ from hf_longctx.hf.layers import layer_modules
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.plan.memory.saved_tensors import held_bytes
-from hf_longctx.runtime import offload
-from hf_longctx.runtime.checkpointing import ActivationEngine
-from hf_longctx.runtime.kept_projections import ProjectionRecord, _Projection
-from hf_longctx.runtime.offload import HostTier, PlainCopies
+from hf_longctx.runtime.activations import host_tier
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
+from hf_longctx.runtime.activations.projection_record import ProjectionRecord, _Projection
 
 TOLERANCE = 1e-12
 # packed documents of odd lengths, one of a single token
@@ -160,9 +160,9 @@ def test_what_is_kept_is_the_storage_that_is_counted() -> None:
 
 def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    to_device, fetch = LateCopies.to_device, offload.HostTensor.fetch
+    to_device, fetch = LateCopies.to_device, host_tier.HostTensor.fetch
     monkeypatch.setattr(LateCopies, "to_device", lambda *arguments: (log.append("back"), to_device(*arguments))[1])
-    monkeypatch.setattr(offload.HostTensor, "fetch", lambda *arguments: (log.append("read"), fetch(*arguments))[1])
+    monkeypatch.setattr(host_tier.HostTensor, "fetch", lambda *arguments: (log.append("read"), fetch(*arguments))[1])
     step = EngineStep(tier(), LENGTHS)
     step.forward((keeping(0.0, 0.5),) * 2)[0].backward()
     assert step.error() <= TOLERANCE
@@ -314,23 +314,23 @@ def test_planted_outputs_of_another_layer_are_noticed(monkeypatch: pytest.Monkey
 
 
 def test_planted_swap_of_front_and_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = offload.SplitTensor.fetch
+    fetch = host_tier.SplitTensor.fetch
     assert wrong_after(
         monkeypatch,
-        offload.SplitTensor,
+        host_tier.SplitTensor,
         "fetch",
         lambda split, front=(): torch.cat([fetch(split), *front]) if front else fetch(split),
     )
 
 
 def test_planted_blank_instead_of_what_was_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = offload.SplitTensor.fetch
+    fetch = host_tier.SplitTensor.fetch
 
     def blank(split: Any, front: Any = ()) -> Tensor:
         whole = fetch(split, front)
         return torch.cat([*front, torch.zeros_like(whole[split.start :])]) if front else whole
 
-    assert wrong_after(monkeypatch, offload.SplitTensor, "fetch", blank)
+    assert wrong_after(monkeypatch, host_tier.SplitTensor, "fetch", blank)
 
 
 def test_planted_weight_gradient_of_recomputed_tokens_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

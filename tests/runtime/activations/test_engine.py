@@ -24,11 +24,12 @@ from torch import Tensor
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime import checkpointing, kept_attention, row_attention, token_tiles
-from hf_longctx.runtime.checkpointing import ActivationEngine, LayerModules
+from hf_longctx.runtime import row_attention
+from hf_longctx.runtime.activations import attention_record, engine, token_tiles
+from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.output_head import OutputHead
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
@@ -393,13 +394,13 @@ def test_a_bound_model_in_training_mode_generates_as_before() -> None:
 
 
 def test_a_kept_output_that_is_slightly_off_is_noticed() -> None:
-    original = kept_attention.AttentionRecord.take
+    original = attention_record.AttentionRecord.take
 
     def take(record: Any) -> Any:
         kept = original(record)
         return kept and replace(kept, out_ShE=kept.out_ShE * (1 + 1e-6))
 
-    with patch.object(kept_attention.AttentionRecord, "take", take), pytest.raises(AssertionError):
+    with patch.object(attention_record.AttentionRecord, "take", take), pytest.raises(AssertionError):
         run(ModelCase(promoted=True), (recomputing(),) * 2, 8, LENGTHS)
 
 
@@ -413,7 +414,7 @@ def test_an_unfilled_output_that_is_read_is_noticed() -> None:
         unfilled = record is not None and record.is_replay
         return token_tiles._Tokenwise.apply(x, run, tile_tokens, record, unfilled, *parameters)
 
-    with patch.object(checkpointing, "tokenwise", leave_unfilled):
+    with patch.object(engine, "tokenwise", leave_unfilled):
         step(model, layers, rows, (recomputing(),) * 2, 8)
     assert not worst_error(model, expected) <= TOLERANCE
 

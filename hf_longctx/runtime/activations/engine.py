@@ -30,12 +30,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
+from hf_longctx.runtime.activations.attention_record import AttentionRecord
+from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
+from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.activations.projection_record import ProjectionRecord, project
+from hf_longctx.runtime.activations.token_tiles import TileRecord, tokenwise
 from hf_longctx.runtime.core.binding import bound
-from hf_longctx.runtime.kept_attention import AttentionRecord
-from hf_longctx.runtime.kept_projections import ProjectionRecord, project
-from hf_longctx.runtime.offload import HostTier, SplitTensor
-from hf_longctx.runtime.output_head import OutputHead
-from hf_longctx.runtime.token_tiles import TileRecord, tokenwise
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from hf_longctx.plan.core.types import TensorShare
-from hf_longctx.runtime.offload import HostTensor, HostTier
+from hf_longctx.runtime.activations.host_tier import HostTensor, HostTier
 
 Run = Callable[[Tensor], Tensor]
 # first token, one past the last, input and output of a tile that was run with its graph

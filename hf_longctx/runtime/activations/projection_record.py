@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.plan.core.types import TensorShare
-from hf_longctx.runtime.offload import HostTier, SplitTensor
+from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 
 
 class ProjectionRecord:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_longctx.hf.layers import output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, summed_cross_entropy
-from hf_longctx.runtime.output_head import OutputHead, check_untouched
 
 TOLERANCE = 1e-12
 NUM_TOKENS = 23

@@ -1,0 +1,1 @@
+"""Activation policies carried out: kept, offloaded and recomputed tensors of a layer."""
