@@ -36,15 +36,15 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.recipes.gpu_smoke_memory import memory_checks
-from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
-from hf_longctx.runtime.context import visible_tiles
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
+from hf_longctx.runtime.attention.context import visible_tiles
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice
+from hf_longctx.runtime.attention.sequence_parallel import packed_attention
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.sequence_parallel import packed_attention
-from hf_longctx.runtime.slices import KVBook, Slice
 from hf_longctx.runtime.tiles.tile import Scores, attention_backend, tile_backward, tile_forward
 
 # bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them

@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hf.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.quantised import settle_quantised
-from hf_longctx.runtime.context import GroupContext
-from hf_longctx.runtime.sequence_parallel import sequence_parallel_attention
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.attention.sequence_parallel import sequence_parallel_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.attention.context import GroupContext
 
 DOCUMENT_ROPE_TYPES = ("dynamic", "longrope")
 

@@ -28,10 +28,10 @@ from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.output_head import check_untouched
-from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.executor import no_mask
-from hf_longctx.runtime.sequence_parallel import all_to_all
 
 # what a batch may hold besides: kept as it is, or replaced by what the plan says
 _KEPT = ("num_items_in_batch", "return_dict", "use_cache")

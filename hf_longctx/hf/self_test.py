@@ -58,7 +58,7 @@ from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans
-from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.executor import StepExecutor

@@ -19,7 +19,8 @@ from hf_longctx.plan.core.sharding import is_shared, rank_pieces
 from hf_longctx.plan.core.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.output_head import check_untouched
-from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import Interval, StepClock
 from hf_longctx.runtime.core.loss import TokenScores, step_loss, summed_cross_entropy, token_scores
@@ -30,7 +31,6 @@ from hf_longctx.runtime.parameters.gradients import ReplicatedParameters, TiedWe
 from hf_longctx.runtime.parameters.sharded import parameters_of
 from hf_longctx.runtime.routers import RouterBalance
 from hf_longctx.runtime.shared_round import SharedRound, alone, check_shared
-from hf_longctx.runtime.slices import KVBook
 from hf_longctx.runtime.stage_model import StageModel, whole_model
 
 

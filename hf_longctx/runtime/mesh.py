@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces, document_bounds, even_shards, rank_pieces, travelling_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
-from hf_longctx.runtime.context import Block, GroupContext, Ring, departing_tokens
-from hf_longctx.runtime.heads import KVReaders
+from hf_longctx.runtime.attention.context import Block, GroupContext, Ring, departing_tokens
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.kv_book import KVBook, document_tokens, slices_of
 from hf_longctx.runtime.p2p import Links, Place
-from hf_longctx.runtime.slices import KVBook, document_tokens, slices_of
 
 
 class GroupPool:

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from hf_longctx.plan.core.sharding import Piece, even_shards, shared_order, shared_pieces, sharing_stages
 from hf_longctx.plan.core.types import Action, Chunk, RankPlan, SequenceGroup
-from hf_longctx.runtime.context import Block, GroupContext
+from hf_longctx.runtime.attention.context import Block, GroupContext
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice, document_tokens
+from hf_longctx.runtime.attention.lent_slice import SharedSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.out_of_memory import explained
 from hf_longctx.runtime.p2p import RoundMessages
-from hf_longctx.runtime.shared_attention import SharedSlice
-from hf_longctx.runtime.slices import KVBook, Slice, document_tokens
 from hf_longctx.runtime.stage_model import StageModel
 
 if TYPE_CHECKING:

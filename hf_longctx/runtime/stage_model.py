@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.runtime.context import GroupContext
+from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 
 # the keyword that tells a model of several stages which part runs; a whole model never gets it

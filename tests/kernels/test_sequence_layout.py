@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.kernels import sequence_layout as op
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
-from hf_longctx.runtime.sequence_parallel import head_shares
+from hf_longctx.runtime.attention.sequence_parallel import head_shares
 
 # query heads, KV heads, tokens of each rank
 GROUPS = [

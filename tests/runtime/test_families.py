@@ -10,7 +10,7 @@ from helpers.plans.steps import rank_inputs
 from test_engine import recomputing, with_policies
 from test_equality import LAYOUTS
 from test_equality import check as check_ranks
-from test_slices import TOLERANCE, check, worst
+from test_kv_book import TOLERANCE, check, worst
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules

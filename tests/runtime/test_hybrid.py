@@ -14,7 +14,7 @@ from test_equality import LAYOUTS, TOLERANCE, check
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import GroupShape, MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.runtime import sequence_parallel
+from hf_longctx.runtime.attention import sequence_parallel
 
 HYBRIDS = {name: LAYOUTS[name] for name in ("<4>", "<4>,<2,2>,<1,1,1,1>", "<4> of two tokens", "one long, many short")}
 

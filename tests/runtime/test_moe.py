@@ -17,9 +17,9 @@ from helpers.plans.steps import group_pool, plan_of, rank_inputs, run_step
 from test_engine import recomputing, with_policies
 from test_equality import LAYOUTS
 from test_equality import check as check_ranks
+from test_kv_book import TOLERANCE, worst
 from test_pipelines import check as check_stages
 from test_sharded import chunks_plan
-from test_slices import TOLERANCE, worst
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model

@@ -25,11 +25,11 @@ from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, class
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
-from hf_longctx.runtime.chunk_attention import ChunkAttention, documents_of
+from hf_longctx.runtime.attention.chunk import ChunkAttention, documents_of
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.executor import no_mask
-from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.slices import KVBook, Slice
 from hf_longctx.runtime.tiles.tile import Scores
 
 NUM_TOKENS = 512

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_equality import LAYOUTS
 from test_equality import check as check_ranks
+from test_kv_book import TOLERANCE, worst
 from test_patterns import SCALE, error_of, masked_softmax, readers_of
 from test_pipeline_counts import check_memory
 from test_pipelines import check as check_stages
 from test_sliced_policies import few, policies_for, policy_step, replayed, same_policy
-from test_slices import TOLERANCE, worst
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.model_spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.memory.round_bytes import round_bytes
-from hf_longctx.runtime.ring import ring_attention
+from hf_longctx.runtime.attention.ring import ring_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 from hf_longctx.runtime.tiles.tile import Scores
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
-from hf_longctx.runtime import row_attention
 from hf_longctx.runtime.activations import projection_record
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.attention import rows
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 
@@ -39,7 +39,7 @@ class Work:
 def counted(model: Any) -> Iterator[Work]:
     """Counts the work of everything that runs inside."""
     work = Work()
-    tile_forward, multiply = row_attention.tile_forward, projection_record._multiply
+    tile_forward, multiply = rows.tile_forward, projection_record._multiply
 
     def counted_tile(q: Tensor, *rest: Any, **settings: Any) -> Any:
         # once per head
@@ -56,7 +56,7 @@ def counted(model: Any) -> Iterator[Work]:
     gates = [module for name, module in model.named_modules() if name.endswith("gate_proj")]
     handles = [gate.register_forward_hook(count_mlp) for gate in gates]
     products = patch.object(projection_record, "_multiply", counted_product)
-    with products, patch.object(row_attention, "tile_forward", counted_tile):
+    with products, patch.object(rows, "tile_forward", counted_tile):
         yield work
     for handle in handles:
         handle.remove()

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from hf_longctx.hf import attention, collator
-from hf_longctx.runtime import executor, mesh, ring, sequence_parallel
+from hf_longctx.runtime import executor, mesh
+from hf_longctx.runtime.attention import ring, sequence_parallel
+from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
-from hf_longctx.runtime.slices import KVBook
 from hf_longctx.runtime.tiles.patterns import CAUSAL
 
 # those that every test of equality notices; `plant` knows more

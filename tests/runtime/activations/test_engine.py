@@ -24,10 +24,10 @@ from torch import Tensor
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules, output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime import row_attention
 from hf_longctx.runtime.activations import attention_record, engine, token_tiles
 from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.attention import rows
 from hf_longctx.runtime.executor import StepExecutor
 from hf_longctx.runtime.mesh import GroupPool
 
@@ -88,7 +88,7 @@ def counted(model: Any) -> Iterator[Work]:
     """Counts the work of everything that runs inside."""
     layers = layer_modules(model)
     work = Work(mlp_tokens=[0] * len(layers))
-    original = row_attention.tile_forward
+    original = rows.tile_forward
 
     def tile_forward(q: Tensor, *rest: Any, **settings: Any) -> Any:
         # once per head
@@ -103,7 +103,7 @@ def counted(model: Any) -> Iterator[Work]:
 
     gates = [next(m for name, m in modules.mlp.named_modules() if name.endswith("gate_proj")) for modules in layers]
     handles = [gate.register_forward_hook(count(index)) for index, gate in enumerate(gates)]
-    with patch.object(row_attention, "tile_forward", tile_forward):
+    with patch.object(rows, "tile_forward", tile_forward):
         yield work
     for handle in handles:
         handle.remove()

@@ -14,9 +14,9 @@ from torch import Tensor
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
-from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.tile import Scores
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
-from hf_longctx.runtime.heads import split_kv
+from hf_longctx.runtime.attention.heads import split_kv
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.heads import KVReaders, split_kv
-from hf_longctx.runtime.row_attention import KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
-from hf_longctx.runtime.slices import KeyRun, KVBook, Slice
+from hf_longctx.runtime.attention.heads import KVReaders, split_kv
+from hf_longctx.runtime.attention.kv_book import KeyRun, KVBook, Slice
+from hf_longctx.runtime.attention.rows import KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
 from hf_longctx.runtime.tiles.tile import tile_backward

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.core.sharding import HeadShare, head_shares
-from hf_longctx.runtime.chunk_attention import ChunkAttention, Document, documents_of
-from hf_longctx.runtime.context import GroupContext
-from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.ring import ring_attention
-from hf_longctx.runtime.shared_attention import SharedAttention
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.lent_slice import SharedAttention
+from hf_longctx.runtime.attention.ring import ring_attention
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hf_longctx.kernels.reference import packed_causal_attention
 from hf_longctx.plan.core.sharding import HeadShare, head_shares
-from hf_longctx.runtime import sequence_parallel
-from hf_longctx.runtime.context import Block, GroupContext, Ring
-from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.sequence_parallel import packed_attention, sequence_parallel_attention
+from hf_longctx.runtime.attention import sequence_parallel
+from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.sequence_parallel import packed_attention, sequence_parallel_attention
 
 # H query heads, G KV heads, S tokens of the chunk, D head size; both sides in fp64 with sums of at most some 30 terms
 TOLERANCE = 1e-13

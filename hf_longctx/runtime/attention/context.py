@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, seen_pieces
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.heads import KVReaders
-from hf_longctx.runtime.slices import KVBook, Slice
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 if TYPE_CHECKING:
     from hf_longctx.runtime.activations.engine import ChunkActivations
-    from hf_longctx.runtime.shared_attention import SharedSlice
+    from hf_longctx.runtime.attention.lent_slice import SharedSlice
 
 # a query piece and a key piece, each as it lies in its block
 Tile = tuple[Piece, Piece]

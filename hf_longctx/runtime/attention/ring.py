@@ -26,9 +26,9 @@ from torch import Tensor
 
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.context import DirectBlocks, Ring, sent_tokens
-from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
-from hf_longctx.runtime.row_attention import KeyPiece, merge_tile, no_keys_yet, rows_backward, sinks_backward, with_sinks
+from hf_longctx.runtime.attention.context import DirectBlocks, Ring, sent_tokens
+from hf_longctx.runtime.attention.heads import KVReaders, join_kv, split_kv
+from hf_longctx.runtime.attention.rows import KeyPiece, merge_tile, no_keys_yet, rows_backward, sinks_backward, with_sinks
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
 

@@ -20,12 +20,12 @@ from hf_longctx.hf import collator
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime import chunk_attention
-from hf_longctx.runtime.chunk_attention import ChunkAttention, Document
+from hf_longctx.runtime.attention import chunk
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.executor import StepExecutor, StepResult, refuse_unsupported
-from hf_longctx.runtime.heads import KVReaders
 from hf_longctx.runtime.mesh import GroupPool
-from hf_longctx.runtime.slices import KVBook, Slice
 from hf_longctx.runtime.tiles.tile import Scores
 
 # the tolerance of test_equality.py
@@ -154,7 +154,7 @@ def test_slices_without_labels_pass_on_no_gradient(masked: tuple[int, ...]) -> N
 def test_checkpointed_layers_match_and_run_attention_twice(name: str, use_reentrant: bool) -> None:
     lengths, chunks, words, validated = PACKINGS[name]
     plan, rows = sliced_plan(lengths, chunks, words, validated=validated), random_rows(lengths)
-    with patch.object(chunk_attention, "rows_forward", side_effect=chunk_attention.rows_forward) as counted:
+    with patch.object(chunk, "rows_forward", side_effect=chunk.rows_forward) as counted:
         plain = check(ModelCase(), plan, rows)
         num_calls = counted.call_count
         checkpointed = check(ModelCase(), plan, rows, patched_model(ModelCase(), use_reentrant))

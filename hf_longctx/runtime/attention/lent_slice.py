@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import Piece
-from hf_longctx.runtime.heads import KVReaders, join_kv, split_kv
-from hf_longctx.runtime.row_attention import KeyPiece, front_piece, front_pieces, rows_backward, rows_forward, sinks_backward
-from hf_longctx.runtime.slices import KeyRun, KVBook, Slice
+from hf_longctx.runtime.attention.heads import KVReaders, join_kv, split_kv
+from hf_longctx.runtime.attention.kv_book import KeyRun, KVBook, Slice
+from hf_longctx.runtime.attention.rows import KeyPiece, front_piece, front_pieces, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
 

@@ -15,8 +15,8 @@ from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.core.sharding import block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
-from hf_longctx.runtime import context, row_attention
-from hf_longctx.runtime.context import visible_tiles
+from hf_longctx.runtime.attention import context, rows
+from hf_longctx.runtime.attention.context import visible_tiles
 from hf_longctx.runtime.tiles import tile
 
 RINGS = {
@@ -70,7 +70,7 @@ def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, 
 
 
 PLANTED = {
-    "wrong merge": (row_attention, "accumulate_attention_", unweighted_merge),
+    "wrong merge": (rows, "accumulate_attention_", unweighted_merge),
     "wrong zigzag order": (
         context,
         "visible_tiles",

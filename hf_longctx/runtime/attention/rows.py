@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_longctx.kernels.merge_attention import accumulate_attention_
-from hf_longctx.runtime.heads import KVReaders, split_kv
-from hf_longctx.runtime.slices import KeyRun
+from hf_longctx.runtime.attention.heads import KVReaders, split_kv
+from hf_longctx.runtime.attention.kv_book import KeyRun
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores
 from hf_longctx.runtime.tiles.tile import tile_backward, tile_forward
