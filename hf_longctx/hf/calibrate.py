@@ -44,7 +44,7 @@ from hf_longctx.runtime.calibrate import (
     target_seconds,
 )
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 PRECISIONS: tuple[str, ...] = ("float32", "bfloat16", "autocast")

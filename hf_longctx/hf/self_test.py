@@ -62,8 +62,8 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.parameters.sharded import shard_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.stage_model import StageModel, whole_model
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import fit_coefficients
 from hf_longctx.runtime.calibrate import ChunkBench, Probe, Timing
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 WINDOW = 128
 FITTED = tuple(Probe(lengths) for size in (128, 256, 512, 1024, 2048) for lengths in ((size,), (size // 4,) * 4))

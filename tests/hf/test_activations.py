@@ -24,7 +24,7 @@ from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.memory.round_bytes import most_tokens
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CASE = ModelCase(promoted=True)
 LENGTHS = [61, 13, 50, 5, 44, 8, 21, 34, 3, 58, 13, 8, 5, 21, 40, 3]

@@ -10,7 +10,7 @@ from helpers.models.models import FAMILIES, ModelCase, build_model
 
 from hf_longctx.hf.attention import longctx_attention, patch_model
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LONE_CONTEXT = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, 5),)))
 

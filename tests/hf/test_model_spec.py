@@ -19,7 +19,7 @@ from hf_longctx.hf.adapters import largest_adapters
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.plan.core.model_spec import AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 
 def matrix_parameters(model: torch.nn.Module) -> int:

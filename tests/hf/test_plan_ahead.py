@@ -16,7 +16,7 @@ from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Estimate
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LENGTHS = [40, 7, 9, 30]
 FAST = plan_step(0, LENGTHS, tiny_costs(4), PlannerConfig(64, (1, 2, 4), solver="greedy"))

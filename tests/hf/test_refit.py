@@ -16,7 +16,7 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoe
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TRUTH = CostCoefficients(
     forward=PassCoefficients(3e-6, 4e-4, 0.02, 3e-3, 4e-7),

@@ -21,7 +21,7 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor, refuse_unsupported
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.stage_model import StageModel
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"

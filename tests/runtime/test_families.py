@@ -16,7 +16,7 @@ from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.layers import layer_modules
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LENGTHS = [30, 7, 17, 1]
 WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]

@@ -30,7 +30,7 @@ from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.executor import StepExecutor, StepResult
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CPU = torch.device("cpu")
 LENGTHS = [30, 7, 17, 1]

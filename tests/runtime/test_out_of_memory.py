@@ -11,7 +11,7 @@ from helpers.plans.steps import plan_of, rank_inputs
 
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LENGTHS = [13, 5, 9]
 PLAN = plan_of([[(1, (0,))], [(1, (1, 2))]], LENGTHS, 1)

@@ -29,7 +29,7 @@ from hf_longctx.runtime.attention.chunk import ChunkAttention, documents_of
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.executor import no_mask
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.tile import Scores
 
 NUM_TOKENS = 512

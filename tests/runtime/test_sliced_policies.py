@@ -31,7 +31,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import chunk, rows
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.executor import StepExecutor, StepResult
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")

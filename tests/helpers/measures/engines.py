@@ -21,7 +21,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivat
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import rows
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CPU = torch.device("cpu")
 

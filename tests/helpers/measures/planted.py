@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from hf_longctx.hf import attention, collator
-from hf_longctx.runtime import executor, mesh
+from hf_longctx.runtime import executor
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
+from hf_longctx.runtime.process_groups import pool
 from hf_longctx.runtime.tiles.patterns import CAUSAL
 
 # those that every test of equality notices; `plant` knows more
@@ -57,16 +58,16 @@ def _frequencies_of_slices() -> Any:
     def tokens(group: Any, chunk: Any) -> dict[int, int]:
         return {span.sequence: span.num_tokens for span in chunk.spans}
 
-    return patch.object(mesh, "document_tokens", tokens)
+    return patch.object(pool, "document_tokens", tokens)
 
 
 def _one_document() -> Any:
-    original = mesh.document_bounds
+    original = pool.document_bounds
 
     def bounds(pieces: Any) -> tuple[int, ...]:
         return (0, original(pieces)[-1])
 
-    return patch.object(mesh, "document_bounds", bounds)
+    return patch.object(pool, "document_bounds", bounds)
 
 
 def _late_shift() -> Any:

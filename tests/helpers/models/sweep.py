@@ -34,8 +34,8 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.parameters.sharded import shard_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12
 ROUNDING = 1e-13

@@ -29,7 +29,7 @@ from hf_longctx.runtime.attention import lent_slice
 from hf_longctx.runtime.attention.lent_slice import SharedSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.executor import StepExecutor, StepResult
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 _POOLS: dict[int, GroupPool] = {}
 

@@ -32,8 +32,8 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
 _POOLS: dict[tuple[int, float], GroupPool] = {}

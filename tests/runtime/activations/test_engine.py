@@ -29,7 +29,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.attention import rows
 from hf_longctx.runtime.executor import StepExecutor
-from hf_longctx.runtime.mesh import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")

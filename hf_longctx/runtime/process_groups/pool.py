@@ -18,7 +18,7 @@ from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, document_tokens, slices_of
-from hf_longctx.runtime.p2p import Links, Place
+from hf_longctx.runtime.process_groups.links import Links, Place
 
 
 class GroupPool:

@@ -1,0 +1,1 @@
+"""Process groups of a run, and the links between pipeline stages."""
