@@ -43,7 +43,7 @@ from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.sequence_parallel import packed_attention
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.tile import Scores, attention_backend, tile_backward, tile_forward
 

@@ -37,7 +37,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
-from hf_longctx.runtime.executor import StepExecutor, no_mask
+from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 # in names of kernels that compute attention

@@ -43,7 +43,7 @@ from hf_longctx.runtime.calibrate import (
     probe_grid,
     target_seconds,
 )
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 Precision = Literal["float32", "bfloat16", "autocast"]

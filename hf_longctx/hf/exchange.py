@@ -31,7 +31,7 @@ from hf_longctx.runtime.activations.output_head import check_untouched
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
-from hf_longctx.runtime.executor import no_mask
+from hf_longctx.runtime.execution.executor import no_mask
 
 # what a batch may hold besides: kept as it is, or replaced by what the plan says
 _KEPT = ("num_items_in_batch", "return_dict", "use_cache")

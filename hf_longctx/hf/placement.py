@@ -32,8 +32,8 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.quantised import move_scales
 from hf_longctx.hf.setup import shared_parameters
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.sharded import free_gathered, is_sharded, shard_mesh, shard_model
-from hf_longctx.runtime.stage_model import StageModel
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
-from hf_longctx.runtime.executor import NO_MEMORY, StepMemory, StepResult
+from hf_longctx.runtime.execution.executor import NO_MEMORY, StepMemory, StepResult
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, svg_timeline
 
 

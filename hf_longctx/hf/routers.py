@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.adapters import base_of
-from hf_longctx.runtime.routers import RouterBalance
+from hf_longctx.runtime.execution.experts import RouterBalance
 
 # modules that return logits, scores and indices of a token's experts; a class gets in with its rows in tests/runtime/test_moe.py
 _ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "GptOssTopKRouter")

@@ -61,10 +61,10 @@ from hf_longctx.plan.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.stage_model import StageModel, whole_model
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from hf_longctx.hf.checkpoint import (
     set_optimizer_states,
 )
 from hf_longctx.hf.stages import find_pieces
-from hf_longctx.runtime.stage_model import StageModel
+from hf_longctx.runtime.execution.stage_model import StageModel
 
 _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
 

@@ -21,9 +21,9 @@ from hf_longctx.hf.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.checkpoint import has_optimizer_shards
 from hf_longctx.hf.placement import OPTIMIZER_FILE, SCHEDULER_FILE, PlacementMixin
 from hf_longctx.hf.stage_checkpoint import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
+from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.stage_model import StageModel
 
 
 def check_trained(stage: StageModel, control: dist.ProcessGroup | None) -> None:

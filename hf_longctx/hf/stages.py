@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.adapters import hidden_dtype
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound
-from hf_longctx.runtime.stage_model import PART_KEYWORD, StageModel
+from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
 
 # the parts of every stage, as `plan.pipeline.layer_ranges` returns them
 Ranges = Sequence[Sequence[LayerRange]]

@@ -45,8 +45,8 @@ from hf_longctx.hf.staged import StagedMixin, check_trained
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.hf.trl import read_columns, trainer_problems, trl_class
 from hf_longctx.plan.core.types import RankPlan
-from hf_longctx.runtime.executor import StepExecutor, forward_only
-from hf_longctx.runtime.stage_model import StageModel
+from hf_longctx.runtime.execution.executor import StepExecutor, forward_only
+from hf_longctx.runtime.execution.stage_model import StageModel
 
 
 class LongContextMixin(PlannedDataMixin, StagedMixin):

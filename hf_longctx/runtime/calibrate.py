@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, RankPlan, SequenceGroup, Span, StagePlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 Value = TypeVar("Value")

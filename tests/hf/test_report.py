@@ -37,7 +37,7 @@ from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
-from hf_longctx.runtime.executor import NO_MEMORY, StepMemory
+from hf_longctx.runtime.execution.executor import NO_MEMORY, StepMemory
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 # <2> of 12 tokens, then <1,1> of 5 tokens and of a dummy

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_longctx.hf.stages import check_ranges, cut_model, shared_stages_of, stage_model, stage_problems
 from hf_longctx.plan.core.types import LayerRange
-from hf_longctx.runtime.stage_model import StageModel
+from hf_longctx.runtime.execution.stage_model import StageModel
 
 TOLERANCE = 1e-12
 SPLITS = [(2, 1), (3, 1), (2, 2), (3, 2)]

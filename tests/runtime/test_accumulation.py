@@ -11,7 +11,7 @@ from test_equality import TOLERANCE
 from hf_longctx.hf.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import shard_model
 
 CASE = ModelCase(promoted=True)

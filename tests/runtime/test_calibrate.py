@@ -22,7 +22,7 @@ from hf_longctx.runtime.calibrate import (
     probe_grid,
     target_seconds,
 )
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 SHAPES = (GroupShape(2, 2), GroupShape(2), GroupShape(4, 4), GroupShape(4, 2), GroupShape(4))

@@ -21,7 +21,7 @@ from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12

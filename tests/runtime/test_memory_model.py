@@ -24,7 +24,7 @@ from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_by
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.core.loss import summed_cross_entropy
-from hf_longctx.runtime.executor import StepExecutor, no_mask
+from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 NUM_TOKENS = 2048

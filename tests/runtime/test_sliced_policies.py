@@ -30,7 +30,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import chunk, rows
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
-from hf_longctx.runtime.executor import StepExecutor, StepResult
+from hf_longctx.runtime.execution.executor import StepExecutor, StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12

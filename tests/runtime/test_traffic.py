@@ -21,7 +21,7 @@ from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
 from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic, sent_bytes
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 
 
 def spec_of(case: ModelCase) -> ModelSpec:

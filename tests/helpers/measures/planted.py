@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_longctx.hf import attention, collator
-from hf_longctx.runtime import executor
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
+from hf_longctx.runtime.execution import executor
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
 from hf_longctx.runtime.tiles.patterns import CAUSAL

@@ -20,7 +20,7 @@ from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 
 
 def build_llama(spec: ModelSpec) -> Any:

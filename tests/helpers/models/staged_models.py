@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.core.types import LayerRange
-from hf_longctx.runtime.executor import ChunkInputs
-from hf_longctx.runtime.stage_model import StageModel
+from hf_longctx.runtime.execution.executor import ChunkInputs
+from hf_longctx.runtime.execution.stage_model import StageModel
 
 NUM_LAYERS, VOCAB_SIZE = 7, 96
 _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -33,7 +33,7 @@ from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 

@@ -24,11 +24,11 @@ from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
-from hf_longctx.runtime import shared_round
 from hf_longctx.runtime.attention import lent_slice
 from hf_longctx.runtime.attention.lent_slice import SharedSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.executor import StepExecutor, StepResult
+from hf_longctx.runtime.execution import lent_round
+from hf_longctx.runtime.execution.executor import StepExecutor, StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 _POOLS: dict[int, GroupPool] = {}
@@ -49,7 +49,7 @@ def _other_labels(rows: Any, inputs: ChunkInputs) -> ChunkInputs:
     return replace(own, shift_labels=inputs.shift_labels[:, : own.input_ids.shape[1]])
 
 
-_WHOLE_SLICE, _OF_INPUTS = lent_slice._whole_slice, shared_round._Rows.of_inputs
+_WHOLE_SLICE, _OF_INPUTS = lent_slice._whole_slice, lent_round._Rows.of_inputs
 
 
 # wrong functions of the runtime -> by what they are replaced
@@ -58,7 +58,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "helpers' gradients of keys and values are left out": (lent_slice, "_own_tokens", _own_alone),
     "tokens of a slice come in the order of ranks": (lent_slice, "_whole_slice", _in_order_of_ranks),
     "a rank's weights get its own gradients alone": (StepExecutor, "_reduce", lambda self: self.parameters.complete()),
-    "labels of the whole shard": (shared_round._Rows, "of_inputs", _other_labels),
+    "labels of the whole shard": (lent_round._Rows, "of_inputs", _other_labels),
 }
 
 

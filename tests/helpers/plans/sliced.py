@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.runtime.executor import no_mask
+from hf_longctx.runtime.execution.executor import no_mask
 
 Rows = list[dict[str, list[int]]]
 # chunks of (sequence, start, stop)

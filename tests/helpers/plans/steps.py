@@ -31,7 +31,7 @@ from hf_longctx.plan.planner import build_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_longctx.hf.agreement import control_group
 from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
 from hf_longctx.runtime.parameters.gradients import GradientSum, TiedWeight
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.stage_model import StageModel
 
 _CONTROL: list[dist.ProcessGroup] = []
 

@@ -28,7 +28,7 @@ from hf_longctx.runtime.activations import attention_record, engine, token_tiles
 from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.attention import rows
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12

@@ -23,7 +23,7 @@ from hf_longctx.hf.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import ShardedParameters, shard_mesh, shard_model
 
 MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_round")

@@ -28,13 +28,13 @@ from hf_longctx.runtime.attention.lent_slice import SharedSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
-from hf_longctx.runtime.out_of_memory import explained
+from hf_longctx.runtime.execution.out_of_memory import explained
+from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups.links import RoundMessages
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.stage_model import StageModel
 
 if TYPE_CHECKING:
-    from hf_longctx.runtime.executor import StepExecutor
+    from hf_longctx.runtime.execution.executor import StepExecutor
 
 
 def alone(group: SequenceGroup) -> SequenceGroup:

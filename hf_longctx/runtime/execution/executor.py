@@ -24,14 +24,14 @@ from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import Interval, StepClock
 from hf_longctx.runtime.core.loss import TokenScores, step_loss, summed_cross_entropy, token_scores
-from hf_longctx.runtime.out_of_memory import explained
+from hf_longctx.runtime.execution.experts import RouterBalance
+from hf_longctx.runtime.execution.lent_round import SharedRound, alone, check_shared
+from hf_longctx.runtime.execution.out_of_memory import explained
+from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters, TiedWeight
 from hf_longctx.runtime.parameters.sharded import parameters_of
 from hf_longctx.runtime.process_groups.links import RoundMessages
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.routers import RouterBalance
-from hf_longctx.runtime.shared_round import SharedRound, alone, check_shared
-from hf_longctx.runtime.stage_model import StageModel, whole_model
 
 
 @dataclass(frozen=True, slots=True)

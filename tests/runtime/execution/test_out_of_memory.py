@@ -10,7 +10,7 @@ from helpers.models.models import ModelCase, build_model, random_rows
 from helpers.plans.steps import plan_of, rank_inputs
 
 from hf_longctx.hf.attention import patch_model
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LENGTHS = [13, 5, 9]

@@ -20,11 +20,11 @@ from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBat
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.executor import StepExecutor, refuse_unsupported
+from hf_longctx.runtime.execution.executor import StepExecutor, refuse_unsupported
+from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.stage_model import StageModel
 
-FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
 CPU = torch.device("cpu")
 # the tolerance of test_equality.py
 TOLERANCE = 1e-12

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime import executor
-from hf_longctx.runtime.executor import StepExecutor
+from hf_longctx.runtime.execution import executor
+from hf_longctx.runtime.execution.executor import StepExecutor
 
 # operators whose result has to come to the host, or that pin memory
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "_pin_memory", "masked_select", "unique")

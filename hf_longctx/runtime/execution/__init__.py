@@ -1,0 +1,1 @@
+"""Execution of a rank's plan, action by action."""
