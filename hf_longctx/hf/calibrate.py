@@ -34,16 +34,8 @@ from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration
 from hf_longctx.plan.cost.traffic import group_shapes, mean_traffic
-from hf_longctx.runtime.calibrate import (
-    ChunkBench,
-    Timing,
-    copy_rate,
-    exchange_rates,
-    neighbour_rate,
-    probe_grid,
-    target_seconds,
-)
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.measure import ChunkBench, Timing, copy_rate, exchange_rates, neighbour_rate, probe_grid, target_seconds
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 Precision = Literal["float32", "bfloat16", "autocast"]

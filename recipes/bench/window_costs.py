@@ -25,8 +25,8 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import fit_coefficients
-from hf_longctx.runtime.calibrate import ChunkBench, Probe, Timing
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.measure import ChunkBench, Probe, Timing
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 WINDOW = 128

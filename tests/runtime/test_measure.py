@@ -12,7 +12,8 @@ from helpers.plans.steps import group_pool
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.runtime.calibrate import (
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.measure import (
     ChunkBench,
     Probe,
     Timing,
@@ -22,7 +23,6 @@ from hf_longctx.runtime.calibrate import (
     probe_grid,
     target_seconds,
 )
-from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 SHAPES = (GroupShape(2, 2), GroupShape(2), GroupShape(4, 4), GroupShape(4, 2), GroupShape(4))
