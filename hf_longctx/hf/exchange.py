@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_longctx.hf.activations import ActivationRuntime
-from hf_longctx.hf.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.output_head import check_untouched

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, fit_coefficients, scaled_coefficients

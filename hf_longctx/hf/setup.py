@@ -15,12 +15,12 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.activations import activation_problem
 from hf_longctx.hf.adapters import hidden_dtype, largest_adapters
-from hf_longctx.hf.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
-from hf_longctx.hf.host_memory import host_bytes as bytes_of_host
 from hf_longctx.hf.model_spec import cluster_spec, model_spec, usable_device_bytes
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.quantised import largest_packed
+from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
+from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
 from hf_longctx.hf.refusals import launch_problems, setup_problems, stage_ranks
 from hf_longctx.hf.stage_choice import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees

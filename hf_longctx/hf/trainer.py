@@ -22,11 +22,11 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_longctx.hf.activations import ActivationRuntime
-from hf_longctx.hf.agreement import control_group, explain_lost_ranks, raise_together
 from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.quantised import four_bit_layers
+from hf_longctx.hf.ranks.agreement import control_group, explain_lost_ranks, raise_together
 from hf_longctx.hf.refusals import (
     argument_problems,
     config_problems,

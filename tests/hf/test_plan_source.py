@@ -16,8 +16,8 @@ from helpers.plans.planners import ScriptedPlanner, slow_config
 from helpers.plans.steps import group_pool, step_on_rank, tiny_costs
 
 from hf_longctx.hf import plan_source
-from hf_longctx.hf.agreement import gather_objects
 from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
+from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.sampler import LengthAwareSampler
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_to_json

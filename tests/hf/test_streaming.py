@@ -20,7 +20,7 @@ from datasets.distributed import split_dataset_by_node
 from helpers.models.models import VOCAB_SIZE, ModelCase, random_rows
 from helpers.trainers.training import LossRecorder, make_trainer
 
-from hf_longctx.hf.agreement import gather_objects
+from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.streaming import Cursor, GlobalBatch, StreamBatches, StreamReader, StreamRules
 
 Rows = list[dict[str, list[int]]]

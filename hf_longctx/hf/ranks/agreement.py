@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_longctx.hf.lost_ranks import RollCall
+from hf_longctx.hf.ranks.lost_ranks import RollCall
 
 # the launch's, which all runs of a process share
 _roll_call: RollCall | None = None

@@ -10,7 +10,7 @@ from helpers.plans.steps import group_pool
 from helpers.trainers.training import training_arguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
-from hf_longctx.hf.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together
+from hf_longctx.hf.ranks.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together
 
 
 def gathered_on_rank(values: list[object]) -> list[object]:
