@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.mixture import mix_datasets
+    from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.needles import NeedleTask, passkeys
-    from hf_longctx.hf.rope import extend_positions
     from hf_longctx.hf.stage_choice import load_pipeline_stage
     from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
@@ -31,7 +31,7 @@ _HOMES = {
     "LongContextMixin": "hf_longctx.hf.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer",
     "NeedleTask": "hf_longctx.hf.needles",
-    "extend_positions": "hf_longctx.hf.rope",
+    "extend_positions": "hf_longctx.hf.models.rope",
     "load_pipeline_stage": "hf_longctx.hf.stage_choice",
     "mix_datasets": "hf_longctx.hf.mixture",
     "pack_sequences": "hf_longctx.plan.chunks.packing",

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_longctx.hf.calibrate import shaped_config
-from hf_longctx.hf.layers import output_head
+from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.activations.shares import MemoryLimits
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span

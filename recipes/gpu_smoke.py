@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
-from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.kernels import reference
 from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_attention
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens

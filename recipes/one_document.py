@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules, output_head
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import (
     Action,

@@ -9,12 +9,12 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 
-from hf_longctx.hf.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
-from hf_longctx.hf.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
-from hf_longctx.hf.model_classes import DEFAULT_ROPE_ONLY, class_problem
-from hf_longctx.hf.quantised import quantised_problems
-from hf_longctx.hf.rope import rope_problems
-from hf_longctx.hf.routers import router_problems
+from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
+from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem
+from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
+from hf_longctx.hf.models.quantised import quantised_problems
+from hf_longctx.hf.models.rope import rope_problems
+from hf_longctx.hf.models.routers import router_problems
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 

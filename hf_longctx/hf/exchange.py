@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.hf.activations import ActivationRuntime
+from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.plan.core.sharding import Piece, rank_pieces

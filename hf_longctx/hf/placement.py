@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from hf_longctx.hf.adapters import adapter_parameters, is_adapted, load_adapters
 from hf_longctx.hf.checkpoint import (
     gather_weights,
     has_optimizer_shards,
@@ -29,7 +28,8 @@ from hf_longctx.hf.checkpoint import (
     save_optimizer,
 )
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.quantised import move_scales
+from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted, load_adapters
+from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.setup import shared_parameters
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.execution.stage_model import StageModel

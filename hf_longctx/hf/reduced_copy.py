@@ -18,11 +18,11 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from hf_longctx.hf.adapters import base_of
-from hf_longctx.hf.attention import num_attention_layers
-from hf_longctx.hf.layer_windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
-from hf_longctx.hf.quantised import four_bit_layers, in_full, own_elements
-from hf_longctx.hf.stages import Identity
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.cutting import Identity
+from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
+from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 
 # token ids that the copy knows
 NUM_TOKEN_IDS = 1024

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_longctx.hf.collator import PlannedStep, shift
-from hf_longctx.hf.document_rope import forget_documents
-from hf_longctx.hf.layers import head_problem, output_head
-from hf_longctx.hf.quantised import settle_quantised
+from hf_longctx.hf.models.document_rope import forget_documents
+from hf_longctx.hf.models.layers import head_problem, output_head
+from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.hf.sampler import IntArray
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup

@@ -40,21 +40,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.hf.activations import ActivationRuntime
-from hf_longctx.hf.adapters import base_of
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
-from hf_longctx.hf.document_rope import forget_documents, shorten_limits
 from hf_longctx.hf.hidden_trace import HiddenTrace, Part, difference, largest
-from hf_longctx.hf.layer_windows import decoder_layers
+from hf_longctx.hf.models.activations import ActivationRuntime
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.document_rope import forget_documents, shorten_limits
+from hf_longctx.hf.models.quantised import four_bit_layers, move_scales
+from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings, merged
-from hf_longctx.hf.quantised import four_bit_layers, move_scales
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.reduced_copy import ReducedCopy, num_elements, reduced_copy
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
 from hf_longctx.hf.stage_choice import loaded_ranges
-from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans

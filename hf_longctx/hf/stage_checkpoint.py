@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_longctx.hf.adapters import ADAPTER_FILE, adapter_parameters, is_adapted, load_adapters
 from hf_longctx.hf.checkpoint import (
     INDEX_FILE,
     SHARDS_FOLDER,
@@ -34,8 +33,9 @@ from hf_longctx.hf.checkpoint import (
     renamed_weights,
     set_optimizer_states,
 )
+from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters, is_adapted, load_adapters
+from hf_longctx.hf.models.cutting import find_pieces
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.stages import find_pieces
 from hf_longctx.runtime.execution.stage_model import StageModel
 
 _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")

@@ -14,8 +14,8 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.checkpoint import checkpoint_files
-from hf_longctx.hf.quantised import can_load
-from hf_longctx.hf.stages import Ranges, check_ties, cut_model, drop_embedding, find_pieces
+from hf_longctx.hf.models.cutting import Ranges, check_ties, cut_model, drop_embedding, find_pieces
+from hf_longctx.hf.models.quantised import can_load
 
 
 def checkpoint_config(folder: str) -> PretrainedConfig:

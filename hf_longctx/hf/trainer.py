@@ -21,11 +21,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from hf_longctx.hf.activations import ActivationRuntime
-from hf_longctx.hf.attention import num_attention_layers, patch_model
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.activations import ActivationRuntime
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planned_data import PlannedDataMixin
-from hf_longctx.hf.quantised import four_bit_layers
 from hf_longctx.hf.ranks.agreement import control_group, explain_lost_ranks, raise_together
 from hf_longctx.hf.refusals import (
     argument_problems,
@@ -36,13 +38,11 @@ from hf_longctx.hf.refusals import (
 )
 from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
-from hf_longctx.hf.routers import RouterRuntime
 from hf_longctx.hf.row_scores import RowScores, step_scores
 from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
 from hf_longctx.hf.staged import StagedMixin, check_trained
-from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.hf.trl import read_columns, trainer_problems, trl_class
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.execution.executor import StepExecutor, forward_only

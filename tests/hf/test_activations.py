@@ -16,9 +16,9 @@ from helpers.trainers.training import LossRecorder, make_trainer, plain_training
 from transformers import Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback
-from hf_longctx.hf.activations import slab_rate
-from hf_longctx.hf.layers import layer_modules
-from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.models.activations import slab_rate
+from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.plan_source import PlanSource
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan

@@ -18,8 +18,8 @@ from test_sharded_trainer import train
 from test_trainer import SKEWED
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
-from hf_longctx.hf.attention import patch_model
-from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.spec import model_spec
 
 TOLERANCE = 1e-10
 NUM_STEPS = 10

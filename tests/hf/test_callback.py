@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextTrainer
-from hf_longctx.hf.attention import attention_name
+from hf_longctx.hf.models.attention import attention_name
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)

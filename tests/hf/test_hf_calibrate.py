@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from hf_longctx.hf import calibrate as module
 from hf_longctx.hf.calibrate import Calibration, CalibrationRequest, calibrate, calibration_text, chunk_samples, model_config
-from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import spec_name

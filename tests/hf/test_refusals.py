@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_longctx.hf import compat
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.model_classes import TESTED_MODELS
+from hf_longctx.hf.models.classes import TESTED_MODELS
 from hf_longctx.hf.refusals import argument_problems, placement_problems, setup_problems
 
 SHAPE = {

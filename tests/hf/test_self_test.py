@@ -25,8 +25,9 @@ from helpers.trainers.training import make_trainer, train_on_rank, training_argu
 from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
-from hf_longctx.hf import attention, self_test
 from hf_longctx.hf import reduced_copy as copies
+from hf_longctx.hf import self_test
+from hf_longctx.hf.models import attention
 from hf_longctx.hf.reduced_copy import reduced_copy
 
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)

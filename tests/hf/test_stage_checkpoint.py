@@ -27,9 +27,9 @@ from torch import Tensor
 
 from hf_longctx.hf import stage_checkpoint
 from hf_longctx.hf.checkpoint import gather_weights, load_optimizer, load_weights, save_optimizer
+from hf_longctx.hf.models.cutting import cut_model
 from hf_longctx.hf.ranks.agreement import control_group
 from hf_longctx.hf.stage_checkpoint import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
-from hf_longctx.hf.stages import cut_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 
 NORM = 50.0

@@ -15,7 +15,7 @@ from helpers.trainers.trl_runs import rows_of, train_trl, trl_arguments
 
 from hf_longctx import LongContextCallback, LongContextMixin
 from hf_longctx.hf import compat
-from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.trl import alone_problems
 
 pytestmark = [

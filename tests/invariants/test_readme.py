@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.model_classes import TESTED_MODELS
+from hf_longctx.hf.models.classes import TESTED_MODELS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

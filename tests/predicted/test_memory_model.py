@@ -15,8 +15,8 @@ from helpers.plans.sliced import cut, sliced_plan
 from helpers.plans.steps import rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.layer import Load

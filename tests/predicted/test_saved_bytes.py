@@ -15,9 +15,9 @@ from helpers.models.models import in_four_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_longctx.hf.adapters import adapter_spec
-from hf_longctx.hf.attention import patch_model
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.models.adapters import adapter_spec
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare

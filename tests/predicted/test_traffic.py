@@ -15,8 +15,8 @@ from helpers.plans.steps import group_pool, plan_of, rank_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan

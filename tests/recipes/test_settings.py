@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextConfig
-from hf_longctx.hf.rope import rope_problems
+from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.recipes import sft
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sft import RecipeArguments, load_model

@@ -9,7 +9,7 @@ import torch
 from helpers.models.models import VOCAB_SIZE, ModelCase, build_model
 from helpers.plans.steps import group_pool
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.runtime.execution.executor import StepExecutor

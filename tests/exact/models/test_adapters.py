@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.activations.host_tier import HostTier
 

@@ -14,8 +14,8 @@ from helpers.plans.sliced import sliced_plan
 from helpers.plans.steps import plan_of, rank_inputs, run_step
 from torch import Tensor
 
-from hf_longctx.hf.attention import attention_name, num_attention_layers, patch_model, restore_attention
-from hf_longctx.hf.layers import layer_modules, output_head
+from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
+from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine

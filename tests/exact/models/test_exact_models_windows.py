@@ -21,8 +21,8 @@ from test_pipeline_counts import check_memory
 from test_pipelines import check as check_stages
 from test_sliced_policies import few, policies_for, policy_step, replayed, same_policy
 
-from hf_longctx.hf.attention import patch_model
-from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.runtime.attention.ring import ring_attention

@@ -12,8 +12,8 @@ from test_equality import LAYOUTS
 from test_equality import check as check_ranks
 from test_kv_book import TOLERANCE, check, worst
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool

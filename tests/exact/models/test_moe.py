@@ -22,9 +22,9 @@ from test_pipelines import check as check_stages
 from test_sharded import chunks_plan
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules
-from hf_longctx.hf.routers import router_balance
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.routers import router_balance
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from test_kv_book import CUTS, NUM_LAYERS, PACKINGS, with_lora, worst
 from torch import Tensor
 
-from hf_longctx.hf.attention import patch_model
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord

@@ -8,7 +8,7 @@ from helpers.models.models import ModelCase, build_model, random_rows, reference
 from helpers.plans.steps import group_pool, mesh, plan_of, rank_inputs, whole
 from test_equality import TOLERANCE
 
-from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.execution.executor import StepExecutor

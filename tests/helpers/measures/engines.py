@@ -13,8 +13,8 @@ from helpers.models.models import ModelCase, build_model, random_rows, reference
 from helpers.plans.steps import plan_of, rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
 from hf_longctx.runtime.activations import projection_record
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from hf_longctx.hf import attention, collator
+from hf_longctx.hf import collator
+from hf_longctx.hf.models import attention
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.execution import executor

@@ -11,10 +11,10 @@ from helpers.plans.pipelines import CPU, stage_pool
 from helpers.plans.sliced import Rows
 from helpers.plans.steps import rank_inputs
 
-from hf_longctx.hf.attention import patch_model
 from hf_longctx.hf.calibrate import shaped_config
-from hf_longctx.hf.layers import layer_modules, output_head
-from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.runtime.activations.engine import ActivationEngine

@@ -38,7 +38,7 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version:
         " ".join(_EXACT.split()),
         "",
         "`python tests/helpers/models/model_table.py` writes this page; `pytest -m sweep "
-        "tests/hf/test_model_sweep.py` proves it.",
+        "tests/hf/models/test_model_sweep.py` proves it.",
         "",
         "## Exact",
         "",
@@ -87,8 +87,8 @@ def main() -> None:
     from helpers.models.sweep import sweep
     from helpers.ranks.ranks import RankPool
 
-    from hf_longctx.hf.layers import head_problem
-    from hf_longctx.hf.model_classes import TESTED_MODELS, refusal_of
+    from hf_longctx.hf.models.classes import TESTED_MODELS, refusal_of
+    from hf_longctx.hf.models.layers import head_problem
 
     pool = RankPool(2)
     outcomes = {}

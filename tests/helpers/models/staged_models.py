@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.execution.executor import ChunkInputs
 from hf_longctx.runtime.execution.stage_model import StageModel

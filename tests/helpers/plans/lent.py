@@ -17,8 +17,8 @@ from helpers.plans.steps import rank_inputs
 from helpers.ranks.ranks import lasting
 from torch import Tensor
 
-from hf_longctx.hf.attention import patch_model
-from hf_longctx.hf.stages import shared_stages_of
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.cutting import shared_stages_of
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import MicroBatch, StepPlan

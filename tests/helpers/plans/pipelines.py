@@ -16,10 +16,10 @@ from helpers.ranks.ranks import lasting
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_longctx.hf.attention import patch_model
-from hf_longctx.hf.layers import layer_modules, output_head
-from hf_longctx.hf.routers import router_balance
-from hf_longctx.hf.stages import cut_model, stage_model
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.routers import router_balance
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan

@@ -14,8 +14,8 @@ from helpers.plans.steps import whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.ranks.agreement import control_group
-from hf_longctx.hf.stages import cut_model, stage_model
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
 from hf_longctx.runtime.parameters.gradients import GradientSum, TiedWeight

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.hf.layers import output_head
+from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched

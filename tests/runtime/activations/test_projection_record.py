@@ -19,8 +19,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.hf.layers import layer_modules
-from hf_longctx.hf.model_spec import model_spec
+from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime.activations import host_tier

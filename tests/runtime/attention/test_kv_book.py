@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from hf_longctx.hf import collator
-from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.attention import chunk

@@ -13,8 +13,8 @@ from helpers.models.models import ModelCase, build_model, random_rows, reference
 from helpers.plans.pipelines import pipeline_plan
 from helpers.plans.steps import group_pool, plan_of, rank_inputs, run_step
 
-from hf_longctx.hf.attention import patch_model
-from hf_longctx.hf.layers import layer_modules, output_head
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan

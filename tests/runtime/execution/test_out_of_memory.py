@@ -9,7 +9,7 @@ import torch
 from helpers.models.models import ModelCase, build_model, random_rows
 from helpers.plans.steps import plan_of, rank_inputs
 
-from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 

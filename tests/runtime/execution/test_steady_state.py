@@ -12,7 +12,7 @@ from helpers.models.models import ModelCase, build_model, random_rows
 from helpers.plans.steps import group_pool, plan_of, rank_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.hf.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.execution import executor
 from hf_longctx.runtime.execution.executor import StepExecutor

@@ -19,7 +19,7 @@ from test_precision import BAND
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.hf.attention import patch_model
+from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan

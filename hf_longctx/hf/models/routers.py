@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.adapters import base_of
+from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.runtime.execution.experts import RouterBalance
 
 # modules that return logits, scores and indices of a token's experts; a class gets in with its rows in tests/exact/models/test_moe.py

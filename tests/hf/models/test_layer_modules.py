@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.hf.layers import layer_modules
+from hf_longctx.hf.models.layers import layer_modules
 
 
 @pytest.mark.parametrize("family", FAMILIES)

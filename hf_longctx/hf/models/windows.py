@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.hf.adapters import base_of
-from hf_longctx.hf.stages import Pieces, find_pieces
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.cutting import Pieces, find_pieces
 from hf_longctx.plan.core.windows import Windows, plain_windows
 
 # settings of layers and configs by which attention sees less than all tokens before

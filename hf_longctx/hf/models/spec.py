@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.adapters import adapter_spec, hidden_dtype
-from hf_longctx.hf.layer_windows import layer_windows
-from hf_longctx.hf.layers import has_plain_projections
-from hf_longctx.hf.quantised import own_elements, packed_spec
-from hf_longctx.hf.stages import RANGES
+from hf_longctx.hf.models.adapters import adapter_spec, hidden_dtype
+from hf_longctx.hf.models.cutting import RANGES
+from hf_longctx.hf.models.layers import has_plain_projections
+from hf_longctx.hf.models.quantised import own_elements, packed_spec
+from hf_longctx.hf.models.windows import layer_windows
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.core.windows import Windows, config_windows

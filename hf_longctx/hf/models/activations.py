@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.attention import num_attention_layers
-from hf_longctx.hf.layers import head_problem, layer_modules, output_head
-from hf_longctx.hf.stages import StageLayers
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.cutting import StageLayers
+from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_longctx.hf.document_rope import DOCUMENT_ROPE_TYPES
+from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Every `ForCausalLM` class of transformers is exact under plans or refused by name, as `docs/models.md` says.
 
-Only a few classes by default; `pytest -m sweep tests/hf/test_model_sweep.py` takes them all, in minutes.
+Only a few classes by default; `pytest -m sweep tests/hf/models/test_model_sweep.py` takes them all, in minutes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from helpers.models.any_model import build_any, class_names, kinds_of
 from helpers.models.model_table import cells_of, read_page
 from helpers.models.sweep import OPTIONAL, ROADS, TOLERANCE, sweep
 
-from hf_longctx.hf.layers import head_problem
-from hf_longctx.hf.model_classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
+from hf_longctx.hf.models.classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
+from hf_longctx.hf.models.layers import head_problem
 
 # learned positions and biases without RoPE, a window in masks alone, sinks and experts, norms used twice
 FAST = ("OPTForCausalLM", "PhimoeForCausalLM", "GptOssForCausalLM", "NanoChatForCausalLM")

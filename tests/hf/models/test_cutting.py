@@ -14,7 +14,7 @@ from helpers.models.models import relative_error
 from helpers.models.staged_models import NUM_LAYERS, cut_into_stages, even_parts, family_model, random_inputs, run_pipeline
 from torch import Tensor
 
-from hf_longctx.hf.stages import check_ranges, cut_model, shared_stages_of, stage_model, stage_problems
+from hf_longctx.hf.models.cutting import check_ranges, cut_model, shared_stages_of, stage_model, stage_problems
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.execution.stage_model import StageModel
 

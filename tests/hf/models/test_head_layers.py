@@ -7,7 +7,7 @@ import transformers
 from helpers.models.models import VOCAB_SIZE, ModelCase, build_model
 from torch import nn
 
-from hf_longctx.hf.layers import head_problem, output_head
+from hf_longctx.hf.models.layers import head_problem, output_head
 
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

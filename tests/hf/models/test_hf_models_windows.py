@@ -8,7 +8,7 @@ import pytest
 import transformers
 from helpers.models.models import ModelCase, build_model
 
-from hf_longctx.hf.model_spec import model_spec, windows_of
+from hf_longctx.hf.models.spec import model_spec, windows_of
 from hf_longctx.plan.core.model_spec import ModelSpec
 
 SIZES: dict[str, Any] = {

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.hf.checkpoint import sharded_like
-from hf_longctx.hf.quantised import four_bit_layers, is_four_bit
+from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
 from hf_longctx.plan.core.model_spec import AdapterSpec
 
 ADAPTER_FILE = "adapter_model.safetensors"

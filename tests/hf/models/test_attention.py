@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.models.models import FAMILIES, ModelCase, build_model
 
-from hf_longctx.hf.attention import longctx_attention, patch_model
+from hf_longctx.hf.models.attention import longctx_attention, patch_model
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.process_groups.pool import GroupPool
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_longctx.hf.compat import model_problems
-from hf_longctx.hf.rope import extend_positions, rope_problems
+from hf_longctx.hf.models.rope import extend_positions, rope_problems
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
 TRAINED = 512

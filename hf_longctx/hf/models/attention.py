@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_longctx.hf.document_rope import follow_documents, ignore_documents
-from hf_longctx.hf.quantised import settle_quantised
+from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
+from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import sequence_parallel_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern

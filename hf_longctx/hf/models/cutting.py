@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.adapters import hidden_dtype
+from hf_longctx.hf.models.adapters import hidden_dtype
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel

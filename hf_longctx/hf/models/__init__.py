@@ -1,0 +1,1 @@
+"""What is read from, and patched into, Hugging Face models."""
