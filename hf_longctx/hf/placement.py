@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from hf_longctx.hf.checkpoint import (
+from hf_longctx.hf.checkpoints.sharded import (
     gather_weights,
     has_optimizer_shards,
     load_optimizer,

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.hf.checkpoint import sharded_like
+from hf_longctx.hf.checkpoints.sharded import sharded_like
 from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
 from hf_longctx.plan.core.model_spec import AdapterSpec
 

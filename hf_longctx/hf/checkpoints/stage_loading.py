@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.checkpoint import checkpoint_files
+from hf_longctx.hf.checkpoints.sharded import checkpoint_files
 from hf_longctx.hf.models.cutting import Ranges, check_ties, cut_model, drop_embedding, find_pieces
 from hf_longctx.hf.models.quantised import can_load
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_longctx.hf.checkpoint import (
+from hf_longctx.hf.checkpoints.sharded import (
     INDEX_FILE,
     SHARDS_FOLDER,
     WEIGHTS_FILE,

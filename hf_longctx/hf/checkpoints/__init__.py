@@ -1,0 +1,1 @@
+"""Checkpoints of sharded and staged models, in the format of Hugging Face."""
