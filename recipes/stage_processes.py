@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import Ranges, cut_model, stage_model
-from hf_longctx.hf.report import StepRecord
+from hf_longctx.hf.planning.report import StepRecord
 from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.activations import ActivationRuntime
-from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
 from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan

@@ -19,7 +19,7 @@ from hf_longctx.hf.collator import LongContextCollator, PlannedDataset
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data import DatasetScan, token_rows, too_long
 from hf_longctx.hf.index_cache import scan_on_every_rank
-from hf_longctx.hf.plan_source import PlannedBatchSampler, PlanSource
+from hf_longctx.hf.planning.source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.resume import DataRecorder, data_settings, plans_done, sequences_per_step
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler, SequenceIndex

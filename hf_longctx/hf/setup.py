@@ -18,7 +18,7 @@ from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, usable_device_bytes
-from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
 from hf_longctx.hf.refusals import launch_problems, setup_problems, stage_ranks

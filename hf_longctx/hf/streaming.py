@@ -30,7 +30,7 @@ from transformers import TrainingArguments
 from hf_longctx.hf.collator import LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data import row_tokens, too_long
-from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.sampler import IntArray, SequenceIndex
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.core.types import StepPlan

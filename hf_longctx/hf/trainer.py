@@ -28,6 +28,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planned_data import PlannedDataMixin
+from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.ranks.agreement import control_group, explain_lost_ranks, raise_together
 from hf_longctx.hf.refusals import (
     argument_problems,
@@ -36,7 +37,6 @@ from hf_longctx.hf.refusals import (
     override_problems,
     placement_problems,
 )
-from hf_longctx.hf.report import RunReport
 from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.row_scores import RowScores, step_scores
 from hf_longctx.hf.self_test import SelfTest

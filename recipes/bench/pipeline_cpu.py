@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import transformers
 
-from hf_longctx.hf.refit import without_waiting
-from hf_longctx.hf.report import StepRecord
+from hf_longctx.hf.planning.refit import without_waiting
+from hf_longctx.hf.planning.report import StepRecord
 from hf_longctx.hf.stage_choice import balanced_ranges
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates

@@ -19,7 +19,7 @@ from hf_longctx import LongContextCallback
 from hf_longctx.hf.models.activations import slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.memory.round_bytes import most_tokens

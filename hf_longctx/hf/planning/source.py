@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.collator import PlannedStep
-from hf_longctx.hf.plan_ahead import Draft, DraftPlanner, Planner, is_slow
+from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
 from hf_longctx.plan.core.model_spec import PlannerConfig

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel

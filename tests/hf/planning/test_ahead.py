@@ -10,8 +10,8 @@ import pytest
 from helpers.plans.planners import ScriptedPlanner, slow_config
 from helpers.plans.steps import tiny_costs
 
-from hf_longctx.hf.plan_ahead import Draft, DraftPlanner, is_stand_in
-from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, is_stand_in
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Estimate

@@ -16,8 +16,8 @@ from helpers.plans.steps import group_pool, plan_of, tiny_costs
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.plan_source import PlanSource
-from hf_longctx.hf.report import RunReport, StepRecord, folded_layout, predicted_idle, predicted_memory
+from hf_longctx.hf.planning.report import RunReport, StepRecord, folded_layout, predicted_idle, predicted_memory
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_longctx.hf.refit import Samples
+from hf_longctx.hf.planning.refit import Samples
 from hf_longctx.plan.activations.fit_group import added_seconds
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan

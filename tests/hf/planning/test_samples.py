@@ -12,8 +12,8 @@ from helpers.plans.steps import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.hf.pass_samples import pass_samples
-from hf_longctx.hf.refit import Samples, without_waiting
+from hf_longctx.hf.planning.refit import Samples, without_waiting
+from hf_longctx.hf.planning.samples import pass_samples
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, ActivationPolicy, GroupShape, LayerPolicy, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, ModelPart, PassCoefficients

@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.pass_samples import pass_samples
-from hf_longctx.hf.plan_ahead import is_stand_in
-from hf_longctx.hf.plan_source import PlanSource
+from hf_longctx.hf.planning.ahead import is_stand_in
+from hf_longctx.hf.planning.refit import CostRefit, MeasuredPlan, Samples
+from hf_longctx.hf.planning.samples import pass_samples
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.refit import CostRefit, MeasuredPlan, Samples
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan

@@ -1,0 +1,1 @@
+"""A step's plan made ahead, its samples, and predictions held against measurements."""
