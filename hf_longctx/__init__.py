@@ -12,19 +12,19 @@ from hf_longctx._version import __version__
 
 if TYPE_CHECKING:
     from hf_longctx.hf.callback import LongContextCallback
-    from hf_longctx.hf.chat import DataError
     from hf_longctx.hf.config import LongContextConfig
+    from hf_longctx.hf.data.chat import DataError
+    from hf_longctx.hf.data.mixture import mix_datasets
+    from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.long_evaluation import LongContextEvaluation
-    from hf_longctx.hf.mixture import mix_datasets
     from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.needles import NeedleTask, passkeys
     from hf_longctx.hf.stage_choice import load_pipeline_stage
-    from hf_longctx.hf.tokenise import tokenise_chat, tokenise_completions, tokenise_text
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
     from hf_longctx.plan.chunks.packing import pack_sequences
 
 _HOMES = {
-    "DataError": "hf_longctx.hf.chat",
+    "DataError": "hf_longctx.hf.data.chat",
     "LongContextCallback": "hf_longctx.hf.callback",
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextEvaluation": "hf_longctx.hf.long_evaluation",
@@ -33,12 +33,12 @@ _HOMES = {
     "NeedleTask": "hf_longctx.hf.needles",
     "extend_positions": "hf_longctx.hf.models.rope",
     "load_pipeline_stage": "hf_longctx.hf.stage_choice",
-    "mix_datasets": "hf_longctx.hf.mixture",
+    "mix_datasets": "hf_longctx.hf.data.mixture",
     "pack_sequences": "hf_longctx.plan.chunks.packing",
     "passkeys": "hf_longctx.hf.needles",
-    "tokenise_chat": "hf_longctx.hf.tokenise",
-    "tokenise_completions": "hf_longctx.hf.tokenise",
-    "tokenise_text": "hf_longctx.hf.tokenise",
+    "tokenise_chat": "hf_longctx.hf.data.tokenise",
+    "tokenise_completions": "hf_longctx.hf.data.tokenise",
+    "tokenise_text": "hf_longctx.hf.data.tokenise",
 }
 
 __all__ = [

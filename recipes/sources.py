@@ -15,9 +15,9 @@ import datasets
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
-from hf_longctx.hf.chat import DataError
-from hf_longctx.hf.mixture import Stopping, concatenated, held_out_counts, mix_datasets, without_copies
-from hf_longctx.hf.tokenise import count_tokens, joined, tokenise_chat, tokenise_completions, tokenise_text
+from hf_longctx.hf.data.chat import DataError
+from hf_longctx.hf.data.mixture import Stopping, concatenated, held_out_counts, mix_datasets, without_copies
+from hf_longctx.hf.data.tokenise import count_tokens, joined, tokenise_chat, tokenise_completions, tokenise_text
 from hf_longctx.recipes.key_values import key_value_rows
 
 # documents of a source that makes them up

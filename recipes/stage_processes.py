@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import Ranges, cut_model, stage_model
 from hf_longctx.hf.planning.report import StepRecord
-from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs

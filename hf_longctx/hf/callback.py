@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.exchange import SequenceExchange
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers, patch_model, restore_attention
@@ -28,7 +29,6 @@ from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
 from hf_longctx.hf.refusals import argument_problems
-from hf_longctx.hf.resume import check_resumed
 from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.stock_collators import collator_problems

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hf_longctx.hf.collator import PlannedStep, shift
+from hf_longctx.hf.data.collator import PlannedStep, shift
+from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.layers import head_problem, output_head
 from hf_longctx.hf.models.quantised import settle_quantised
-from hf_longctx.hf.sampler import IntArray
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.activations.output_head import OutputHead

@@ -40,7 +40,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.hidden_trace import HiddenTrace, Part, difference, largest
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
@@ -52,7 +53,6 @@ from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findi
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.reduced_copy import ReducedCopy, num_elements, reduced_copy
-from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.hf.setup import PlanningSetup
 from hf_longctx.hf.stage_choice import loaded_ranges
 from hf_longctx.plan.core.sharding import rank_pieces

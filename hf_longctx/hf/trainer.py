@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
@@ -37,7 +38,6 @@ from hf_longctx.hf.refusals import (
     override_problems,
     placement_problems,
 )
-from hf_longctx.hf.resume import DataRecorder
 from hf_longctx.hf.row_scores import RowScores, step_scores
 from hf_longctx.hf.self_test import SelfTest
 from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup

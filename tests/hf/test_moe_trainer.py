@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.hf.compat import model_problems
-from hf_longctx.hf.sampler import LengthAwareSampler
+from hf_longctx.hf.data.sampler import LengthAwareSampler
 
 CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)
 LENGTHS = [31, 7, 5, 19, 3, 12, 9, 26]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.collator import PlannedStep
+from hf_longctx.hf.data.collator import PlannedStep
+from hf_longctx.hf.data.sampler import IntArray, LengthAwareSampler
 from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.sampler import IntArray, LengthAwareSampler
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from hf_longctx.hf import collator
+from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook

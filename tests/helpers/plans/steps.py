@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import router_balance
-from hf_longctx.hf.sampler import SequenceIndex
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import GroupShape, MicroBatch, Parameters, StepPlan

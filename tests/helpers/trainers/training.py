@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_longctx import LongContextConfig, LongContextTrainer
-from hf_longctx.hf.sampler import LengthAwareSampler
+from hf_longctx.hf.data.sampler import LengthAwareSampler
 
 # the older ones restore an optimizer to "cpu:0", which torch does not know
 resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")

@@ -15,10 +15,10 @@ from helpers.models.models import ModelCase, build_model, random_rows, reference
 from helpers.plans.planners import ScriptedPlanner, slow_config
 from helpers.plans.steps import group_pool, step_on_rank, tiny_costs
 
+from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.planning import source
 from hf_longctx.hf.planning.source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.sampler import LengthAwareSampler
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import StepPlan

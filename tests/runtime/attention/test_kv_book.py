@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from hf_longctx.hf import collator
+from hf_longctx.hf.data import collator
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import StepPlan

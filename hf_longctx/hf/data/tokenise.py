@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from hf_longctx.hf.chat import (
+from hf_longctx.hf.data.chat import (
     DataError,
     RenderedText,
     check_chat_tokenizer,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from helpers.trainers.training import training_arguments
 
-from hf_longctx.hf import index_cache
-from hf_longctx.hf.data import DatasetScan, scan_dataset
-from hf_longctx.hf.index_cache import cache_path, cached_scan, scan_on_every_rank
+from hf_longctx.hf.data import scan_cache
+from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
+from hf_longctx.hf.data.scan_cache import cache_path, cached_scan, scan_on_every_rank
 
 VOCAB_SIZE = 64
 ROWS = [{"input_ids": [number % 50] * (number % 7 + 1)} for number in range(30)]
@@ -36,7 +36,7 @@ def same(left: DatasetScan, right: DatasetScan) -> bool:
 def test_rows_are_read_once_and_the_result_lies_beside_them(tmp_path: Path) -> None:
     first = cached_scan(on_disk(tmp_path, ROWS), "train_dataset", VOCAB_SIZE)
     assert same(first, scan_dataset(datasets.Dataset.from_list(ROWS), "train_dataset", VOCAB_SIZE))
-    with patch.object(index_cache, "scan_dataset", refuse):
+    with patch.object(scan_cache, "scan_dataset", refuse):
         again = cached_scan(datasets.load_from_disk(str(tmp_path)), "train_dataset", VOCAB_SIZE)
     assert same(first, again) and again.lengths.dtype == np.int64
     assert len(list(tmp_path.glob("*.index"))) == 1
@@ -47,7 +47,7 @@ def test_problems_are_kept_too(tmp_path: Path) -> None:
     dataset = on_disk(tmp_path, [*ROWS, {"input_ids": [64]}])
     first = cached_scan(dataset, "train_dataset", VOCAB_SIZE)
     assert len(first.problems) == 1
-    with patch.object(index_cache, "scan_dataset", refuse):
+    with patch.object(scan_cache, "scan_dataset", refuse):
         assert same(cached_scan(dataset, "train_dataset", VOCAB_SIZE), first)
 
 
@@ -131,7 +131,7 @@ def scans_on_rank(folder: str, in_memory: bool) -> tuple[int, list[int]]:
         calls.append(args[1])
         return scan_dataset(*args)
 
-    with patch.object(index_cache, "scan_dataset", counted):
+    with patch.object(scan_cache, "scan_dataset", counted):
         scans = scan_on_every_rank({"train_dataset": dataset, "eval_dataset": dataset}, VOCAB_SIZE, show_progress=False)
     assert list(scans) == ["train_dataset", "eval_dataset"]
     return len(calls), scans["train_dataset"].lengths.tolist()

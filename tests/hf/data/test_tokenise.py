@@ -21,10 +21,10 @@ from tokenizers import processors
 from transformers import ByT5Tokenizer
 
 from hf_longctx import DataError, tokenise_chat, tokenise_completions, tokenise_text
-from hf_longctx.hf import tokenise
-from hf_longctx.hf.tokenise import TokenCounts, count_tokens, uniform
+from hf_longctx.hf.data import tokenise
+from hf_longctx.hf.data.tokenise import TokenCounts, count_tokens, uniform
 
-CHATML = Path(__file__).parents[2] / "recipes" / "configs" / "chatml.jinja"
+CHATML = Path(__file__).parents[3] / "recipes" / "configs" / "chatml.jinja"
 PIECES = ["the cat", " sat", "\n\n", "😀", "é", " ", "hello", "<|end|>", "漢字", "?", "to you 👨‍👩‍👧"]
 
 

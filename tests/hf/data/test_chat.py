@@ -8,7 +8,7 @@ import pytest
 from helpers.models.chats import BARE_TEMPLATE, TEMPLATE, byte_tokenizer, conversation, rendered_by_hand
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
-from hf_longctx.hf.chat import DataError, check_chat_tokenizer, read_messages, read_tools, render_chat
+from hf_longctx.hf.data.chat import DataError, check_chat_tokenizer, read_messages, read_tools, render_chat
 
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_longctx.hf.sampler import SequenceIndex
+from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs

@@ -20,8 +20,8 @@ from datasets.distributed import split_dataset_by_node
 from helpers.models.models import VOCAB_SIZE, ModelCase, random_rows
 from helpers.trainers.training import LossRecorder, make_trainer
 
+from hf_longctx.hf.data.streaming import Cursor, GlobalBatch, StreamBatches, StreamReader, StreamRules
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.streaming import Cursor, GlobalBatch, StreamBatches, StreamReader, StreamRules
 
 Rows = list[dict[str, list[int]]]
 LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(20))]

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from hf_longctx import DataError, mix_datasets
-from hf_longctx.hf.mixture import held_out_counts, mixture_counts, without_copies
+from hf_longctx.hf.data.mixture import held_out_counts, mixture_counts, without_copies
 
 
 def numbered(first: int, count: int, labels: bool = False) -> datasets.Dataset:

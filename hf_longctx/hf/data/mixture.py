@@ -18,8 +18,8 @@ import datasets
 import numpy as np
 from datasets import Dataset
 
-from hf_longctx.hf.chat import DataError
-from hf_longctx.hf.tokenise import uniform
+from hf_longctx.hf.data.chat import DataError
+from hf_longctx.hf.data.tokenise import uniform
 
 Stopping = Literal["first_exhausted", "all_exhausted"]
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx import LongContextConfig
-from hf_longctx.hf.resume import DataRecorder, check_resumed, data_settings, plans_done
-from hf_longctx.hf.streaming import Cursor
+from hf_longctx.hf.data.resume import DataRecorder, check_resumed, data_settings, plans_done
+from hf_longctx.hf.data.streaming import Cursor
 
 
 def recorder(folder: Path, train_dataset: str, cursor: Cursor | None = None, **arguments: Any) -> DataRecorder:

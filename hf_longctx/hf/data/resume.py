@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.streaming import Cursor
+from hf_longctx.hf.data.streaming import Cursor
 
 logger = logging.getLogger(__name__)
 

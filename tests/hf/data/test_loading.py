@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.models.models import ModelCase, random_rows
 from helpers.trainers.training import make_trainer
 
-from hf_longctx.hf.collator import held_ranges
+from hf_longctx.hf.data.collator import held_ranges
 from hf_longctx.hf.planned_data import LongContextDataLoader
 
 LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(31))]

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import xxhash
 from tqdm.auto import tqdm
 
-from hf_longctx.hf.sampler import IntArray
+from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 # columns that say how a row is packed or masked; ignoring them would train on something else

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from accelerate import PartialState
 
-from hf_longctx.hf.data import DatasetScan, scan_dataset
+from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 
 logger = logging.getLogger(__name__)
 

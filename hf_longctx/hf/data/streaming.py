@@ -27,11 +27,11 @@ import xxhash
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from hf_longctx.hf.collator import LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data import row_tokens, too_long
+from hf_longctx.hf.data.collator import LongContextCollator, PlannedStep, TokenSequence, shift, step_batch
+from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
+from hf_longctx.hf.data.scan import row_tokens, too_long
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.sampler import IntArray, SequenceIndex
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs

@@ -14,9 +14,9 @@ from helpers.plans.steps import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.hf.collator import LongContextCollator, PlannedDataset, PlannedStep, TokenSequence, chunk_inputs, shift
-from hf_longctx.hf.data import token_rows
-from hf_longctx.hf.sampler import SequenceIndex
+from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep, TokenSequence, chunk_inputs, shift
+from hf_longctx.hf.data.sampler import SequenceIndex
+from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.groups.problem import rank_layouts
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.hf.sampler import LengthAwareSampler, SequenceIndex
+from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 20), st.integers(1, 5000)), min_size=1, max_size=60)
 

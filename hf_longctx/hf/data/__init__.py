@@ -1,0 +1,1 @@
+"""Data from text and chats to planned batches."""
