@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.needles import NeedleTask, passkeys
-    from hf_longctx.hf.stage_choice import load_pipeline_stage
+    from hf_longctx.hf.start.stages import load_pipeline_stage
     from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
     from hf_longctx.plan.chunks.packing import pack_sequences
 
@@ -32,7 +32,7 @@ _HOMES = {
     "LongContextTrainer": "hf_longctx.hf.trainer",
     "NeedleTask": "hf_longctx.hf.needles",
     "extend_positions": "hf_longctx.hf.models.rope",
-    "load_pipeline_stage": "hf_longctx.hf.stage_choice",
+    "load_pipeline_stage": "hf_longctx.hf.start.stages",
     "mix_datasets": "hf_longctx.hf.data.mixture",
     "pack_sequences": "hf_longctx.plan.chunks.packing",
     "passkeys": "hf_longctx.hf.needles",

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.config import LaunchEnvironment
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, tokens_that_fit, windows_of
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
+from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.plan.core.model_spec import USABLE_SHARE, ClusterSpec, HardwareSpec, ModelSpec, default_degrees
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import model_names, named_model, spec_name

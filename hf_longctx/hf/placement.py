@@ -30,7 +30,7 @@ from hf_longctx.hf.checkpoints.sharded import (
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted, load_adapters
 from hf_longctx.hf.models.quantised import move_scales
-from hf_longctx.hf.setup import shared_parameters
+from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.sharded import free_gathered, is_sharded, shard_mesh, shard_model

@@ -24,9 +24,9 @@ from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streaming import PlannedStream, StreamBatches, StreamRules, is_stream, stream_problems
 from hf_longctx.hf.planning.source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
-from hf_longctx.hf.setup import PlanningSetup
-from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
-from hf_longctx.hf.trl import read_columns
+from hf_longctx.hf.start.setup import PlanningSetup
+from hf_longctx.hf.start.stages import loaded_ranges, own_stage
+from hf_longctx.hf.start.trl import read_columns
 
 logger = logging.getLogger(__name__)
 

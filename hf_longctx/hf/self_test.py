@@ -53,8 +53,8 @@ from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findi
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.reduced_copy import ReducedCopy, num_elements, reduced_copy
-from hf_longctx.hf.setup import PlanningSetup
-from hf_longctx.hf.stage_choice import loaded_ranges
+from hf_longctx.hf.start.setup import PlanningSetup
+from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans

@@ -31,19 +31,19 @@ from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.ranks.agreement import control_group, explain_lost_ranks, raise_together
-from hf_longctx.hf.refusals import (
+from hf_longctx.hf.row_scores import RowScores, step_scores
+from hf_longctx.hf.self_test import SelfTest
+from hf_longctx.hf.staged import StagedMixin, check_trained
+from hf_longctx.hf.start.arguments import (
     argument_problems,
     config_problems,
     evaluation_problems,
     override_problems,
     placement_problems,
 )
-from hf_longctx.hf.row_scores import RowScores, step_scores
-from hf_longctx.hf.self_test import SelfTest
-from hf_longctx.hf.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
-from hf_longctx.hf.stage_choice import loaded_ranges, own_stage
-from hf_longctx.hf.staged import StagedMixin, check_trained
-from hf_longctx.hf.trl import read_columns, trainer_problems, trl_class
+from hf_longctx.hf.start.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
+from hf_longctx.hf.start.stages import loaded_ranges, own_stage
+from hf_longctx.hf.start.trl import read_columns, trainer_problems, trl_class
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.execution.executor import StepExecutor, forward_only
 from hf_longctx.runtime.execution.stage_model import StageModel

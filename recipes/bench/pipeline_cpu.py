@@ -31,7 +31,7 @@ import transformers
 
 from hf_longctx.hf.planning.refit import without_waiting
 from hf_longctx.hf.planning.report import StepRecord
-from hf_longctx.hf.stage_choice import balanced_ranges
+from hf_longctx.hf.start.stages import balanced_ranges
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec

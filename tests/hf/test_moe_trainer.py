@@ -15,8 +15,8 @@ from helpers.trainers.training import LossRecorder, make_trainer, resuming, trai
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig
-from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.data.sampler import LengthAwareSampler
+from hf_longctx.hf.start.model_checks import model_problems
 
 CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)
 LENGTHS = [31, 7, 5, 19, 3, 12, 9, 26]

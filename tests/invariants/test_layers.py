@@ -217,7 +217,7 @@ def test_the_checker_catches_a_planted_violation(path: str, source: str) -> None
             "hf_longctx/hf/data/sampler.py",
             "from transformers import __version__, Trainer\nfrom hf_longctx.plan.cost import CostModel",
         ),
-        ("hf_longctx/hf/compat.py", "from transformers.trainer import _is_peft_model"),
+        ("hf_longctx/hf/start/model_checks.py", "from transformers.trainer import _is_peft_model"),
         ("hf_longctx/hf/trainer.py", "import transformers._private"),
         ("hf_longctx/cli/main.py", "import argparse\nfrom hf_longctx._version import __version__"),
         ("hf_longctx/cli/main.py", "def run():\n    import torch\n    from hf_longctx.hf.config import LongContextConfig"),

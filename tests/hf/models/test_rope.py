@@ -21,8 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_longctx.hf.compat import model_problems
 from hf_longctx.hf.models.rope import extend_positions, rope_problems
+from hf_longctx.hf.start.model_checks import model_problems
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
 TRAINED = 512

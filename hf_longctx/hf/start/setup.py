@@ -21,8 +21,8 @@ from hf_longctx.hf.models.spec import cluster_spec, model_spec, usable_device_by
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
-from hf_longctx.hf.refusals import launch_problems, setup_problems, stage_ranks
-from hf_longctx.hf.stage_choice import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
+from hf_longctx.hf.start.arguments import launch_problems, setup_problems, stage_ranks
+from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name

@@ -17,7 +17,7 @@ from helpers.trainers.training import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.setup import PlanningSetup, check_setup, planning_setup
+from hf_longctx.hf.start.setup import PlanningSetup, check_setup, planning_setup
 from hf_longctx.plan.core.model_spec import HardwareSpec
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients

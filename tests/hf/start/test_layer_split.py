@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from helpers.plans.steps import tiny_costs
 
-from hf_longctx.hf.stage_choice import balanced_ranges
+from hf_longctx.hf.start.stages import balanced_ranges
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.cost.cost_model import PassCoefficients
 

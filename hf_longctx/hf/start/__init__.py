@@ -1,0 +1,1 @@
+"""Start of a run: arguments, versions and models checked, memory and stages set up."""
