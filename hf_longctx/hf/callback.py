@@ -28,7 +28,7 @@ from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_
 from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
-from hf_longctx.hf.self_test import SelfTest
+from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.start.arguments import argument_problems
 from hf_longctx.hf.start.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems

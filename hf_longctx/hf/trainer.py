@@ -32,7 +32,7 @@ from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.ranks.agreement import control_group, explain_lost_ranks, raise_together
 from hf_longctx.hf.row_scores import RowScores, step_scores
-from hf_longctx.hf.self_test import SelfTest
+from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.staged import StagedMixin, check_trained
 from hf_longctx.hf.start.arguments import (
     argument_problems,

@@ -26,7 +26,7 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
 from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.self_test import SelfTest
+from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.hf.start.setup import planning_setup
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare

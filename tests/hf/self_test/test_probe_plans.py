@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from hf_longctx.hf.self_test.probe_plans import LONE, LONG, PACKED, probe_lengths, probe_plans
 from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.probe_plans import LONE, LONG, PACKED, probe_lengths, probe_plans
 
 MODEL = ModelSpec(8, 32, 48, 4, 2, 8, 64, 512)
 LENGTHS = probe_lengths(61)

@@ -42,22 +42,22 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.data.sampler import SequenceIndex
-from hf_longctx.hf.hidden_trace import HiddenTrace, Part, difference, largest
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.document_rope import forget_documents, shorten_limits
 from hf_longctx.hf.models.quantised import four_bit_layers, move_scales
 from hf_longctx.hf.models.windows import decoder_layers
-from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings, merged
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes
-from hf_longctx.hf.reduced_copy import ReducedCopy, num_elements, reduced_copy
+from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Part, difference, largest
+from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings, merged
+from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans
+from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, num_elements, reduced_copy
 from hf_longctx.hf.start.setup import PlanningSetup
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX

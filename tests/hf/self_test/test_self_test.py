@@ -25,10 +25,10 @@ from helpers.trainers.training import make_trainer, train_on_rank, training_argu
 from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
-from hf_longctx.hf import reduced_copy as copies
-from hf_longctx.hf import self_test
 from hf_longctx.hf.models import attention
-from hf_longctx.hf.reduced_copy import reduced_copy
+from hf_longctx.hf.self_test import check
+from hf_longctx.hf.self_test import reduced_copy as copies
+from hf_longctx.hf.self_test.reduced_copy import reduced_copy
 
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
 ON = {"self_test": True, "tokens_per_rank": 96}
@@ -211,7 +211,7 @@ def test_the_copies_are_gone_before_step_1(monkeypatch) -> None:
         copied.extend(weakref.ref(module) for module in reduced.model.modules())
         return reduced
 
-    monkeypatch.setattr(self_test, "reduced_copy", watched)
+    monkeypatch.setattr(check, "reduced_copy", watched)
     gc.disable()
     try:
         assert "self-test passed" in start(replace(MIXED, dtype=torch.float32), {}, {}, "")
@@ -222,9 +222,7 @@ def test_the_copies_are_gone_before_step_1(monkeypatch) -> None:
 
 def test_experts_are_found_by_their_modules() -> None:
     with torch.device("meta"):
-        found = [
-            self_test._has_routers(build_any(f"{name}ForCausalLM", is_random=False)) for name in ("AriaText", "Dbrx", "Llama")
-        ]
+        found = [check._has_routers(build_any(f"{name}ForCausalLM", is_random=False)) for name in ("AriaText", "Dbrx", "Llama")]
     assert found == [True, True, False]
 
 
@@ -242,7 +240,7 @@ def test_weights_after_three_steps_are_the_same_bits(ranks) -> None:
 
 @pytest.mark.parametrize("gib,said", [(1e-9, "self-test left out: a copy of a layer of every kind takes"), (1.0, "in float64")])
 def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: float, said: str) -> None:
-    monkeypatch.setattr(self_test, "_free_bytes", lambda *args: int(gib * 2**30))
+    monkeypatch.setattr(check, "_free_bytes", lambda *args: int(gib * 2**30))
     with caplog.at_level(logging.WARNING):
         opening = start(MIXED, {}, {}, "")
     assert said in opening + caplog.text
@@ -250,8 +248,8 @@ def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: f
 
 
 def test_without_room_for_fp64_it_is_fp32_and_still_notices(monkeypatch) -> None:
-    elements = self_test.num_elements(build_model(MIXED), [0])
-    monkeypatch.setattr(self_test, "_free_bytes", lambda *args: 24 * elements)
+    elements = check.num_elements(build_model(MIXED), [0])
+    monkeypatch.setattr(check, "_free_bytes", lambda *args: 24 * elements)
     assert "tokens in float32, largest error" in start(MIXED, {}, {}, "")
     assert "window: layer 1 (sliding_attention, window 6)" in start(MIXED, {}, {}, "windows ignored")
 
@@ -375,7 +373,7 @@ def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:
 
 
 def test_ranks_that_loaded_their_own_stage_are_told_that_it_is_left_out(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(self_test, "loaded_ranges", lambda model: ((0, 1),))
+    monkeypatch.setattr(check, "loaded_ranges", lambda model: ((0, 1),))
     with caplog.at_level(logging.WARNING):
         opening = start(MIXED, {}, {}, "")
     assert "self-test left out: every rank loaded its own pipeline stage" in caplog.text

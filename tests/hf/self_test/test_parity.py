@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_longctx.hf.parity import EMBEDDING, ENDS, Errors, Limits, findings, merged
+from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Limits, findings, merged
 
 WINDOWS = {0: 6, 1: 0}
 
