@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_longctx.hf.calibrate import shaped_config
+from hf_longctx.hf.calibration.calibrate import shaped_config
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.plan.activations.shares import MemoryLimits
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec

@@ -11,8 +11,15 @@ import torch
 from helpers.models.models import ModelCase, build_model
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_longctx.hf import calibrate as module
-from hf_longctx.hf.calibrate import Calibration, CalibrationRequest, calibrate, calibration_text, chunk_samples, model_config
+from hf_longctx.hf.calibration import calibrate as module
+from hf_longctx.hf.calibration.calibrate import (
+    Calibration,
+    CalibrationRequest,
+    calibrate,
+    calibration_text,
+    chunk_samples,
+    model_config,
+)
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
 from hf_longctx.plan.core.types import GroupShape

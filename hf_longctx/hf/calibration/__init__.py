@@ -1,0 +1,1 @@
+"""Measured coefficients of the cost model, for one model on these ranks."""
