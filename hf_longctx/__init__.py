@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.needles import NeedleTask, passkeys
     from hf_longctx.hf.start.stages import load_pipeline_stage
-    from hf_longctx.hf.trainer import LongContextMixin, LongContextTrainer
+    from hf_longctx.hf.trainer.trainer import LongContextMixin, LongContextTrainer
     from hf_longctx.plan.chunks.packing import pack_sequences
 
 _HOMES = {
@@ -28,8 +28,8 @@ _HOMES = {
     "LongContextCallback": "hf_longctx.hf.callback",
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextEvaluation": "hf_longctx.hf.long_evaluation",
-    "LongContextMixin": "hf_longctx.hf.trainer",
-    "LongContextTrainer": "hf_longctx.hf.trainer",
+    "LongContextMixin": "hf_longctx.hf.trainer.trainer",
+    "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
     "NeedleTask": "hf_longctx.hf.needles",
     "extend_positions": "hf_longctx.hf.models.rope",
     "load_pipeline_stage": "hf_longctx.hf.start.stages",

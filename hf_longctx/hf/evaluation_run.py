@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.hf.row_scores import RowScores
+from hf_longctx.hf.trainer.row_scores import RowScores
 
 # buckets of powers of two, up to more tokens than a document has
 _NUM_BUCKETS = 64

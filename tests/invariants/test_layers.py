@@ -218,7 +218,7 @@ def test_the_checker_catches_a_planted_violation(path: str, source: str) -> None
             "from transformers import __version__, Trainer\nfrom hf_longctx.plan.cost import CostModel",
         ),
         ("hf_longctx/hf/start/model_checks.py", "from transformers.trainer import _is_peft_model"),
-        ("hf_longctx/hf/trainer.py", "import transformers._private"),
+        ("hf_longctx/hf/trainer/trainer.py", "import transformers._private"),
         ("hf_longctx/cli/main.py", "import argparse\nfrom hf_longctx._version import __version__"),
         ("hf_longctx/cli/main.py", "def run():\n    import torch\n    from hf_longctx.hf.config import LongContextConfig"),
         ("hf_longctx/__init__.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_longctx.hf import config"),

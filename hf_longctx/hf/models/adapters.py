@@ -23,7 +23,7 @@ from hf_longctx.plan.core.model_spec import AdapterSpec
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
-# a kind gets in with its runs in tests/hf/test_adapter_trainer.py, never without
+# a kind gets in with its runs in tests/hf/trainer/test_adapter_trainer.py, never without
 TESTED_KINDS = ("LORA",)
 _ADAPTER = "default"
 # of LoraConfig: settings whose every value is tested or says nothing about what is computed; others must have their default

@@ -15,7 +15,7 @@ import datasets
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.start.model_checks import trl_problems
 
-# a trainer gets in with its runs in tests/hf/test_trl_trainers.py, never without
+# a trainer gets in with its runs in tests/hf/trainer/test_trl_trainers.py, never without
 _PLANNED = "SFTTrainer"
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
 # the columns that SFTTrainer lets its collator read; it writes others and does not use them

@@ -16,7 +16,7 @@ from helpers.models.models import ModelCase, random_rows
 from helpers.trainers.training import make_trainer
 
 from hf_longctx.hf.data.collator import held_ranges
-from hf_longctx.hf.planned_data import LongContextDataLoader
+from hf_longctx.hf.trainer.data_mixin import LongContextDataLoader
 
 LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(31))]
 CONFIG = {"tokens_per_rank": 64}

@@ -28,12 +28,9 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.routers import RouterRuntime
-from hf_longctx.hf.planned_data import PlannedDataMixin
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.ranks.agreement import control_group, explain_lost_ranks, raise_together
-from hf_longctx.hf.row_scores import RowScores, step_scores
 from hf_longctx.hf.self_test.check import SelfTest
-from hf_longctx.hf.staged import StagedMixin, check_trained
 from hf_longctx.hf.start.arguments import (
     argument_problems,
     config_problems,
@@ -44,6 +41,9 @@ from hf_longctx.hf.start.arguments import (
 from hf_longctx.hf.start.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.start.trl import read_columns, trainer_problems, trl_class
+from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
+from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
+from hf_longctx.hf.trainer.stage_mixin import StagedMixin, check_trained
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.execution.executor import StepExecutor, forward_only
 from hf_longctx.runtime.execution.stage_model import StageModel

@@ -19,8 +19,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from hf_longctx.hf.checkpoints.sharded import has_optimizer_shards
 from hf_longctx.hf.checkpoints.staged import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
-from hf_longctx.hf.placement import OPTIMIZER_FILE, SCHEDULER_FILE, PlacementMixin
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks, gather_objects
+from hf_longctx.hf.trainer.parameter_mixin import OPTIMIZER_FILE, SCHEDULER_FILE, PlacementMixin
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
 from hf_longctx.runtime.process_groups.pool import GroupPool

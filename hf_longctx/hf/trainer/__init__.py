@@ -1,0 +1,1 @@
+"""The trainer, its mixins, and where parameters live."""
