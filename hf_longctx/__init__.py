@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from hf_longctx._version import __version__
 
 if TYPE_CHECKING:
-    from hf_longctx.hf.callback import LongContextCallback
     from hf_longctx.hf.config import LongContextConfig
     from hf_longctx.hf.data.chat import DataError
     from hf_longctx.hf.data.mixture import mix_datasets
@@ -20,12 +19,13 @@ if TYPE_CHECKING:
     from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.needles import NeedleTask, passkeys
     from hf_longctx.hf.start.stages import load_pipeline_stage
+    from hf_longctx.hf.stock.callback import LongContextCallback
     from hf_longctx.hf.trainer.trainer import LongContextMixin, LongContextTrainer
     from hf_longctx.plan.chunks.packing import pack_sequences
 
 _HOMES = {
     "DataError": "hf_longctx.hf.data.chat",
-    "LongContextCallback": "hf_longctx.hf.callback",
+    "LongContextCallback": "hf_longctx.hf.stock.callback",
     "LongContextConfig": "hf_longctx.hf.config",
     "LongContextEvaluation": "hf_longctx.hf.long_evaluation",
     "LongContextMixin": "hf_longctx.hf.trainer.trainer",

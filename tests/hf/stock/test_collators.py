@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, default_data_collator
 
-from hf_longctx.hf.exchange import read_documents
-from hf_longctx.hf.stock_collators import collator_problems
+from hf_longctx.hf.stock.collators import collator_problems
+from hf_longctx.hf.stock.exchange import read_documents
 
 
 def tokenizer(pad_token: str = "64", padding_side: str = "right") -> PreTrainedTokenizerFast:

@@ -22,7 +22,6 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
-from hf_longctx.hf.exchange import SequenceExchange
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers, patch_model, restore_attention
 from hf_longctx.hf.models.routers import has_balance
@@ -31,7 +30,8 @@ from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.start.arguments import argument_problems
 from hf_longctx.hf.start.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems
-from hf_longctx.hf.stock_collators import collator_problems
+from hf_longctx.hf.stock.collators import collator_problems
+from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 

@@ -13,7 +13,7 @@ from helpers.plans.steps import group_pool, plan_of
 from helpers.trainers.stock import PaddingCollator, run_alone
 from transformers import DataCollatorWithFlattening
 
-from hf_longctx.hf.exchange import LocalDocuments, TokenExchange, read_documents
+from hf_longctx.hf.stock.exchange import LocalDocuments, TokenExchange, read_documents
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 COUNTED = {"num_items_in_batch": torch.tensor(7)}

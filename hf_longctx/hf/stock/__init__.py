@@ -1,0 +1,1 @@
+"""The callback for people who keep their own trainer."""
