@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hf_longctx.hf.data.chat import DataError
     from hf_longctx.hf.data.mixture import mix_datasets
     from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, tokenise_text
-    from hf_longctx.hf.long_evaluation import LongContextEvaluation
+    from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
+    from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
-    from hf_longctx.hf.needles import NeedleTask, passkeys
     from hf_longctx.hf.start.stages import load_pipeline_stage
     from hf_longctx.hf.stock.callback import LongContextCallback
     from hf_longctx.hf.trainer.trainer import LongContextMixin, LongContextTrainer
@@ -27,15 +27,15 @@ _HOMES = {
     "DataError": "hf_longctx.hf.data.chat",
     "LongContextCallback": "hf_longctx.hf.stock.callback",
     "LongContextConfig": "hf_longctx.hf.config",
-    "LongContextEvaluation": "hf_longctx.hf.long_evaluation",
+    "LongContextEvaluation": "hf_longctx.hf.evaluation.long_evaluation",
     "LongContextMixin": "hf_longctx.hf.trainer.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
-    "NeedleTask": "hf_longctx.hf.needles",
+    "NeedleTask": "hf_longctx.hf.evaluation.needles",
     "extend_positions": "hf_longctx.hf.models.rope",
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
     "mix_datasets": "hf_longctx.hf.data.mixture",
     "pack_sequences": "hf_longctx.plan.chunks.packing",
-    "passkeys": "hf_longctx.hf.needles",
+    "passkeys": "hf_longctx.hf.evaluation.needles",
     "tokenise_chat": "hf_longctx.hf.data.tokenise",
     "tokenise_completions": "hf_longctx.hf.data.tokenise",
     "tokenise_text": "hf_longctx.hf.data.tokenise",

@@ -21,9 +21,17 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_longctx.hf.evaluation_pictures import save_png_loss, save_png_needles
-from hf_longctx.hf.evaluation_run import EvaluationRun, LossBucket, NeedleCell, bucket_sums, cell_sums, loss_buckets, needle_cells
-from hf_longctx.hf.needles import NeedleTask
+from hf_longctx.hf.evaluation.findings import (
+    EvaluationRun,
+    LossBucket,
+    NeedleCell,
+    bucket_sums,
+    cell_sums,
+    loss_buckets,
+    needle_cells,
+)
+from hf_longctx.hf.evaluation.needles import NeedleTask
+from hf_longctx.hf.evaluation.pictures import save_png_loss, save_png_needles
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.trainer.row_scores import RowScores, plain_scores
 from hf_longctx.hf.trainer.trainer import LongContextMixin

@@ -21,7 +21,7 @@ from helpers.trainers.training import make_trainer, resuming, training_arguments
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextEvaluation, NeedleTask, passkeys
-from hf_longctx.hf import long_evaluation
+from hf_longctx.hf.evaluation import long_evaluation
 from hf_longctx.plan.core.types import ActivationPolicy, SequenceGroup, StepPlan
 
 Rows = list[dict[str, list[int]]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.hf.evaluation_run import EvaluationRun, LossBucket, NeedleCell
+from hf_longctx.hf.evaluation.findings import EvaluationRun, LossBucket, NeedleCell
 
 _NAMED, _FIRST, _LAST, _BETWEEN = "#d1495b", "#f58518", "#4c78a8", "#c8c8c8"
 _DPI = 110

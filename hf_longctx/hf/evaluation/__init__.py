@@ -1,0 +1,1 @@
+"""Evaluation at long context: perplexity by position, needles, pictures."""
