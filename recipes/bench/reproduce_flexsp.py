@@ -40,7 +40,6 @@ from pathlib import Path
 from statistics import NormalDist, mean, stdev
 from typing import Any
 
-from hf_longctx.plan.baselines import BASELINES, all_baselines, static_layout
 from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec, PlannerConfig, default_degrees
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
@@ -48,6 +47,7 @@ from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, rea
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.reproduction import run_reproduction
+from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout
 
 PADDING = 128
 RANKS_PER_NODE = 8

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.baselines import static_layout
 from hf_longctx.plan.core.model_spec import PlannerConfig
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.problem import GroupingProblem
+from hf_longctx.sim.others.baselines import static_layout
 
 BENCH = runpy.run_path(str(Path(__file__).resolve().parents[2] / "recipes" / "bench" / "reproduce_flexsp.py"))
 main: Callable[[list[str]], int] = BENCH["main"]

@@ -24,7 +24,6 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.baselines import all_baselines
 from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
 from hf_longctx.plan.groups.greedy import (
     _pods,
@@ -37,6 +36,7 @@ from hf_longctx.plan.groups.greedy import (
 )
 from hf_longctx.plan.groups.local_search import _State
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
+from hf_longctx.sim.others.baselines import all_baselines
 
 DEGREES = (1, 2, 4)
 TRIALS = 5

@@ -1,0 +1,1 @@
+"""Plans that other systems would make with the same lengths."""
