@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from hf_longctx.plan.core.validate import describe_plan, validate_plan
-    from hf_longctx.sim.records import read_plan_file
+    from hf_longctx.sim.output.json_records import read_plan_file
 
     try:
         plan = validate_plan(read_plan_file(options.plan.read_text()).plan)

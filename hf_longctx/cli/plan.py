@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
     from hf_longctx.sim.forecast import Forecast
     from hf_longctx.sim.memory import MemoryModel
-    from hf_longctx.sim.records import PlanFile
+    from hf_longctx.sim.output.json_records import PlanFile
     from hf_longctx.sim.scenario import Request
 
 _DEFAULT_BATCH = 512
@@ -105,7 +105,7 @@ def run_plan(options: argparse.Namespace) -> int:
     """Prints the forecast; the exit status is 1 for what a user can mend."""
     try:
         if options.output:
-            from hf_longctx.sim.pictures import check_pictures, write_forecast
+            from hf_longctx.sim.output.pictures import check_pictures, write_forecast
 
             check_pictures()
         forecast = _forecast(options)
@@ -123,10 +123,10 @@ def _report(forecast: Forecast, as_json: bool) -> str:
     if as_json:
         import json
 
-        from hf_longctx.sim.records import forecast_record
+        from hf_longctx.sim.output.json_records import forecast_record
 
         return json.dumps(forecast_record(forecast), indent=2)
-    from hf_longctx.sim.report import forecast_text
+    from hf_longctx.sim.output.text import forecast_text
 
     return forecast_text(forecast)
 
@@ -194,8 +194,8 @@ def _simulate(options: argparse.Namespace) -> str:
 
     from hf_longctx.plan.core.validate import validate_plan
     from hf_longctx.sim.execution import execute_plan
-    from hf_longctx.sim.records import execution_record, read_plan_file
-    from hf_longctx.sim.report import execution_text
+    from hf_longctx.sim.output.json_records import execution_record, read_plan_file
+    from hf_longctx.sim.output.text import execution_text
 
     file = read_plan_file(options.plan.read_text())
     plan = validate_plan(file.plan)
@@ -203,7 +203,7 @@ def _simulate(options: argparse.Namespace) -> str:
     execution = execute_plan(plan, costs)
     text = execution_text(plan, execution, costs, memory)
     if options.output:
-        from hf_longctx.sim.pictures import check_pictures, write_execution
+        from hf_longctx.sim.output.pictures import check_pictures, write_execution
 
         check_pictures()
         write_execution(plan, execution, text, options.output)

@@ -16,7 +16,7 @@ from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import Forecast, folded_layout, make_forecast
-from hf_longctx.sim.histogram import length_bins
+from hf_longctx.sim.output.histogram import length_bins
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
 

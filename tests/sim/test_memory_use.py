@@ -27,7 +27,7 @@ from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
-from hf_longctx.sim.report import forecast_text
+from hf_longctx.sim.output.text import forecast_text
 from hf_longctx.sim.scenario import Scenario
 
 # 44 tokens a rank are kept, as worked in test_memory

@@ -10,11 +10,11 @@ import pytest
 from helpers.plans.sim_cases import cost_model, scenario
 from test_forecast import forecast
 
-from hf_longctx.sim import pictures
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
-from hf_longctx.sim.pictures import check_pictures, write_execution, write_forecast
-from hf_longctx.sim.records import read_plan_file
+from hf_longctx.sim.output import pictures
+from hf_longctx.sim.output.json_records import read_plan_file
+from hf_longctx.sim.output.pictures import check_pictures, write_execution, write_forecast
 
 pytest.importorskip("matplotlib")
 

@@ -10,7 +10,7 @@ from test_forecast import forecast
 
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
-from hf_longctx.sim.report import execution_text, forecast_text
+from hf_longctx.sim.output.text import execution_text, forecast_text
 
 
 def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequence() -> None:

@@ -12,7 +12,7 @@ from test_forecast import LENGTHS, forecast
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
-from hf_longctx.sim.records import execution_record, forecast_record, read_plan_file
+from hf_longctx.sim.output.json_records import execution_record, forecast_record, read_plan_file
 
 
 def record() -> dict[str, Any]:

@@ -14,9 +14,9 @@ from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
-from hf_longctx.sim.histogram import length_bins
 from hf_longctx.sim.memory import MemoryModel, rooms
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
+from hf_longctx.sim.output.histogram import length_bins
 
 # annotation -> types of a value read from JSON
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
