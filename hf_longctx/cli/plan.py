@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
+    from hf_longctx.sim.capacity import MemoryModel
     from hf_longctx.sim.forecast import Forecast
-    from hf_longctx.sim.memory import MemoryModel
     from hf_longctx.sim.output.json_records import PlanFile
     from hf_longctx.sim.scenario import Request
 

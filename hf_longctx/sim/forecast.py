@@ -14,9 +14,9 @@ from hf_longctx.plan.groups.greedy import plan_static
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.planner import build_plan, plan_step
+from hf_longctx.sim.capacity import Remedy, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import ENGINE_SHARE, Budget, LongestRow, longest_rows
-from hf_longctx.sim.memory import Remedy, remedies, wider_job
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
 from hf_longctx.sim.others.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout

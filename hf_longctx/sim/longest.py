@@ -15,7 +15,7 @@ from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, LayerRan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import chunk_bytes, lean_policy
-from hf_longctx.sim.memory import TILE_TOKENS
+from hf_longctx.sim.capacity import TILE_TOKENS
 
 # of the device, beside workspace: for fragmentation, buffers of communication and the process itself
 ENGINE_SHARE = 0.9

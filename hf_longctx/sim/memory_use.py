@@ -11,8 +11,8 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.sim.capacity import MemoryModel
 from hf_longctx.sim.execution import Execution
-from hf_longctx.sim.memory import MemoryModel
 
 
 @dataclass(frozen=True, slots=True)

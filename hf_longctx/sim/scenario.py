@@ -24,7 +24,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
-from hf_longctx.sim.memory import MemoryModel, Placement, remedies
+from hf_longctx.sim.capacity import MemoryModel, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 _GIB = 2**30

@@ -12,9 +12,9 @@ from hf_longctx.plan.core.model_spec import GROUP_METHODS, AdapterSpec, ClusterS
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.sim.capacity import MemoryModel, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
-from hf_longctx.sim.memory import MemoryModel, rooms
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import length_bins
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.sim.capacity import MemoryModel, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast, folded_layout, folded_micro_batches
-from hf_longctx.sim.memory import MemoryModel, rooms
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import LengthBin, length_bins
 

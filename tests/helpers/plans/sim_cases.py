@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.sim.memory import MemoryModel, Placement
+from hf_longctx.sim.capacity import MemoryModel, Placement
 from hf_longctx.sim.scenario import Scenario
 
 # a layer: 8 * 2 * (2 * 4 + 2 * 2) + 3 * 8 * 16 = 576 parameters; all: 2 * 576 + 2 * 10 * 8 = 1312

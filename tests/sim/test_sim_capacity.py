@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.sim_cases import MEMORY, MODEL
 
-from hf_longctx.sim.memory import MemoryModel, Placement, remedies, rooms, wider_job
+from hf_longctx.sim.capacity import MemoryModel, Placement, remedies, rooms, wider_job
 
 # weights and gradients of 4 bytes, two moments of 4 bytes
 WHOLE = 1312 * 16
