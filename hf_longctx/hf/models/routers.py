@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.runtime.execution.experts import RouterBalance
 
-# modules that return logits, scores and indices of a token's experts; a class gets in with its rows in tests/exact/models/test_moe.py
+# modules that return logits, scores and indices of a token's experts; a class gets in with its rows in
+# tests/exact/models/test_moe.py
 _ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "GptOssTopKRouter")
 
 

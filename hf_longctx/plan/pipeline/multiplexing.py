@@ -11,7 +11,7 @@ and takes part in the last slices of its own and of the stages behind it; backwa
 slots for 11, and 8 are all the work there is.
 
 The lent ranks need a stage's weights and, for the last slices, all keys and values of the sequence, neither of which the paper
-says how to bring. A 7B model on 4 stages of 8 ranks saves, simulated (`recipes/bench/multiplexing.py`) with nothing of that
+says how to bring. A 7B model on 4 stages of 8 ranks saves, simulated (`recipes/bench/papers/lending.py`) with nothing of that
 hidden behind computation, at 25 GB/s between stages (a node's network) and at 200 GB/s (inside a node):
 
     tokens, slices    nothing moves    25 GB/s    200 GB/s

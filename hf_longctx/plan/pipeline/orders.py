@@ -15,7 +15,7 @@ for no more than P - 1 forwards and backwards of a part, found by running all fa
 
 A backward is not split into gradients of inputs and of weights (zero bubble, arXiv 2401.10241): attention has no weights, so
 on long contexts there is little to put off, and slices have filled most of the idle time before. 8 sequences of a 7B model on
-4 stages, simulated in favour of the split (`recipes/bench/zero_bubble.py`), would save of the time of "1f1b", with no more
+4 stages, simulated in favour of the split (`recipes/bench/papers/zero_bubble.py`), would save of the time of "1f1b", with no more
 memory on any stage than the fullest needs:
 
     tokens      4 slices    8 slices    idle time with 4 and 8 slices

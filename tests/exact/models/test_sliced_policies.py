@@ -28,7 +28,8 @@ from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, Mic
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.attention import chunk, rows
+from hf_longctx.runtime.attention import chunk as chunk_module
+from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.execution.executor import StepExecutor, StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -115,14 +116,14 @@ def expected_pairs(plan: StepPlan) -> int:
 def counted_pairs() -> Iterator[list[int]]:
     """Collects the query-key pairs of every attention tile that runs inside, one head's."""
     pairs: list[int] = []
-    original = rows.tile_forward
+    original = rows_module.tile_forward
 
     def tile_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Any:
         num_queries, num_keys = q.shape[1], k.shape[1]
         pairs.append(num_queries * (num_queries + 1) // 2 if causal else num_queries * num_keys)
         return original(q, k, v, scale, causal)
 
-    with patch.object(rows, "tile_forward", tile_forward):
+    with patch.object(rows_module, "tile_forward", tile_forward):
         yield pairs
 
 
@@ -316,24 +317,24 @@ def _output_of_the_slice_before() -> Any:
 
 
 def _lse_of_the_slice_alone() -> Any:
-    original = rows.tile_backward
+    original = rows_module.tile_backward
 
     def tile_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **how: Any) -> Any:
         (scale, causal) = (*rest, *how.values())
-        alone = rows.tile_forward(q, k, v, scale, causal)[1] if causal else lse
+        alone = rows_module.tile_forward(q, k, v, scale, causal)[1] if causal else lse
         return original(gradient, q, k, v, out, alone, scale, causal)
 
-    return patch.object(rows, "tile_backward", tile_backward)
+    return patch.object(rows_module, "tile_backward", tile_backward)
 
 
 def _front_left_out_of_recomputed_rows() -> Any:
-    original = chunk.rows_forward
+    original = chunk_module.rows_forward
 
     def rows_forward(q: Tensor, k: Tensor, v: Tensor, front: Any, *how: Any) -> Any:
         is_partial = front and q.shape[1] < k.shape[1]
         return original(q, k, v, () if is_partial else front, *how)
 
-    return patch.object(chunk, "rows_forward", rows_forward)
+    return patch.object(chunk_module, "rows_forward", rows_forward)
 
 
 BUGS = {

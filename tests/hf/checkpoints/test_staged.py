@@ -25,7 +25,7 @@ from helpers.ranks.staged_ranks import RankStage, new_optimizer, rank_stage, set
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_longctx.hf.checkpoints import staged
+from hf_longctx.hf.checkpoints import staged as staged_module
 from hf_longctx.hf.checkpoints.sharded import gather_weights, load_optimizer, load_weights, save_optimizer
 from hf_longctx.hf.checkpoints.staged import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
 from hf_longctx.hf.models.cutting import cut_model
@@ -216,7 +216,7 @@ def die_while_saving(folder: str, when: str) -> str:
     """The error on this rank."""
     own = rank_stage(2, False, False)
     train_stage(own, new_optimizer(own.parameters), range(2), NORM)
-    write, measure = staged._save_own, staged._tensor_bytes
+    write, measure = staged_module._save_own, staged_module._tensor_bytes
 
     def dying(model: Any, partial: Path, *args: Any) -> None:
         write(model, partial, *args)
@@ -233,15 +233,15 @@ def die_while_saving(folder: str, when: str) -> str:
         return measure(file)
 
     if when == "joining":
-        staged._tensor_bytes = full
+        staged_module._tensor_bytes = full
     else:
-        staged._save_own = dying
+        staged_module._save_own = dying
     try:
         save(own, folder)
     except RuntimeError as error:
         return str(error)
     finally:
-        staged._save_own, staged._tensor_bytes = write, measure
+        staged_module._save_own, staged_module._tensor_bytes = write, measure
 
 
 def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_checkpoint(ranks, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def written_stages(folder: Path, model: Any) -> list[Path]:
         cut_model(own, parts, stage)
         partials.append(folder / f"stage-{stage}.partial")
         shutil.rmtree(partials[-1], ignore_errors=True)
-        staged._save_own(own, partials[-1], own.state_dict(), "5GB")
+        staged_module._save_own(own, partials[-1], own.state_dict(), "5GB")
     return partials
 
 
@@ -303,7 +303,7 @@ def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_pa
     if is_single:
         models[0].save_pretrained(tmp_path)
     else:
-        staged._join(written_stages(tmp_path, models[0]), tmp_path)
+        staged_module._join(written_stages(tmp_path, models[0]), tmp_path)
     current, following, num_stopped = 0, 1, 0
     # late ones first, so that others follow on what they leave behind
     for stop in range(10, -1, -1):
@@ -311,7 +311,7 @@ def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_pa
         with monkeypatch.context() as patch:
             stop_at(stop, patch)
             try:
-                staged._join(partials, tmp_path)
+                staged_module._join(partials, tmp_path)
                 allowed = [following]
             except OSError:
                 allowed = [current, following]
@@ -327,17 +327,17 @@ def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_pa
 def save_slowly(folder: str) -> None:
     """Saves two stages, of which the last one writes for longer than the control group waits."""
     own = rank_stage(2, False, False)
-    write = staged._save_own
+    write = staged_module._save_own
 
     def slow(*args: Any) -> None:
         time.sleep(4.0 * own.stage.stage)
         write(*args)
 
-    staged._save_own = slow
+    staged_module._save_own = slow
     try:
         save_stages(own.stage, folder, own.pool.ranks_per_stage, control_group(1.0))
     finally:
-        staged._save_own = write
+        staged_module._save_own = write
 
 
 def test_writing_may_take_longer_than_collectives_wait(ranks, tmp_path: Path) -> None:

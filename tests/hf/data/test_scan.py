@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from hf_longctx.hf.data import scan
+from hf_longctx.hf.data import scan as scan_module
 from hf_longctx.hf.data.scan import scan_dataset, token_rows, too_long
 
 
@@ -199,7 +199,7 @@ def test_a_dict_of_datasets_is_refused() -> None:
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 3, 4, 7, 8])
 def test_rows_are_numbered_over_batches(make, monkeypatch, batch_rows: int) -> None:
-    monkeypatch.setattr(scan, "_BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(scan_module, "_BATCH_ROWS", batch_rows)
     rows = [{"input_ids": [1] * (number % 3 + 1)} for number in range(7)]
     rows[5] = {"input_ids": []}
     lengths, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
@@ -209,7 +209,7 @@ def test_rows_are_numbered_over_batches(make, monkeypatch, batch_rows: int) -> N
 
 @pytest.mark.parametrize("batch_rows", [2, 100])
 def test_at_most_three_problems_are_shown_and_the_rest_counted(make, monkeypatch, batch_rows: int) -> None:
-    monkeypatch.setattr(scan, "_BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(scan_module, "_BATCH_ROWS", batch_rows)
     rows = [{"input_ids": [1]}] + [{"input_ids": []} for _ in range(5)]
     _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
     assert [problem.split(" has ")[0] for problem in problems[:3]] == [f"train_dataset row {row}" for row in (1, 2, 3)]
@@ -223,7 +223,7 @@ def test_exactly_three_problems_are_all_shown(make) -> None:
 
 
 def test_padding_in_many_batches_is_said_once(make, monkeypatch) -> None:
-    monkeypatch.setattr(scan, "_BATCH_ROWS", 1)
+    monkeypatch.setattr(scan_module, "_BATCH_ROWS", 1)
     rows = [{"input_ids": [1, 0], "attention_mask": [1, 0]} for _ in range(4)]
     assert len(dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)[1]) == 1
 
@@ -341,8 +341,8 @@ def test_the_digest_does_not_depend_on_the_batches(make, monkeypatch) -> None:
     expected = scan_dataset(make(rows), "d", VOCAB_SIZE)
     assert expected.problems == []
     for batch_rows, batch_tokens in ((1, 100), (7, 1000), (1000, 20), (1000, 1)):
-        monkeypatch.setattr(scan, "_BATCH_ROWS", batch_rows)
-        monkeypatch.setattr(scan, "_BATCH_TOKENS", batch_tokens)
+        monkeypatch.setattr(scan_module, "_BATCH_ROWS", batch_rows)
+        monkeypatch.setattr(scan_module, "_BATCH_TOKENS", batch_tokens)
         found = scan_dataset(make(rows), "d", VOCAB_SIZE)
         assert found.digest == expected.digest and np.array_equal(found.lengths, expected.lengths)
 
@@ -390,7 +390,7 @@ class Slow(PlainList):
 
 
 def test_a_bar_shows_when_reading_takes_longer_than_a_second(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(scan, "_BATCH_ROWS", 1)
+    monkeypatch.setattr(scan_module, "_BATCH_ROWS", 1)
     for rows, shown in (([{"input_ids": [1, 2]}] * 4, True), ([{"input_ids": [1, 2]}], False)):
         scan_dataset(Slow(rows), "train_dataset", VOCAB_SIZE, show_progress=True)
         assert ("reading train_dataset" in capsys.readouterr().err) == shown

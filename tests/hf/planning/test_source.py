@@ -16,7 +16,7 @@ from helpers.plans.planners import ScriptedPlanner, slow_config
 from helpers.plans.steps import group_pool, step_on_rank, tiny_costs
 
 from hf_longctx.hf.data.sampler import LengthAwareSampler
-from hf_longctx.hf.planning import source
+from hf_longctx.hf.planning import source as source_module
 from hf_longctx.hf.planning.source import PlannedBatchSampler, PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.model_spec import PlannerConfig
@@ -220,7 +220,7 @@ def test_an_error_of_the_planner_is_raised_on_every_rank(ranks, position: int) -
 def mismatch_on_rank(field: str) -> str:
     """Rank 1 reads another plan than was sent, as another version of the package might."""
     source = source_on_rank()
-    original = source.plan_from_json
+    original = source_module.plan_from_json
 
     def another(text: str) -> StepPlan:
         plan = original(text)
@@ -228,7 +228,7 @@ def mismatch_on_rank(field: str) -> str:
 
     wrong: AbstractContextManager[Any] = nullcontext()
     if source.pool.rank == 1:
-        wrong = patch.object(source, "plan_from_json", another)
+        wrong = patch.object(source_module, "plan_from_json", another)
     with wrong:
         try:
             list(source.plans([(3, [5, 6, 7])], explore=False))
@@ -251,13 +251,13 @@ def test_estimates_are_not_part_of_the_agreement(ranks) -> None:
 
 def other_estimate_on_rank() -> int:
     source = source_on_rank()
-    original = source.plan_from_json
+    original = source_module.plan_from_json
 
     def another(text: str) -> StepPlan:
         plan = original(text)
         return replace(plan, estimate=replace(plan.estimate, solve_s=99.0))
 
-    with patch.object(source, "plan_from_json", another):
+    with patch.object(source_module, "plan_from_json", another):
         return len(list(source.plans([(0, [5, 6])], explore=False)))
 
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
-from hf_longctx.runtime.activations import attention_record, engine, token_tiles
+from hf_longctx.runtime.activations import attention_record, token_tiles
+from hf_longctx.runtime.activations import engine as engine_module
 from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.attention import rows
+from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -88,7 +89,7 @@ def counted(model: Any) -> Iterator[Work]:
     """Counts the work of everything that runs inside."""
     layers = layer_modules(model)
     work = Work(mlp_tokens=[0] * len(layers))
-    original = rows.tile_forward
+    original = rows_module.tile_forward
 
     def tile_forward(q: Tensor, *rest: Any, **settings: Any) -> Any:
         # once per head
@@ -103,7 +104,7 @@ def counted(model: Any) -> Iterator[Work]:
 
     gates = [next(m for name, m in modules.mlp.named_modules() if name.endswith("gate_proj")) for modules in layers]
     handles = [gate.register_forward_hook(count(index)) for index, gate in enumerate(gates)]
-    with patch.object(rows, "tile_forward", tile_forward):
+    with patch.object(rows_module, "tile_forward", tile_forward):
         yield work
     for handle in handles:
         handle.remove()
@@ -414,7 +415,7 @@ def test_an_unfilled_output_that_is_read_is_noticed() -> None:
         unfilled = record is not None and record.is_replay
         return token_tiles._Tokenwise.apply(x, run, tile_tokens, record, unfilled, *parameters)
 
-    with patch.object(engine, "tokenwise", leave_unfilled):
+    with patch.object(engine_module, "tokenwise", leave_unfilled):
         step(model, layers, rows, (recomputing(),) * 2, 8)
     assert not worst_error(model, expected) <= TOLERANCE
 

@@ -15,9 +15,10 @@ from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.core.sharding import block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
-from hf_longctx.runtime.attention import context, rows
+from hf_longctx.runtime.attention import context
+from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.attention.context import visible_tiles
-from hf_longctx.runtime.tiles import tile
+from hf_longctx.runtime.tiles import tile as tile_module
 
 RINGS = {
     **{name: LAYOUTS[name] for name in LAYOUTS if any(d > 1 for mb in LAYOUTS[name][1] for d, _ in mb)},
@@ -58,7 +59,7 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
     from hf_longctx.plan.core.serialize import plan_to_json
 
-    with patch.object(tile, "BACKENDS", tile.BACKENDS[-1:]):
+    with patch.object(tile_module, "BACKENDS", tile_module.BACKENDS[-1:]):
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 
@@ -70,7 +71,7 @@ def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, 
 
 
 PLANTED = {
-    "wrong merge": (rows, "accumulate_attention_", unweighted_merge),
+    "wrong merge": (rows_module, "accumulate_attention_", unweighted_merge),
     "wrong zigzag order": (
         context,
         "visible_tiles",

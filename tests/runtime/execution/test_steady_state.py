@@ -70,5 +70,8 @@ def test_no_operator_of_a_step_waits_for_the_device(ranks, ulysses: int) -> None
 
 def test_a_step_that_waits_is_noticed() -> None:
     plan = plan_of([[(1, (0,))]], [9], 1)
-    with patch("helpers.steps.dist.get_world_size", lambda: 1), patch("helpers.steps.dist.new_group", lambda **kwargs: None):
+    with (
+        patch("helpers.plans.steps.dist.get_world_size", lambda: 1),
+        patch("helpers.plans.steps.dist.new_group", lambda **kwargs: None),
+    ):
         assert "_local_scalar_dense" in operators_of_a_step(plan, random_rows([9]), True)

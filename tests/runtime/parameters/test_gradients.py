@@ -9,7 +9,7 @@ import torch
 from helpers.plans.steps import group_pool
 from torch import Tensor, nn
 
-from hf_longctx.runtime.parameters import gradients
+from hf_longctx.runtime.parameters import gradients as gradients_module
 from hf_longctx.runtime.parameters.gradients import GradientSum
 
 SHAPES = [(3, 5), (7,), (2, 2, 2), (1,), (), (11,)]
@@ -30,7 +30,7 @@ def parameters_of(rank: int) -> list[nn.Parameter]:
 def reduced_on_rank(bucket_bytes: int) -> list[Tensor]:
     pool = group_pool()
     parameters = parameters_of(pool.rank)
-    with patch.object(gradients, "_BUCKET_BYTES", bucket_bytes):
+    with patch.object(gradients_module, "_BUCKET_BYTES", bucket_bytes):
         GradientSum(parameters).reduce(pool.everyone)
     return [parameter.grad for parameter in parameters]
 
@@ -38,8 +38,8 @@ def reduced_on_rank(bucket_bytes: int) -> list[Tensor]:
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 def test_gradients_are_summed_over_ranks_in_buckets_of_any_size(ranks, bucket_bytes: int) -> None:
     expected = [a.grad + b.grad for a, b in zip(parameters_of(0), parameters_of(1), strict=True)]
-    for gradients in ranks(2).run(reduced_on_rank, bucket_bytes):
-        for found, total in zip(gradients, expected, strict=True):
+    for summed in ranks(2).run(reduced_on_rank, bucket_bytes):
+        for found, total in zip(summed, expected, strict=True):
             assert found.dtype == total.dtype and torch.equal(found, total)
 
 

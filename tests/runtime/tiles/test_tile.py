@@ -52,8 +52,8 @@ def test_operator_of_the_cpu_is_plain_matrices(
     assert attention_backend(tensors[1].device, dtype, 8) == "cpu_flash"
     found, forced = run(tensors, causal), run(tensors, causal, "cpu_flash")
     assert all(torch.equal(x, y) for x, y in zip(found, forced, strict=True))
-    for ours, plain in zip(found, run(tensors, causal, "plain"), strict=True):
-        torch.testing.assert_close(ours.double(), plain.double(), rtol=tolerance, atol=tolerance)
+    for ours, expected in zip(found, run(tensors, causal, "plain"), strict=True):
+        torch.testing.assert_close(ours.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_queries,num_keys,causal", TILES)
@@ -67,8 +67,8 @@ def test_grouped_heads_are_heads_that_are_repeated(
     repeated = [gradient, q, *(x.repeat_interleave(6 // num_kv, 0) for x in (k, v))]
     out, lse, dq, *of_heads = run(repeated, causal, backend)
     folded = [x.unflatten(0, (num_kv, -1)).sum(1) for x in of_heads]
-    for ours, plain in zip(found, [out, lse, dq, *folded], strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13)
+    for ours, expected in zip(found, [out, lse, dq, *folded], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.7])

@@ -1,0 +1,1 @@
+"""Benchmarks, which are run as scripts; each prints its own manual with --help."""

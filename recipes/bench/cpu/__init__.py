@@ -1,0 +1,1 @@
+"""Benchmarks for one machine without a GPU."""

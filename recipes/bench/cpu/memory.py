@@ -1,0 +1,248 @@
+"""Seconds and peak memory of one long document's forward and backward, against Hugging Face's activation checkpointing.
+
+    python recipes/bench/cpu/memory.py [--lengths 8192 16384 32768] [--rounds 5] [--json FILE]
+
+A Llama of four layers (hidden 256, 8 query and 2 KV heads, ffn 704, 4096 tokens of vocabulary), fp32, random weights, one
+process, two threads. In every round each method runs once, in turns first to last and last to first, so that a busy machine
+disturbs all alike; ratios are taken inside a round. Ours keeps the attention output on the device and recomputes queries,
+keys, values and MLP. The first of ours is the one that `--require` judges, the others show what tiles cost and save.
+
+peak: the most resident memory above that at the start of a step. saved: what waits for backward in the decoder layers, per
+token, by torch's hooks and the engine's count, beside what the plan's formulae say. gradient: the largest difference to
+plain Hugging Face over all tensors, relative to each tensor's largest value. (Hugging Face's `offload` needs an accelerator;
+`gpu.py` beside this file has it.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes
+from hf_longctx.recipes.bench.one_document import (
+    PlannedDocument,
+    document_plan,
+    largest_error,
+    plain_saved_bytes,
+    plain_step,
+    predicted_bytes,
+    replayed,
+)
+
+THREADS = 2
+CONFIG = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1 << 17,
+    "tie_word_embeddings": False,
+}
+BASELINE = "HF checkpointing"
+JUDGED = "ours, tiles"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to run the document: a step, the bytes it saves, and the bytes that formulae say."""
+
+    name: str
+    model: LlamaForCausalLM
+    step: Callable[[], Tensor]
+    saved_bytes: Callable[[], int]
+    predicted_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one method took at one length. ratios: seconds of checkpointing over its own, of each round."""
+
+    method: str
+    num_tokens: int
+    step_s: list[float]
+    ratios: list[float]
+    peak_bytes: int
+    saved_bytes: int
+    predicted_bytes: int
+    gradient_error: float
+
+    @property
+    def median_ratio(self) -> float:
+        return median(self.ratios)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table per length; fails where a requirement is not met."""
+    options = parse(arguments)
+    torch.set_num_threads(THREADS)
+    # the name that every supported version knows is deprecated in the newest
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    print(
+        f"{CONFIG['num_hidden_layers']} layers, fp32, {THREADS} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, forward + backward"
+    )
+    results = [result for length in options.lengths for result in measure(length, options.rounds, options.tile_tokens)]
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    failures = missed(results, dict(options.require), options.require_round, options.require_peak)
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768], help="tokens of the document")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not (default: 5)")
+    parser.add_argument("--tile-tokens", type=int, default=2048, help="tokens of a tile where tiles are on (default: 2048)")
+    parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
+    parser.add_argument("--require", nargs="+", type=length_and_ratio, default=[], metavar="LENGTH:RATIO",
+                        help="fail unless ours is faster than checkpointing by this median ratio at this length")  # fmt: skip
+    parser.add_argument("--require-round", type=float, default=0.0, metavar="RATIO", help="and by this ratio in every round")
+    parser.add_argument("--require-peak", type=float, default=None, metavar="SHARE",
+                        help="and takes at most this share of checkpointing's peak memory")  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def length_and_ratio(text: str) -> tuple[int, float]:
+    """`8192:1.15` as numbers."""
+    length, _, ratio = text.partition(":")
+    return int(length), float(ratio)
+
+
+def build() -> LlamaForCausalLM:
+    """The model, the same weights at every call."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="sdpa")).train()
+
+
+def methods(num_tokens: int, tile_tokens: int) -> list[Method]:
+    """Plain Hugging Face first, then its checkpointing, then ours: the one that is judged, then others."""
+    ids_1T = torch.randint(0, CONFIG["vocab_size"], (1, num_tokens), generator=torch.Generator().manual_seed(1))
+    spec = ModelSpec.from_config(build().config.to_dict())
+    found = []
+    for name, token_bytes in (("plain HF", plain_layer_bytes(spec)), (BASELINE, checkpointed_layer_bytes(spec))):
+        model = build()
+        if name == BASELINE:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        found.append(Method(name, model, *of_plain(model, ids_1T), token_bytes * spec.num_layers * num_tokens))
+    for name, tile in ((JUDGED, tile_tokens), ("ours, no tiles", 0)):
+        model = build()
+        plan = document_plan(num_tokens, (replayed(),) * spec.num_layers, tile)
+        document = PlannedDocument.of(model, ids_1T, plan)
+        found.append(Method(name, model, document.step, document.saved_bytes, sum(predicted_bytes(plan, spec))))
+    return found
+
+
+def of_plain(model: LlamaForCausalLM, ids_1T: Tensor) -> tuple[Callable[[], Tensor], Callable[[], int]]:
+    return (lambda: plain_step(model, ids_1T)), (lambda: plain_saved_bytes(model, ids_1T))
+
+
+def measure(num_tokens: int, num_rounds: int, tile_tokens: int) -> list[Result]:
+    """All methods at one length; prints their table."""
+    plain, *rest = methods(num_tokens, tile_tokens)
+    # once, for its gradients: what it takes is not compared
+    plain_s, plain_peak = timed_step(plain)
+    expected = [parameter.grad for parameter in plain.model.parameters()]
+    seconds: dict[str, list[float]] = {method.name: [] for method in rest}
+    peaks: dict[str, list[int]] = {method.name: [] for method in rest}
+    errors = {plain.name: 0.0}
+    for index in range(num_rounds + 1):
+        for method in rest if index % 2 else reversed(rest):
+            step_s, peak_bytes = timed_step(method)
+            if not index:
+                # the round that is not counted
+                errors[method.name] = largest_error([p.grad for p in method.model.parameters()], expected)
+            else:
+                seconds[method.name].append(step_s)
+                peaks[method.name].append(peak_bytes)
+            method.model.zero_grad(set_to_none=True)
+    seconds[plain.name], peaks[plain.name] = [plain_s], [plain_peak]
+    results = []
+    for method in (plain, *rest):
+        base = seconds[BASELINE] if method is not plain else [median(seconds[BASELINE])]
+        ratios = [theirs / own for theirs, own in zip(base, seconds[method.name], strict=True)]
+        counted = (int(median(peaks[method.name])), method.saved_bytes(), method.predicted_bytes, errors[method.name])
+        results.append(Result(method.name, num_tokens, seconds[method.name], ratios, *counted))
+    print_table(results, num_rounds)
+    return results
+
+
+def timed_step(method: Method) -> tuple[float, int]:
+    """(seconds, bytes of peak resident memory above the start) of one step."""
+    gc.collect()
+    # freed memory that the allocator still holds would count as there from the start
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    start_bytes = status_bytes("VmRSS")
+    start_s = time.perf_counter()
+    method.step()
+    step_s = time.perf_counter() - start_s
+    return step_s, status_bytes("VmHWM") - start_bytes
+
+
+def status_bytes(field: str) -> int:
+    """A size of this process, which the kernel says in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def print_table(results: list[Result], num_rounds: int) -> None:
+    num_tokens = results[0].num_tokens
+    baseline = next(result for result in results if result.method == BASELINE)
+    print(f"\n{num_tokens} tokens, {num_rounds} rounds")
+    print(
+        f"{'method':18s} {'median s':>9s} {'min':>7s} {'max':>7s} {'ratio':>7s} {'of rounds':>14s} {'peak MiB':>9s} "
+        f"{'of HF':>6s} {'saved B/token':>14s} {'predicted':>10s} {'gradient':>9s}"
+    )
+    for result in results:
+        rounds = f"{min(result.ratios):.3f}..{max(result.ratios):.3f}"
+        print(
+            f"{result.method:18s} {median(result.step_s):9.3f} {min(result.step_s):7.3f} {max(result.step_s):7.3f} "
+            f"{result.median_ratio:6.3f}x {rounds:>14s} {result.peak_bytes / 2**20:9.0f} "
+            f"{result.peak_bytes / baseline.peak_bytes:6.0%} {result.saved_bytes / num_tokens:14.1f} "
+            f"{result.predicted_bytes / num_tokens:10.1f} {result.gradient_error:9.1e}",
+            flush=True,
+        )
+
+
+def missed(results: list[Result], ratios: dict[int, float], round_ratio: float, peak_share: float | None) -> list[str]:
+    """What the judged method does not keep, one line each."""
+    failures = []
+    for num_tokens in dict.fromkeys(result.num_tokens for result in results):
+        baseline, ours = (r for r in results if r.num_tokens == num_tokens and r.method in (BASELINE, JUDGED))
+        found = {
+            "median ratio": (ours.median_ratio, ratios.get(num_tokens, 0.0)),
+            "ratio of the worst round": (min(ours.ratios), round_ratio),
+        }
+        failures += [
+            f"{num_tokens} tokens: {name} {value:.3f}, required {least}"
+            for name, (value, least) in found.items()
+            if value < least
+        ]
+        share = ours.peak_bytes / baseline.peak_bytes
+        if peak_share is not None and share > peak_share:
+            failures.append(f"{num_tokens} tokens: {share:.2f} of checkpointing's peak memory, required at most {peak_share}")
+    failures += [
+        f"no run of {n} tokens, for which a ratio is required" for n in ratios if n not in {r.num_tokens for r in results}
+    ]
+    return failures
+
+
+if __name__ == "__main__":
+    main()

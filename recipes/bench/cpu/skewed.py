@@ -1,0 +1,152 @@
+"""Tokens per second on one skewed batch, against the two ways of `transformers.Trainer`: padding and flattening.
+
+    python recipes/bench/cpu/skewed.py [--steps 3] [--json FILE]
+
+One document of 2048 tokens and 15 short ones (log-normal, 4,616 tokens in all), the same small Llama, one process, two
+threads, forward + backward + optimizer step, all three in one run. The first step of each is not counted; the loss of
+the first step must agree to 1e-5. `Trainer` with padding runs 16 rows of 2048 tokens; `DataCollatorWithFlattening` packs
+them into one row, for which sdpa builds a dense mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_longctx import LongContextConfig, LongContextTrainer
+
+THREADS = 2
+TOLERANCE = 1e-5
+
+
+class StepTimes(TrainerCallback):
+    """Seconds of every step, from its first forward to the end of the optimizer step, and the loss of the first."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def skewed_rows(seed: int = 1) -> list[list[int]]:
+    """One document of 2048 tokens and 15 of 32 to 512."""
+    generator = np.random.default_rng(seed)
+    lengths = [2048, *np.clip(generator.lognormal(5.0, 0.7, 15).astype(int), 32, 512).tolist()]
+    return [generator.integers(5, 4096, length).tolist() for length in lengths]
+
+
+def pad(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A padded batch with an attention mask; padding has no label."""
+    longest = max(len(row["input_ids"]) for row in features)
+    batch = {
+        "input_ids": torch.zeros(len(features), longest, dtype=torch.int64),
+        "attention_mask": torch.zeros(len(features), longest, dtype=torch.int64),
+        "labels": torch.full((len(features), longest), -100),
+    }
+    for i, row in enumerate(features):
+        tokens = torch.tensor(row["input_ids"])
+        batch["input_ids"][i, : len(tokens)] = tokens
+        batch["labels"][i, : len(tokens)] = tokens
+        batch["attention_mask"][i, : len(tokens)] = 1
+    return batch
+
+
+def measure(method: str, rows: list[list[int]], num_steps: int) -> tuple[float, float]:
+    """(median seconds of a step, loss of the first step) of one method, from the same weights."""
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=4096,
+        max_position_embeddings=32768,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # every step sees the whole batch again
+    dataset = datasets.Dataset.from_dict({"input_ids": rows * (num_steps + 1)})
+    times = StepTimes()
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            per_device_train_batch_size=len(rows),
+            max_steps=num_steps + 1,
+            train_sampling_strategy="sequential",
+            learning_rate=1e-4,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        shared = {"model": model, "args": args, "train_dataset": dataset, "callbacks": [times]}
+        if method == "hf_longctx":
+            quiet = LongContextConfig(report_steps=False, timeline_steps=0)
+            trainer: Trainer = LongContextTrainer(longctx_config=quiet, **shared)
+        else:
+            trainer = Trainer(data_collator=pad if method == "padding" else DataCollatorWithFlattening(), **shared)
+        trainer.log = lambda logs, start_time=None: trainer.state.log_history.append(dict(logs))
+        trainer.train()
+    return median(times.seconds[1:]), trainer.state.log_history[0]["loss"]
+
+
+def main() -> None:
+    """Prints the table; fails if the losses differ."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each method (default: 3)")
+    parser.add_argument("--require", nargs=2, type=float, default=(0.0, 0.0), metavar=("PADDING", "FLATTENING"),
+                        help="fail unless ours is faster than each by this factor")  # fmt: skip
+    parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    rows = skewed_rows()
+    num_tokens = sum(map(len, rows))
+    print(
+        f"{len(rows)} documents, {num_tokens} tokens, longest {max(map(len, rows))}; {THREADS} threads, torch {torch.__version__}"
+    )
+    results = []
+    for method in ("padding", "flattening", "hf_longctx"):
+        step_s, loss = measure(method, rows, options.steps)
+        results.append({"method": method, "step_s": step_s, "tokens_per_s": num_tokens / step_s, "loss": loss})
+    ours = results[-1]
+    print(f"{'method':12s} {'step s':>8s} {'tokens/s':>10s} {'ours is':>9s} {'first loss':>11s}")
+    for row in results:
+        ratio = row["step_s"] / ours["step_s"]
+        row["ours_is_faster_by"] = ratio
+        print(f"{row['method']:12s} {row['step_s']:8.2f} {row['tokens_per_s']:10.0f} {ratio:8.2f}x {row['loss']:11.6f}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1))
+    spread = max(row["loss"] for row in results) - min(row["loss"] for row in results)
+    if spread > TOLERANCE:
+        raise SystemExit(f"the losses differ by {spread:.1e}, above {TOLERANCE}: the methods do not compute the same thing")
+    for row, factor in zip(results, options.require, strict=False):
+        if row["ours_is_faster_by"] < factor:
+            raise SystemExit(f"ours is faster than {row['method']} by {row['ours_is_faster_by']:.2f}, required {factor}")
+
+
+if __name__ == "__main__":
+    main()

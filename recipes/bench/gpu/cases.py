@@ -1,0 +1,344 @@
+"""Methods of training on one long document, each as a case that `matrix.py` measures: what runs, what it took, as a row.
+
+The methods are Hugging Face's (plain, checkpointed, with Liger, offloaded, each of them fairly: with our loss in tiles too) and
+ours (attention output on the device, on the host, split by the linear program, in slices).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.hf.calibration.calibrate import shaped_config
+from hf_longctx.hf.models.layers import output_head
+from hf_longctx.plan.activations.shares import MemoryLimits
+from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import chunk_bytes
+from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes, plan_activations
+from hf_longctx.recipes.bench.one_document import (
+    PlannedDocument,
+    attention_kernel,
+    document_plan,
+    next_tokens,
+    plain_saved_bytes,
+    plain_step,
+    predicted_bytes,
+    predicted_peak_bytes,
+    replayed,
+)
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
+
+TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
+# of a case's document, for its kernel's name and its saved bytes
+PROBE_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method on one document. cap_gib: of device memory (0: all of it); host_gib: the size of our slab."""
+
+    section: str
+    method: str
+    num_tokens: int
+    model: str = "llama-3.1-8b"
+    hardware: str = "h200"
+    num_layers: int = 8
+    steps: int = 2
+    tile_tokens: int = 2048
+    slice_tokens: int = 8192
+    is_frozen: bool = False
+    has_optimizer: bool = False
+    is_toy: bool = False
+    cap_gib: float = 0.0
+    host_gib: float = 64.0
+
+    @property
+    def spec(self) -> ModelSpec:
+        spec = TOY if self.is_toy else named_model(self.model, 2)
+        # Llama's architecture in these shapes
+        return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to. state: "ok", "out of memory", or why it has no numbers. Bytes of saved tensors are per token."""
+
+    case: Case
+    state: str
+    step_s: float = 0.0
+    kernel: str = "-"
+    device_bytes: int = 0
+    predicted_peak: int = 0
+    reserved_bytes: int = 0
+    host_bytes: int = 0
+    predicted_device: float = 0.0
+    predicted_host: float = 0.0
+    measured: float = 0.0
+    loss: float = 0.0
+
+    def __str__(self) -> str:
+        case = self.case
+        head = f"{case.section}  {case.method:32s} {case.num_tokens:8d}"
+        if self.state != "ok":
+            return f"{head}  {self.state}"
+        measured = f"{self.measured:9.0f}" if self.measured else f"{'-':>9s}"
+        return (
+            f"{head} {self.step_s:9.3f} {case.num_tokens / self.step_s:9.0f} {model_operations(case) / self.step_s / 1e12:8.2f} "
+            f"{self.device_bytes / 2**30:8.2f} {self.predicted_peak / 2**30:9.2f} {self.host_bytes / 2**30:8.2f} "
+            f"{self.predicted_device:9.0f} + {self.predicted_host:<9.0f} {measured} {self.loss:8.4f}  {self.kernel}"
+        )
+
+
+HEADER = (
+    f"{'':2s} {'method':32s} {'tokens':>8s} {'s/step':>9s} {'tokens/s':>9s} {'TFLOP/s':>8s} {'peak GiB':>8s} {'predicted':>9s} "
+    f"{'host GiB':>8s} {'saved: device + host':>21s} {'measured':>9s} {'loss':>8s}  kernel"
+)
+
+
+def model_operations(case: Case) -> float:
+    """Causal model operations of one step, without recomputation."""
+    spec, tokens = case.spec, case.num_tokens
+    matrices = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size
+    pairs = 6 * spec.num_layers * spec.num_heads * spec.head_dim * tokens
+    return tokens * ((4 if case.is_frozen else 6) * matrices + pairs)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A method on one document of the case's model: its step, and what it saves, predicted (device, host) and measured."""
+
+    step: Callable[[], Tensor]
+    predicted: tuple[int, int]
+    saved_bytes: Callable[[], int]
+    predicted_peak: int = 0
+    tier: HostTier | None = None
+    close: Callable[[], None] = lambda: None
+
+
+def plain(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+    spec = case.spec
+    predicted = plain_layer_bytes(spec) * spec.num_layers * ids_1T.shape[1]
+    return Runner(lambda: plain_step(model, ids_1T), (predicted, 0), lambda: plain_saved_bytes(model, ids_1T))
+
+
+def checkpointed(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    predicted = checkpointed_layer_bytes(case.spec) * case.spec.num_layers * ids_1T.shape[1]
+    return replace(plain(model, ids_1T, case), predicted=(predicted, 0))
+
+
+def offloaded(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+    """Hugging Face's own: layer inputs in pinned host memory."""
+    model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+    predicted = checkpointed_layer_bytes(case.spec) * case.spec.num_layers * ids_1T.shape[1]
+    # its hooks come behind ours, which see nothing
+    return replace(plain(model, ids_1T, case), predicted=(0, predicted), saved_bytes=lambda: 0)
+
+
+def with_tiled_loss(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[Any, Tensor, Case], Runner]:
+    """The method with our loss in tiles: what is left between it and ours is not the logits."""
+
+    def build(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+        head, labels_1T = OutputHead(output_head(model)), next_tokens(ids_1T)
+
+        def step() -> Tensor:
+            with head.summing(labels_1T, case.tile_tokens, keep_gradients=True):
+                loss = model(input_ids=ids_1T, use_cache=False).logits / (ids_1T.shape[1] - 1)
+            loss.backward()
+            return loss.detach()
+
+        return replace(runner(model, ids_1T, case), step=step, close=head.unbind)
+
+    return build
+
+
+def planned(layer: LayerPolicy | None, is_sliced: bool = False) -> Callable[[Any, Tensor, Case], Runner]:
+    """Ours with this policy in all layers; None: what the linear program chooses for the case's memory."""
+
+    def build(model: Any, ids_1T: Tensor, case: Case) -> Runner:
+        spec, num_tokens = case.spec, ids_1T.shape[1]
+        # a probe on fewer tokens has the case's own shares
+        layers = (layer,) * spec.num_layers if layer is not None else split_layers(case, case.num_tokens)
+        num_slices = max(2, -(-num_tokens // case.slice_tokens)) if is_sliced else 1
+        plan = document_plan(num_tokens, layers, case.tile_tokens, num_slices)
+        predicted = predicted_bytes(plan, spec)
+        tier = slab_for(predicted[1], case, ids_1T.device) if predicted[1] else None
+        document = PlannedDocument.of(model, ids_1T, plan, tier)
+        measure = (lambda: 0) if is_sliced else document.saved_bytes
+        peak = state_bytes(case) + predicted_peak_bytes(plan, spec, not case.is_frozen)
+        return Runner(document.step, predicted, measure, peak, tier, document.close)
+
+    return build
+
+
+def slab_for(num_bytes: int, case: Case, device: torch.device) -> HostTier:
+    """Host memory for so many bytes, with a little for the pieces they come in; ValueError above the case's."""
+    if num_bytes > case.host_gib * 2**30:
+        raise ValueError(f"{num_bytes / 2**30:.1f} GiB go to the host, which has {case.host_gib:g} for it (--host-gib)")
+    return HostTier.on(device, int(1.01 * num_bytes) + 2**20)
+
+
+def split_layers(case: Case, num_tokens: int) -> tuple[LayerPolicy, ...]:
+    """The linear program's shares where saved tensors may take what weights and the layer at work leave of the device."""
+    spec, hardware = case.spec, read_profile(case.hardware).spec
+    cluster = ClusterSpec(1, 1, hardware)
+    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
+    limits = MemoryLimits(device_room(case, num_tokens), 0.98 * case.host_gib * 2**30, hardware.copy_bytes_per_s)
+    policy, _ = plan_activations(costs, Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(1), limits, case.tile_tokens)
+    return policy.layers or (LayerPolicy(),) * spec.num_layers
+
+
+def device_room(case: Case, num_tokens: int) -> float:
+    """Bytes of the device that saved tensors may take; on the CPU so few that a toy has to split."""
+    spec = case.spec
+    if not torch.cuda.is_available():
+        return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens
+    layers = (replayed(),) * spec.num_layers
+    load = Load.document(num_tokens, spec.num_layers, trains_weights=not case.is_frozen)
+    workspace = chunk_bytes(spec, load, ActivationPolicy(0, 0, layers, case.tile_tokens)).workspace
+    total = case.cap_gib * 2**30 or device_total()
+    return max(0.0, 0.95 * total - state_bytes(case) - workspace)
+
+
+def state_bytes(case: Case) -> int:
+    """Weights; where they are trained, gradients; with an optimizer, its two moments."""
+    copies = 1 if case.is_frozen else 4 if case.has_optimizer else 2
+    return case.spec.num_parameters * case.spec.bytes_per_element * copies
+
+
+def device_total() -> int:
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+METHODS: dict[str, Callable[[Any, Tensor, Case], Runner]] = {
+    "HF plain": plain,
+    "HF checkpointing": checkpointed,
+    "HF checkpointing, tiled loss": with_tiled_loss(checkpointed),
+    "HF checkpointing, Liger": checkpointed,
+    "HF offload": offloaded,
+    "HF offload, tiled loss": with_tiled_loss(offloaded),
+    "ours, attention on the device": planned(replayed()),
+    "ours, attention on the host": planned(replayed(attention_host=1.0)),
+    "ours, all on the host": planned(replayed(attention_host=1.0, input_host=1.0)),
+    "ours, split by the program": planned(None),
+    "ours, attention run again": planned(replayed(attention_recompute=1.0)),
+    "ours, sliced": planned(replayed(), is_sliced=True),
+}
+OURS = "ours, attention on the device"
+SPLIT = "ours, split by the program"
+
+
+def cannot_run(case: Case) -> str:
+    """Why this machine has no numbers for the case; empty if it can try."""
+    if "Liger" in case.method and importlib.util.find_spec("liger_kernel") is None:
+        return "skipped: liger-kernel is not installed"
+    if ("Liger" in case.method or "offload" in case.method) and not torch.cuda.is_available():
+        return "skipped: needs CUDA"
+    if case.cap_gib and not torch.cuda.is_available():
+        return "skipped: a cap of device memory needs CUDA"
+    return ""
+
+
+def run_case(case: Case) -> Outcome:
+    """The case in this process. Out of memory is an outcome; so is any other failure, which must not hide the rest."""
+    if problem := cannot_run(case):
+        return Outcome(case, problem)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return _run(case, device)
+    except torch.OutOfMemoryError:
+        return Outcome(case, "out of memory")
+    except Exception as failure:
+        return Outcome(case, f"failed: {type(failure).__name__}: {failure}".split("\n")[0])
+
+
+def _run(case: Case, device: torch.device) -> Outcome:
+    is_cuda = device.type == "cuda"
+    if case.cap_gib:
+        torch.cuda.set_per_process_memory_fraction(case.cap_gib * 2**30 / device_total())
+    if "Liger" in case.method:
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
+    model = build(case, device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # fused on CUDA: the other forms hold copies of all states while they work
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=is_cuda) if case.has_optimizer else None
+    probe = METHODS[case.method](model, tokens(case, min(PROBE_TOKENS, case.num_tokens), device), case)
+    kernel = attention_kernel(probe.step, device)
+    model.zero_grad(set_to_none=True)
+    measured = probe.saved_bytes() / min(PROBE_TOKENS, case.num_tokens)
+    probe.close()
+    del probe
+    gc.collect()
+    runner = METHODS[case.method](model, tokens(case, case.num_tokens, device), case)
+    if is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_host_memory_stats()
+    step_s, loss = timed(runner, model, optimizer, case.steps)
+    runner.close()
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if is_cuda else 0
+    device_saved, host_saved = runner.predicted
+    return Outcome(
+        case,
+        "ok",
+        step_s,
+        kernel,
+        torch.cuda.max_memory_allocated() if is_cuda else 0,
+        runner.predicted_peak,
+        torch.cuda.max_memory_reserved() if is_cuda else 0,
+        pinned + (runner.tier.peak_bytes if runner.tier is not None else 0),
+        device_saved / case.num_tokens,
+        host_saved / case.num_tokens,
+        measured,
+        loss,
+    )
+
+
+def timed(runner: Runner, model: Any, optimizer: torch.optim.Optimizer | None, num_steps: int) -> tuple[float, float]:
+    """(median seconds of a step but the first of several, loss of the last)."""
+    seconds = []
+    for _ in range(num_steps):
+        model.zero_grad(set_to_none=True)
+        start_s = time.perf_counter()
+        loss = runner.step()
+        if optimizer is not None:
+            optimizer.step()
+        # waits for the device
+        value = float(loss)
+        seconds.append(time.perf_counter() - start_s)
+    # the first step makes plans of kernels and grows pools
+    return median(seconds[1:] or seconds), value
+
+
+def build(case: Case, device: torch.device) -> Any:
+    """Random weights on the device, the same in every process."""
+    spec = case.spec
+    config = shaped_config(replace(spec, max_positions=1 << 21))
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if case.is_frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    return model.train()
+
+
+def tokens(case: Case, num_tokens: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, case.spec.vocab_size, (1, num_tokens), generator=generator).to(device)

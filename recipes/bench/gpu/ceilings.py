@@ -1,0 +1,329 @@
+"""What one device does at most: matrix products, copies, pinning, attention. Section A of `gpu.py`, and on its own.
+
+    python recipes/bench/gpu/ceilings.py [--model llama-3.1-8b] [--toy] [--json FILE]
+
+Medians of repetitions, on CUDA of the device's clock, in bf16 (fp32 on the CPU). Attention counts causal pairs only: with S
+tokens and a = heads x head size, 2 a S^2 operations forward and 2.5 times as many backward, whatever a kernel really does.
+A row that fails says why and hides no other. Without CUDA, rows that need it are left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_longctx.kernels.merge_attention import accumulate_attention_
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.recipes.bench.one_document import attention_kernel
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, tile_backward, tile_forward
+
+TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"A  {self.name:52s} {self.value:12.4g} {self.unit:10s} {self.note}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: tokens of a matrix product, lengths of attention, of slices, and bytes of a copy and of pinning."""
+
+    spec: ModelSpec
+    product_tokens: int
+    lengths: tuple[int, ...]
+    slice_tokens: tuple[int, ...]
+    copy_bytes: int
+    pin_bytes: int
+    repetitions: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table of this machine's first device."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="llama-3.1-8b", help="a named shape of the catalogue (default: llama-3.1-8b)")
+    parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--pin-gib", type=float, default=8.0, help="GiB that are pinned (default: 8)")
+    parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
+    options = parser.parse_args(arguments)
+    found = ceilings(sizes_of(options.model, options.toy, options.pin_gib), first_device())
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+
+
+def sizes_of(model: str, is_toy: bool, pin_gib: float = 8.0) -> Sizes:
+    if is_toy:
+        return Sizes(TOY, 64, (64, 96), (32,), 1 << 16, 1 << 16, 2)
+    return Sizes(named_model(model), 16384, (8192, 32768, 131072), (4096, 8192, 16384), 1 << 30, int(pin_gib * 2**30), 7)
+
+
+def first_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf")) -> list[Ceiling]:
+    """Prints every row and returns them; after `deadline_s` of `time.monotonic` no group of rows begins."""
+    groups: list[tuple[str, Callable[[Sizes, torch.device], Iterator[Ceiling]], bool]] = [
+        ("matrix products", products, False),
+        ("copies inside the device", device_copies, False),
+        ("pinning and copies to the host", host_copies, True),
+        ("attention", attention, False),
+        ("slices in two pieces", two_pieces, False),
+    ]
+    found: list[Ceiling] = []
+    for name, measure, needs_cuda in groups:
+        if needs_cuda and device.type != "cuda":
+            print(f"A  skipped: {name} need CUDA", flush=True)
+        elif time.monotonic() > deadline_s:
+            print(f"A  skipped: {name}, the section's time is up", flush=True)
+        else:
+            for row in _rows(name, measure(sizes, device)):
+                print(row, flush=True)
+                found.append(row)
+    return found
+
+
+def _rows(name: str, rows: Iterator[Ceiling]) -> Iterator[Ceiling]:
+    """The rows up to one that fails, which says why."""
+    try:
+        yield from rows
+    # whatever goes wrong in one group must not hide the others
+    except Exception as failure:
+        yield Ceiling(name, float("nan"), "failed", f"{type(failure).__name__}: {failure}".split("\n")[0])
+
+
+def seconds(function: Callable[[], Any], device: torch.device, repetitions: int) -> float:
+    """Median seconds of a call, after two that are not counted."""
+    for _ in range(2):
+        function()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repetitions):
+            start_s = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start_s)
+        return median(times)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    for start, stop in events:
+        start.record()
+        function()
+        stop.record()
+    torch.cuda.synchronize(device)
+    return median(start.elapsed_time(stop) for start, stop in events) / 1e3
+
+
+def wall_s(function: Callable[[], Any]) -> float:
+    """Seconds of one call and of all that it started on the device."""
+    start_s = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def products(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    """Every matrix of a layer and the output head, forward and as gradient of the weight."""
+    spec, tokens = sizes.spec, sizes.product_tokens
+    inner, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes = {
+        "queries": (inner, spec.hidden_size),
+        "keys, values": (kv, spec.hidden_size),
+        "attention output": (spec.hidden_size, inner),
+        "gate, up": (spec.intermediate_size, spec.hidden_size),
+        "down": (spec.hidden_size, spec.intermediate_size),
+        "output head": (spec.vocab_size, spec.hidden_size),
+    }
+    for name, (rows, columns) in shapes.items():
+        x = torch.randn(tokens, columns, device=device, dtype=dtype_of(device))
+        weight, gradient = x.new_empty(rows, columns).normal_(), x.new_empty(tokens, rows).normal_()
+        operations = 2 * tokens * rows * columns
+        calls = {"forward": partial(F.linear, x, weight), "weight gradient": partial(torch.mm, gradient.t(), x)}
+        for way, call in calls.items():
+            rate = operations / seconds(call, device, sizes.repetitions) / 1e12
+            yield Ceiling(f"product {name}, {way}", rate, "TFLOP/s", f"{tokens} x {columns} x {rows}")
+
+
+def device_copies(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = seconds(lambda: target.copy_(source), device, sizes.repetitions)
+    yield Ceiling("copy inside the device", 2 * sizes.copy_bytes / copy_s / 1e9, "GB/s", "read and written")
+
+
+def host_copies(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    """Pinning by torch and by our slab, copies each way, both at once, and beside a matrix product."""
+    num_bytes, pin_gib = sizes.copy_bytes, sizes.pin_bytes / 2**30
+    homes: dict[str, Tensor] = {}
+
+    def pin_by_torch() -> None:
+        homes["torch's pinned memory"] = torch.empty(sizes.pin_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin_slab() -> None:
+        tiers.append(HostTier.on(device, sizes.pin_bytes))
+
+    tiers: list[HostTier] = []
+    yield Ceiling(f"pinning {pin_gib:g} GiB by torch", wall_s(pin_by_torch), "s")
+    yield Ceiling(f"pinning {pin_gib:g} GiB as our slab", wall_s(pin_slab), "s", f"pinned: {tiers[0].slab.is_pinned}")
+    homes["our slab"] = tiers[0].slab.memory
+    on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    for name, memory in homes.items():
+        home = memory[:num_bytes]
+        out_s = seconds(lambda home=home: home.copy_(on_device, non_blocking=True), device, sizes.repetitions)
+        back_s = seconds(lambda home=home: on_device.copy_(home, non_blocking=True), device, sizes.repetitions)
+        yield Ceiling(f"to the host, {name}", num_bytes / out_s / 1e9, "GB/s")
+        yield Ceiling(f"to the device, {name}", num_bytes / back_s / 1e9, "GB/s")
+    yield from _beside(homes["our slab"], on_device, sizes, device)
+
+
+def _beside(slab: Tensor, on_device: Tensor, sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    """Copies both ways at once, and copies out beside matrix products that take about as long."""
+    num_bytes, other = sizes.copy_bytes, torch.empty_like(on_device)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    out_home, back_home = slab[:num_bytes], slab[num_bytes : 2 * num_bytes]
+
+    def both() -> None:
+        with torch.cuda.stream(streams[0]):
+            out_home.copy_(on_device, non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            other.copy_(back_home, non_blocking=True)
+
+    def out_only() -> None:
+        with torch.cuda.stream(streams[0]):
+            out_home.copy_(on_device, non_blocking=True)
+
+    def repeated(function: Callable[[], None]) -> float:
+        return median(wall_s(function) for _ in range(sizes.repetitions))
+
+    both_s, out_s = repeated(both), repeated(out_only)
+    yield Ceiling("both ways at once, our slab", 2 * num_bytes / both_s / 1e9, "GB/s", "sum of both ways")
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    product_s = seconds(lambda: a @ a, device, sizes.repetitions)
+    count = max(1, round(out_s / product_s))
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, a)
+
+    def compute_and_copy() -> None:
+        out_only()
+        compute()
+
+    alone_s, beside_s = repeated(compute), repeated(compute_and_copy)
+    note = f"products alone {alone_s * 1e3:.1f} ms, copy alone {out_s * 1e3:.1f} ms, both {beside_s * 1e3:.1f} ms"
+    yield Ceiling("products beside a copy to the host", beside_s / alone_s, "x as long", note)
+
+
+def heads(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient and queries [H, T, D], keys and values [G, T, D]."""
+    sizes = (spec.num_heads, spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    generator = torch.Generator(device).manual_seed(0)
+    gradient, q, k, v = (
+        torch.randn(h, tokens, spec.head_dim, device=device, dtype=dtype_of(device), generator=generator) for h in sizes
+    )
+    return gradient, q, k, v
+
+
+def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    """Every row of the tile table that takes this device, and torch's own choice with the name of its kernel."""
+    spec, scores = sizes.spec, Scores(sizes.spec.head_dim**-0.5)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    rows = [row.name for row in BACKENDS if row.takes(device.type, capability, dtype_of(device), spec.head_dim)]
+    for tokens in sizes.lengths:
+        gradient, q, k, v = heads(spec, tokens, device)
+        operations = 2 * spec.num_heads * spec.head_dim * tokens**2
+        for name in rows:
+            # plain matrices hold all scores
+            if name == "plain" and 8 * spec.num_heads * tokens**2 > sizes.copy_bytes:
+                continue
+            out, lse = tile_forward(q, k, v, scores, True, backend=name)
+            forward_s = seconds(partial(tile_forward, q, k, v, scores, True, backend=name), device, sizes.repetitions)
+            backward = partial(tile_backward, gradient, q, k, v, out, lse, scores, True, backend=name)
+            backward_s = seconds(backward, device, sizes.repetitions)
+            yield Ceiling(f"tile {name}, {tokens} tokens, forward", operations / forward_s / 1e12, "TFLOP/s")
+            yield Ceiling(f"tile {name}, {tokens} tokens, backward", 2.5 * operations / backward_s / 1e12, "TFLOP/s")
+        leaves = [x.unsqueeze(0).requires_grad_() for x in (q, k, v)]
+        forward = partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
+        output = forward()
+        again = partial(torch.autograd.grad, output, leaves, gradient.unsqueeze(0), retain_graph=True)
+        kernel = attention_kernel(forward, device)
+        forward_s, backward_s = (seconds(call, device, sizes.repetitions) for call in (forward, again))
+        yield Ceiling(f"torch's choice, {tokens} tokens, forward", operations / forward_s / 1e12, "TFLOP/s", kernel)
+        yield Ceiling(f"torch's choice, {tokens} tokens, backward", 2.5 * operations / backward_s / 1e12, "TFLOP/s")
+
+
+def two_pieces(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    """A document in slices, each a tile of its front and a causal square, against one causal tile: seconds and error."""
+    tokens = sizes.lengths[len(sizes.lengths) // 2]
+    scores = Scores(sizes.spec.head_dim**-0.5)
+    inputs = heads(sizes.spec, tokens, device)
+    whole = partial(sliced, *inputs, scores, tokens)
+    expected, whole_s = whole(), seconds(whole, device, sizes.repetitions)
+    for slice_tokens in sizes.slice_tokens:
+        call = partial(sliced, *inputs, scores, slice_tokens)
+        found, call_s = call(), seconds(call, device, sizes.repetitions)
+        errors = [
+            float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in zip(found, expected, strict=True)
+        ]
+        note = "largest difference to one tile: output {:.1e}, dq {:.1e}, dk {:.1e}, dv {:.1e}".format(*errors)
+        name = f"slices of {slice_tokens} of {tokens} tokens, forward + backward"
+        yield Ceiling(name, call_s / whole_s, "x as long", note)
+
+
+def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, slice_tokens: int) -> tuple[Tensor, ...]:
+    """Output and gradients of q, k and v, slice by slice forward, then backward, with sums of keys and values in fp32."""
+    tokens = q.shape[1]
+    bounds = [*range(0, tokens, slice_tokens), tokens]
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    lses = []
+    for start, stop in pairwise(bounds):
+        rows = slice(start, stop)
+        part, lse = tile_forward(q[:, rows], k[:, rows], v[:, rows], scores, True)
+        if start:
+            part = part.to(lse.dtype)
+            accumulate_attention_(part, lse, *tile_forward(q[:, rows], k[:, :start], v[:, :start], scores, False))
+        out[:, rows] = part
+        lses.append(lse)
+    for (start, stop), lse in reversed(list(zip(pairwise(bounds), lses, strict=True))):
+        rows = slice(start, stop)
+        total = torch.zeros_like(q[:, rows], dtype=torch.float32)
+        for keys, causal in ((slice(0, start), False), (rows, True)):
+            if keys.start == keys.stop:
+                continue
+            arguments = (gradient[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse, scores, causal)
+            of_q, of_k, of_v = tile_backward(*arguments)
+            total += of_q
+            dk[:, keys] += of_k
+            dv[:, keys] += of_v
+        dq[:, rows] = total
+    return out, dq, dk, dv
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Seconds of every kernel against its plain-torch reference and against a copy of the same bytes.
+
+    python recipes/bench/gpu/kernel_speed.py [--tokens 32768] [--degree 8] [--heads 32] [--kv-heads 8] [--head-dim 128]
+
+Bytes are those an operation must read and write once; "of copy" is its bandwidth over that of copying as many bytes with
+`Tensor.copy_`. On CUDA every row times the Triton kernel and the reference; without CUDA only the reference runs. Each
+result is compared with the reference before it is timed. The median of the repetitions counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_longctx.kernels import merge_attention, reference, sequence_layout
+
+REPETITIONS = 20
+# one step of bf16, relative to the largest value
+TOLERANCE = 2**-7
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operation: the kernel's launcher, its reference, their arguments, and the bytes that must move."""
+
+    name: str
+    launch: Callable[..., Any]
+    reference: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    num_bytes: int
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors of nested arguments or results, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_of(item)] if isinstance(value, list | tuple) else []
+
+
+def bytes_of(*values: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(values))
+
+
+def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
+    """Every operation at the sizes of one rank of a group of `degree` ranks that share `tokens` tokens."""
+    num_heads, num_kv, head_dim, degree = options.heads, options.kv_heads, options.head_dim, options.degree
+    own = options.tokens // degree
+    q = torch.randn(own, num_heads, head_dim, device=device, dtype=torch.bfloat16).transpose(0, 1)
+    k, v = torch.randn(2, own, num_kv, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    outputs = [q.contiguous(), q.flip(1).contiguous()]
+    lses = [torch.randn(num_heads, own, device=device) for _ in outputs]
+    merged = reference.merge_attention(outputs, lses)
+    both = (outputs, lses)
+    q_bounds, kv_ranges = head_tables(num_heads, num_kv, degree)
+    num_q, num_read = q_bounds[1], kv_ranges[1]
+    tokens = [own] * degree
+    sent = reference.scatter_heads(q, k, v, q_bounds, kv_ranges)
+    rows = [num_q, num_read, num_read]
+    received = torch.randn(sum(rows) * own * degree * head_dim, device=device, dtype=torch.bfloat16)
+    parts = reference.join_blocks(received, tokens, rows, head_dim)
+    shares = [stop - start for start, stop in pairwise(q_bounds)]
+    back = torch.randn(own * num_heads * head_dim, device=device, dtype=torch.bfloat16)
+    whole = reference.join_blocks(back, shares, [own], head_dim)
+    summed = (merged[0].float(), merged[1].clone(), outputs[1], lses[1])
+    found = [
+        ("merge_attention", (outputs, lses), bytes_of(both, merged)),
+        ("merge_attention_backward", (merged[0], merged[1], outputs, lses, merged[1]), bytes_of(merged, both, both, merged[1])),
+        ("accumulate_attention_", summed, bytes_of(summed, summed[:2])),
+        ("scatter_heads", (q, k, v, q_bounds, kv_ranges), bytes_of(q, k, v, sent)),
+        ("sum_heads", (sent, q_bounds, kv_ranges, num_kv, own, head_dim), bytes_of(q, k, v, sent)),
+        ("join_blocks (tokens)", (received, tokens, rows, head_dim), 2 * bytes_of(received)),
+        ("split_blocks (tokens)", (parts, tokens), 2 * bytes_of(received)),
+        ("join_blocks (heads)", (back, shares, [own], head_dim), 2 * bytes_of(back)),
+        ("split_blocks (heads)", (whole, shares), 2 * bytes_of(back)),
+    ]
+    return [Case(name, *functions_of(name), arguments, num_bytes) for name, arguments, num_bytes in found]
+
+
+def head_tables(num_heads: int, num_kv: int, degree: int) -> tuple[list[int], list[int]]:
+    """Bounds of the ranks' query heads, and the KV heads that they read, as evenly as possible."""
+    q_bounds = [rank * num_heads // degree for rank in range(degree + 1)]
+    per_kv = num_heads // num_kv
+    kv_ranges = [bound for rank in range(degree) for bound in (q_bounds[rank] // per_kv, -(-q_bounds[rank + 1] // per_kv))]
+    return q_bounds, kv_ranges
+
+
+def functions_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(launcher of the kernel, reference) of an operation."""
+    launchers: dict[str, Callable[..., Any]] = {
+        "merge_attention": merge_attention.launch_merge,
+        "merge_attention_backward": merge_attention.launch_merge_backward,
+        "accumulate_attention_": merge_attention.launch_accumulate,
+        "scatter_heads": sequence_layout.launch_scatter_heads,
+        "sum_heads": sequence_layout.launch_sum_heads,
+        "join_blocks": sequence_layout.launch_join_blocks,
+        "split_blocks": sequence_layout.launch_split_blocks,
+    }
+    operation = name.split()[0]
+    return launchers[operation], getattr(reference, operation)
+
+
+def measure_s(function: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of a call, after three that are not counted; on CUDA of the device's own clock."""
+    for _ in range(3):
+        function()
+    if device.type != "cuda":
+        return median(_host_s(function) for _ in range(REPETITIONS))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPETITIONS)]
+    for start, stop in events:
+        start.record()
+        function()
+        stop.record()
+    torch.cuda.synchronize(device)
+    return median(start.elapsed_time(stop) for start, stop in events) / 1e3
+
+
+def _host_s(function: Callable[[], Any]) -> float:
+    start_s = time.perf_counter()
+    function()
+    return time.perf_counter() - start_s
+
+
+def copy_s(num_bytes: int, device: torch.device) -> float:
+    """Seconds of a copy that reads and writes `num_bytes` in all."""
+    source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return measure_s(lambda: target.copy_(source), device)
+
+
+def largest_difference(case: Case) -> float:
+    """Between the kernel and the reference, relative to the largest value of each result; in-place ones get copies."""
+    results = []
+    for function in (case.launch, case.reference):
+        arguments = tuple(value.clone() if isinstance(value, Tensor) else value for value in case.arguments)
+        returned = function(*arguments)
+        results.append(tensors_of(arguments[:2] if returned is None else returned))
+    pairs = [(one.double(), other.double()) for one, other in zip(*results, strict=True)]
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+def row(case: Case, seconds: float, copied_s: float, variant: str) -> str:
+    bandwidth = case.num_bytes / seconds / 1e9
+    megabytes = case.num_bytes / 1e6
+    return f"{case.name:26s} {variant:10s} {megabytes:9.1f} {seconds * 1e6:10.1f} {bandwidth:9.1f} {copied_s / seconds:8.0%}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table; fails if a kernel and its reference disagree."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of the whole group (default: 32768)")
+    parser.add_argument("--degree", type=int, default=8, help="ranks of the group (default: 8)")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(
+        f"{name}, torch {torch.__version__}, bf16, {options.tokens} tokens on {options.degree} ranks, {options.heads} query and "
+        f"{options.kv_heads} KV heads of {options.head_dim}"
+    )
+    if device.type == "cpu":
+        print(f"No CUDA device: only the plain-torch references run, with {torch.get_num_threads()} threads; no kernel is timed.")
+    print(f"{'operation':26s} {'variant':10s} {'MB moved':>9s} {'us':>10s} {'GB/s':>9s} {'of copy':>8s}")
+    for case in cases(options, device):
+        copied_s = copy_s(case.num_bytes, device)
+        if device.type == "cuda":
+            difference = largest_difference(case)
+            if not difference <= TOLERANCE:
+                raise SystemExit(
+                    f"{case.name}: kernel and reference differ by {difference:.1e} of the largest value, above {TOLERANCE:.1e}"
+                )
+            print(row(case, measure_s(lambda: case.launch(*case.arguments), device), copied_s, "triton"))  # noqa: B023
+        print(row(case, measure_s(lambda: case.reference(*case.arguments), device), copied_s, "reference"))  # noqa: B023
+
+
+if __name__ == "__main__":
+    main()

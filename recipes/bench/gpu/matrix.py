@@ -1,0 +1,219 @@
+"""The matrix of measurements for one CUDA GPU: ceilings, throughput, a whole step, the longest document, one long step.
+
+    python recipes/bench/gpu/matrix.py [--sections A B C D E] [--model llama-3.1-8b] [--json FILE] [--toy]
+
+    A  what the device does at most (gpu_ceilings.py)      B  forward + backward of every method, reduced layers
+    C  all layers, with AdamW's step                       D  the longest document under a memory cap, predicted and tried
+    E  one long step, split between device and host
+
+Random weights of Llama's architecture in the named model's shapes, built on the device; random tokens; bf16. Every case is a
+process of its own (with `--toy`, on small sizes, all run in this one), sections have time budgets, and what does not fit or
+cannot run is a row that says so. Columns: tokens/s; causal model TFLOP/s; peak bytes of the device, weights included, measured
+and (ours) predicted, and of pinned host memory; bytes per token that wait for backward in the layers, predicted by the plan's
+formulae and measured by torch's hooks on 2048 tokens ('-' where hooks see nothing: slices, Hugging Face's offload); the loss;
+attention's kernel by the profiler.
+
+Causal model operations of S tokens: S (6 (L P + V d) + 6 a L S), with L layers of P matrix parameters, hidden d, vocabulary V
+and a = heads x head size; recomputation never counts. With `--frozen` (as under LoRA: only norms are trained) 4 for the
+first 6. (Others count attention without its mask, which doubles the second term.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from hf_longctx.recipes.bench.gpu import ceilings
+from hf_longctx.recipes.bench.gpu.cases import HEADER, METHODS, OURS, SPLIT, Case, Outcome, cannot_run, run_case, split_layers
+
+BUDGETS_S = {"A": 360, "B": 540, "C": 540, "D": 540, "E": 600}
+MARK = "OUTCOME "
+
+
+class Section:
+    """One section's cases, run until its time is up, each in a process of its own unless it is a toy."""
+
+    def __init__(self, name: str, budget_s: float) -> None:
+        self.name, self.deadline_s = name, time.monotonic() + budget_s
+        self.outcomes: list[Outcome] = []
+
+    def run(self, case: Case) -> Outcome:
+        left_s = self.deadline_s - time.monotonic()
+        if problem := cannot_run(case):
+            outcome = Outcome(case, problem)
+        elif left_s <= 0:
+            outcome = Outcome(case, "skipped: the section's time is up")
+        elif case.is_toy:
+            outcome = run_case(case)
+        else:
+            outcome = in_process(case, left_s)
+        print(outcome, flush=True)
+        self.outcomes.append(outcome)
+        return outcome
+
+
+def in_process(case: Case, timeout_s: float) -> Outcome:
+    """The case in a fresh process, so that no method inherits another's memory pools or patches."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", json.dumps(asdict(case))]
+    # one large block is cut as needed instead of one segment per size
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return Outcome(case, f"stopped: the section's last {timeout_s:.0f} s were not enough")
+    line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
+    if line is None:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        return Outcome(case, f"failed: exit status {done.returncode}: {last[0]}")
+    found = json.loads(line.removeprefix(MARK))
+    return Outcome(case, **{name: value for name, value in found.items() if name != "case"})
+
+
+def throughput(section: Section, base: Case, lengths: Sequence[int]) -> None:
+    """B: every method at every length."""
+    for num_tokens in lengths:
+        for method in METHODS:
+            section.run(replace(base, method=method, num_tokens=num_tokens))
+
+
+def whole_step(section: Section, base: Case, num_tokens: int, num_layers: int) -> None:
+    """C: all layers and the optimizer's step, the strongest of Hugging Face's against ours; losses side by side."""
+    for method in ("HF checkpointing, tiled loss", "HF offload, tiled loss", OURS, SPLIT):
+        section.run(replace(base, method=method, num_tokens=num_tokens, num_layers=num_layers, has_optimizer=True))
+
+
+def longest(section: Section, base: Case, lengths: tuple[int, int], cap_gib: float) -> None:
+    """D: bytes per token from two lengths say what fits under the cap; 0.97 of it must, 1.03 of it must not."""
+    methods = ("HF checkpointing", "HF checkpointing, tiled loss", "HF offload, tiled loss", OURS, "ours, all on the host")
+    for method in methods:
+        short, long = (section.run(replace(base, method=method, num_tokens=n, steps=1)) for n in lengths)
+        if not short.device_bytes or not long.device_bytes:
+            continue
+        token_bytes = (long.device_bytes - short.device_bytes) / (lengths[1] - lengths[0])
+        fixed_bytes = short.device_bytes - token_bytes * lengths[0]
+        limit = int((cap_gib * 2**30 - fixed_bytes) / token_bytes)
+        print(
+            f"D  {method:32s} {token_bytes:.0f} bytes/token beside {fixed_bytes / 2**30:.2f} GiB: "
+            f"{limit} tokens in {cap_gib:g} GiB"
+        )
+        for share in (0.97, 1.03):
+            case = replace(base, method=method, num_tokens=int(share * limit), steps=1, cap_gib=cap_gib)
+            fits = section.run(case).state == "ok"
+            print(f"D  {method:32s} at {share:g} of its limit: {'fits' if fits else 'does not fit'}, predicted to "
+                  f"{'fit' if share < 1 else 'not fit'}")  # fmt: skip
+    if not torch.cuda.is_available():
+        return
+    num_tokens = longest_split(replace(base, method=SPLIT, cap_gib=cap_gib))
+    print(
+        f"D  {SPLIT:32s} the program finds shares up to {num_tokens} tokens in {cap_gib:g} GiB and {base.host_gib:g} GiB of host"
+    )
+    section.run(replace(base, method=SPLIT, num_tokens=int(0.97 * num_tokens), steps=1, cap_gib=cap_gib))
+
+
+def longest_split(case: Case) -> int:
+    """Most tokens, in steps of 1024, for which the program has an answer."""
+
+    def has_answer(thousands: int) -> bool:
+        try:
+            return bool(split_layers(case, thousands * 1024))
+        except ValueError:
+            return False
+
+    low, high = 0, 1 << 14
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if has_answer(middle) else (low, middle)
+    return low * 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the sections' tables."""
+    options = parse(arguments)
+    # the name that every supported version knows is deprecated in the newest
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if options.case:
+        print(MARK + json.dumps(asdict(run_case(Case(**json.loads(options.case))))))
+        return
+    if not (options.toy or torch.cuda.is_available()):
+        print("skipped: torch sees no CUDA device, and every section measures one (--toy runs small sizes on the CPU)")
+        return
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, toy sizes: these numbers say nothing about speed"
+    print(f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}")
+    found = run_sections(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1))
+
+
+def run_sections(options: argparse.Namespace) -> list[Outcome]:
+    shared = {"model": options.model, "hardware": options.hardware, "host_gib": 2**-6 if options.toy else options.host_gib}
+    base = Case("B", OURS, 0, num_layers=options.layers, is_frozen=options.frozen, is_toy=options.toy, **shared)
+    if options.toy:
+        base = replace(base, tile_tokens=32, slice_tokens=64)
+    lengths = (96, 128) if options.toy else tuple(options.lengths)
+    found: list[Outcome] = []
+    for name in options.sections:
+        print(f"\nsection {name}\n{HEADER if name != 'A' else ''}", flush=True)
+        section = Section(name, options.budget_s or BUDGETS_S[name])
+        case = replace(base, section=name)
+        if name == "A":
+            run_ceilings(options, section)
+        elif name == "B":
+            throughput(section, case, lengths[:1] if options.toy else lengths)
+        elif name == "C":
+            whole_step(section, case, lengths[-1] if options.toy else options.step_tokens, 10**6)
+        elif name == "D":
+            longest(section, case, (lengths[0], lengths[-1]) if options.toy else (8192, 16384), options.cap_gib)
+        else:
+            num_tokens = lengths[-1] if options.toy else options.long_tokens
+            section.run(replace(case, method=SPLIT, num_tokens=num_tokens, num_layers=10**6, steps=1))
+        found += section.outcomes
+    return found
+
+
+def run_ceilings(options: argparse.Namespace, section: Section) -> None:
+    """A, by the script beside this one; its rows go to a file beside `--json`'s."""
+    script = Path(__file__).resolve().with_name("ceilings.py")
+    command = ["--model", options.model, *(["--toy"] if options.toy else [])]
+    if options.json is not None:
+        command += ["--json", str(options.json.with_suffix(".ceilings.json"))]
+    if options.toy:
+        ceilings.main(command)
+        return
+    try:
+        subprocess.run([sys.executable, str(script), *command], timeout=section.deadline_s - time.monotonic())
+    except subprocess.TimeoutExpired:
+        print("A  stopped: the section's time is up")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sections", nargs="+", choices=list(BUDGETS_S), default=list(BUDGETS_S))
+    parser.add_argument("--model", default="llama-3.1-8b", help="a named shape of the catalogue (default: llama-3.1-8b)")
+    parser.add_argument("--hardware", default="h200", help="the profile that the program of shares prices by (default: h200)")
+    parser.add_argument("--layers", type=int, default=8, help="layers in B and D (default: 8); C and E have all")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072, 262144], help="tokens of a document in B")
+    parser.add_argument("--step-tokens", type=int, default=131072, help="tokens of the document in C (default: 131072)")
+    parser.add_argument("--long-tokens", type=int, default=393216, help="tokens of the document in E (default: 393216)")
+    parser.add_argument("--frozen", action="store_true", help="train norms only, as LoRA leaves large weights alone")
+    parser.add_argument("--host-gib", type=float, default=64.0, help="GiB of host memory for saved tensors (default: 64)")
+    parser.add_argument("--cap-gib", type=float, default=40.0, help="GiB of device memory in D (default: 40)")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="seconds of every section (default: 360 to 600)")
+    parser.add_argument("--json", type=Path, default=None, help="also write the outcomes to this file")
+    parser.add_argument("--toy", action="store_true", help="small sizes, in one process, on the CPU where there is no GPU")
+    parser.add_argument("--case", default="", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

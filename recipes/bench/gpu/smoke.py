@@ -1,0 +1,346 @@
+"""Every runtime path on one CUDA GPU in bf16 against fp32 references: one table, at most five minutes.
+
+    python recipes/bench/gpu/smoke.py [--tokens 2048]
+
+Attention (packed documents under each of torch's backends, every row of the tile table, tiles of a ring, slices), kernels,
+copies on side streams, the pinned host tier, a planned step against the plain model, activation policies whole and in slices,
+the loss in tiles, and two tiny training runs. Exit status 1 if a row fails; without CUDA everything is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import datasets
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.kernels import reference
+from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_attention
+from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
+from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.sharding import HeadShare, block_pieces
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.groups.placement import place_layout
+from hf_longctx.plan.planner import build_plan
+from hf_longctx.recipes.bench.gpu.smoke_memory import memory_checks
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
+from hf_longctx.runtime.attention.context import visible_tiles
+from hf_longctx.runtime.attention.heads import KVReaders
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice
+from hf_longctx.runtime.attention.sequence_parallel import packed_attention
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import summed_cross_entropy
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.tiles.tile import Scores, attention_backend, tile_backward, tile_forward
+
+# bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
+TOLERANCE = 2e-2
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
+SCALE = HEAD_DIM**-0.5
+
+
+Check = tuple[Callable[[], tuple[float, str]], float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    error: float
+    tolerance: float
+    seconds: float
+    note: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        state = "ok" if self.is_good else "FAILED"
+        error = f"error {self.error:8.1e} (at most {self.tolerance:.0e})"
+        return f"{self.name:44s} {state:7s} {error}  {self.seconds:6.2f} s  {self.note}"
+
+
+def main() -> int:
+    """Prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the attention rows")
+    tokens = parser.parse_args().tokens
+    if not torch.cuda.is_available():
+        print("skipped: torch sees no CUDA device, and every row here runs on one")
+        return 0
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    rows = [timed(name, *check) for name, check in checks(tokens, torch.device("cuda")).items()]
+    failed = sum(not row.is_good for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} rows are good")
+    return 1 if failed else 0
+
+
+def checks(tokens: int, device: torch.device) -> dict[str, Check]:
+    """name -> (what returns its error and a note, the largest error allowed)."""
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    return {
+        **{f"packed attention, {n}": (partial(check_packed, tokens, device, b), TOLERANCE) for n, b in backends.items()},
+        "ring of 2, its tiles in one process": (partial(check_tiles, tokens, device, 2), TOLERANCE),
+        "ring of 4, its tiles in one process": (partial(check_tiles, tokens, device, 4), TOLERANCE),
+        "slices, keys and values in the book": (partial(check_slices, tokens, device), TOLERANCE),
+        "kernel merge_attention": (partial(check_merge, tokens, device), TOLERANCE),
+        "kernel sequence_layout, there and back": (partial(check_layout, tokens, device), 0.0),
+        "inputs copied on a side stream": (check_copies, 0.0),
+        "planned step, bf16 weights, fp32 gradients": (partial(check_step, device), 0.1),
+        "training, 20 steps, bf16 autocast": (partial(check_training, device), 0.9),
+        **memory_checks(tokens, device, TOLERANCE),
+    }
+
+
+def timed(name: str, check: Callable[[], tuple[float, str]], tolerance: float) -> Row:
+    """Runs one check and prints its row; an exception is a failed row."""
+    start = time.perf_counter()
+    try:
+        error, note = check()
+    # whatever goes wrong in one row must not hide the others
+    except Exception as failure:
+        error, note = float("inf"), f"{type(failure).__name__}: {failure}".split("\n")[0]
+    torch.cuda.synchronize()
+    row = Row(name, error, tolerance, time.perf_counter() - start, note)
+    print(row, flush=True)
+    return row
+
+
+def random_heads(tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient and q [H, T, D], k and v [G, T, D], on the device, with values that bf16 holds exactly."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (NUM_HEADS, NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    gradient, q, k, v = (
+        torch.randn(heads, tokens, HEAD_DIM, generator=generator).bfloat16().to(device, dtype) for heads in sizes
+    )
+    return gradient, q, k, v
+
+
+def documents(tokens: int) -> tuple[int, ...]:
+    """Boundaries of three documents of unequal length."""
+    return (0, tokens // 7, tokens // 2, tokens)
+
+
+def reference_attention(tokens: int, device: torch.device) -> list[Tensor]:
+    """Output and gradients of q, k, v in fp32 by plain matrices."""
+    gradient, *inputs = random_heads(tokens, device, torch.float32)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = reference.packed_causal_attention(*leaves, torch.tensor(documents(tokens)), SCALE)
+    out.backward(gradient)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error over all tensors, relative to each tensor's largest value."""
+    return max(float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in zip(found, expected, strict=True))
+
+
+def check_packed(tokens: int, device: torch.device, backend: SDPBackend) -> tuple[float, str]:
+    """Packed documents on one rank under one backend of scaled_dot_product_attention."""
+    gradient, *inputs = random_heads(tokens, device)
+    leaves = [x.requires_grad_() for x in inputs]
+    readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
+    with sdpa_kernel([backend]):
+        out = packed_attention(*(x.unsqueeze(0) for x in leaves), readers, SCALE, documents(tokens))
+        out.backward(gradient.transpose(0, 1).unsqueeze(0))
+    found = [out.detach()[0].transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return worst(found, reference_attention(tokens, device)), ""
+
+
+def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[float, str]:
+    """All blocks of a ring one after the other: the tiles, their merge, and the backward from merged results."""
+    gradient, q, k, v = random_heads(tokens, device)
+    bounds = documents(tokens)
+    chunk = Chunk(0, tuple(Span(i, 0, stop - start) for i, (start, stop) in enumerate(pairwise(bounds))))
+    blocks = block_pieces(chunk, GroupShape(num_blocks))
+    # a block's tokens lie in the order of its pieces
+    places = [
+        torch.cat([torch.arange(bounds[p.document] + p.start, bounds[p.document] + p.stop) for p in block]).to(device)
+        for block in blocks
+    ]
+    readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
+    out, dq = torch.zeros_like(q), torch.zeros_like(q, dtype=torch.float32)
+    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    for mine, own in enumerate(places):
+        merged = torch.empty(NUM_HEADS, len(own), HEAD_DIM, device=device)
+        lse = torch.full((NUM_HEADS, len(own)), float("-inf"), device=device)
+        tiles = [
+            (s, query.tokens, key.tokens, query.start == key.start)
+            for s in range(num_blocks)
+            for query, key in visible_tiles(blocks[mine], blocks[s])
+        ]
+        operands = [
+            (readers.gather(k[:, places[s]][:, keys]).contiguous(), readers.gather(v[:, places[s]][:, keys]).contiguous())
+            for s, _, keys, _ in tiles
+        ]
+        for (_, queries, _, causal), (key, value) in zip(tiles, operands, strict=True):
+            part = tile_forward(q[:, own][:, queries].contiguous(), key, value, Scores(SCALE), causal)
+            accumulate_attention_(merged[:, queries], lse[:, queries], *part)
+        out[:, own] = merged.to(out.dtype)
+        for (s, queries, keys, causal), (key, value) in zip(tiles, operands, strict=True):
+            rows = own[queries]
+            gradients = tile_backward(
+                gradient[:, rows], q[:, rows], key, value, out[:, rows], lse[:, queries], Scores(SCALE), causal
+            )
+            dq[:, rows] += gradients[0]
+            for total, part in ((dk, gradients[1]), (dv, gradients[2])):
+                total.index_add_(1, places[s][keys], part.float())
+    return worst([out, dq, dk, dv], reference_attention(tokens, device)), attention_backend(device, q.dtype, HEAD_DIM)
+
+
+def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
+    """Each document in three slices: all forward, then all backward, last first."""
+    gradient, *inputs = random_heads(tokens, device)
+    leaves = [x.requires_grad_() for x in inputs]
+    readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
+    book, outputs = KVBook(), []
+    for sequence, (first, end) in enumerate(pairwise(documents(tokens))):
+        length = end - first
+        for start, stop in pairwise((0, length // 2, length // 2 + 1, length)):
+            q, k, v = (x[:, first + start : first + stop] for x in leaves)
+            part = Slice(0, sequence, start, stop, length)
+            attend = ChunkAttention(readers, Scores(SCALE), (Document(0, stop - start, part),), None, book, "layer")
+            outputs.append(attend(q, k, v))
+    gradients = gradient.transpose(0, 1).split([out.shape[0] for out in outputs])
+    for out, of_out in reversed(list(zip(outputs, gradients, strict=True))):
+        out.backward(of_out)
+    found = [torch.cat(outputs).detach().transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return worst(found, reference_attention(tokens, device)), f"{book.peak_bytes} bytes in the book, {book.num_bytes} left"
+
+
+def check_merge(tokens: int, device: torch.device) -> tuple[float, str]:
+    """Three parts, one of which saw no key, merged by the kernel and by the reference in fp32."""
+    parts = [random_heads(tokens, device)[1] * scale for scale in (1.0, 0.5, 2.0)]
+    lses = [part.float().sum(-1) for part in parts]
+    lses[2] = torch.full_like(lses[2], float("-inf"))
+    found = merge_attention(parts, lses)
+    expected = reference.merge_attention([part.float().cpu() for part in parts], [lse.cpu() for lse in lses])
+    return worst([x.cpu() for x in found], list(expected)), ""
+
+
+def check_layout(tokens: int, device: torch.device) -> tuple[float, str]:
+    """The four layout kernels against their references, bit for bit, for three ranks with uneven heads and tokens."""
+    _, q, k, v = random_heads(tokens, device)
+    q_bounds, kv_ranges = [0, 3, 6, 8], [0, 1, 0, 2, 1, 2]
+    sizes = [tokens // 2, tokens // 3, tokens - tokens // 2 - tokens // 3]
+    flat = scatter_heads(q, k, v, q_bounds, kv_ranges)
+    expected = reference.scatter_heads(q.cpu(), k.cpu(), v.cpu(), q_bounds, kv_ranges)
+    error = float((flat.cpu() != expected).sum())
+    block = torch.cat([q[:3].reshape(3, -1), k[:1].reshape(1, -1), v[:1].reshape(1, -1)]).reshape(-1)
+    joined = join_tokens(block, sizes, 3, 1, HEAD_DIM)
+    on_host = join_tokens(block.cpu(), sizes, 3, 1, HEAD_DIM)
+    error += sum(float((a.cpu() != b).sum()) for a, b in zip(joined, on_host, strict=True))
+    out = q.transpose(0, 1).contiguous()
+    error += float((scatter_tokens(out, sizes).cpu() != scatter_tokens(out.cpu(), sizes)).sum())
+    error += float(
+        (
+            join_heads(out.reshape(-1), [3, 3, 2], tokens, HEAD_DIM).cpu()
+            != join_heads(out.cpu().reshape(-1), [3, 3, 2], tokens, HEAD_DIM)
+        ).sum()
+    )
+    return error, "values that differ"
+
+
+def check_copies() -> tuple[float, str]:
+    """Pinned inputs copied while a matrix product keeps the default stream busy."""
+    busy = torch.randn(4096, 4096, device="cuda")
+    shards = [ChunkInputs(*(torch.randint(0, 1000, (1, 4096)) for _ in range(3))) for _ in range(8)]
+    pinned = [shard.pin_memory() for shard in shards]
+    side = torch.cuda.Stream()
+    for _ in range(20):
+        busy = busy @ busy * 1e-3
+    with torch.cuda.stream(side):
+        copied = [shard.to(torch.device("cuda")) for shard in pinned]
+    torch.cuda.current_stream().wait_stream(side)
+    wrong = sum(float((c.input_ids.cpu() != s.input_ids).sum()) for c, s in zip(copied, shards, strict=True))
+    return wrong, "values that differ"
+
+
+def tiny_model() -> LlamaForCausalLM:
+    """A Llama of two layers, the same weights at every call."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=NUM_HEADS * HEAD_DIM,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        max_position_embeddings=4096,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def check_step(device: torch.device) -> tuple[float, str]:
+    """A step of three micro-batches through the executor, gradients against the plain model in fp32."""
+    lengths = [300, 150, 40, 500]
+    rows = [torch.randint(0, 512, (1, n), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    labels = [torch.cat([row[:, 1:], torch.full((1, 1), -100)], dim=1) for row in rows]
+    count = sum(n - 1 for n in lengths)
+    plain = tiny_model().to(device)
+    for row, label in zip(rows, labels, strict=True):
+        (summed_cross_entropy(plain(input_ids=row.to(device), use_cache=False).logits, label.to(device)) / count).backward()
+    model = tiny_model().to(device).bfloat16()
+    patch_model(model)
+    spec, cluster = ModelSpec.from_config(model.config.to_dict(), 2), ClusterSpec(1, 1, GENERIC_GPU)
+    costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
+    layout = [[(1, (3,))], [(1, (0, 1))], [(1, (2,))]]
+    plan = build_plan(0, lengths, place_layout(layout, 1, 1, node_aligned=True), {1: GroupShape(1)}, costs).for_rank(0)
+    inputs = [
+        [
+            ChunkInputs(
+                torch.cat([rows[span.sequence] for span in chunk.spans], dim=1),
+                torch.cat([torch.arange(span.num_tokens)[None] for span in chunk.spans], dim=1),
+                torch.cat([labels[span.sequence] for span in chunk.spans], dim=1),
+            )
+            for chunk in group.chunks
+        ]
+        for group, _ in plan.rounds
+    ]
+    executor = StepExecutor(model, GroupPool((1,), timeout_s=60.0), num_attention_layers(model), device)
+    executor.run(plan, inputs, count)
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = [p.grad for p in plain.parameters() if p.grad is not None]
+    return worst(found, expected), f"{len(found)} gradients"
+
+
+def check_training(device: torch.device) -> tuple[float, str]:
+    """The last loss over the first of a short run that learns one document by heart."""
+    row = torch.randint(0, 512, (240,), generator=torch.Generator().manual_seed(1)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": [row[: 40 * (i + 1)] for i in range(6)] * 20})
+    losses: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder, max_steps=20, per_device_train_batch_size=6, bf16=True, learning_rate=1e-3, logging_steps=1, report_to="none",
+            save_strategy="no", disable_tqdm=True, use_cpu=device.type == "cpu",
+        )  # fmt: skip
+        config = LongContextConfig(report_steps=False, timeline_steps=0)
+        trainer = LongContextTrainer(model=tiny_model(), args=args, train_dataset=data, longctx_config=config)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses[-1] / losses[0], f"loss {losses[0]:.2f} to {losses[-1]:.2f}, the error is their ratio"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Checks of `gpu_smoke.py` about saved tensors and the loss: the tile table, the host tier, policies, the head, the callback.
+
+Each returns its error and a note; all run at small size on the CPU too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_longctx import LongContextCallback, LongContextConfig
+from hf_longctx.plan.core.types import LayerPolicy, TensorShare
+from hf_longctx.recipes.bench.one_document import PlannedDocument, document_plan, largest_error, plain_step, replayed
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, tile_backward, tile_forward
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
+# name -> (policy of both layers, tile tokens, slices)
+POLICIES: dict[str, tuple[LayerPolicy, int, int]] = {
+    "attention kept on the device": (replayed(), 0, 1),
+    "attention and inputs on the host": (replayed(attention_host=1.0, input_host=1.0), 64, 1),
+    "shares recomputed, on host, on device": (replayed(attention_host=0.4, attention_recompute=0.3, input_host=0.5), 64, 1),
+    "part of the MLP kept": (
+        LayerPolicy((TensorShare("qkv", recompute=1.0), TensorShare("mlp", recompute=0.5, host=0.25, device=0.25))),
+        64,
+        1,
+    ),
+    "part of queries, keys and values kept": (
+        LayerPolicy((TensorShare("qkv", recompute=0.5, host=0.25, device=0.25), TensorShare("mlp", recompute=1.0))),
+        64,
+        1,
+    ),
+    "loss in tiles, everything kept": (LayerPolicy(), 64, 1),
+    "four slices, everything kept": (LayerPolicy(), 0, 4),
+    "four slices, attention kept on the host": (replayed(attention_host=1.0), 64, 4),
+}
+Check = tuple[Callable[[], tuple[float, str]], float]
+
+
+def memory_checks(tokens: int, device: torch.device, tolerance: float) -> dict[str, Check]:
+    """name -> (what returns its error and a note, the largest error allowed)."""
+    return {
+        **{f"tile {row.name}": (partial(check_backend, tokens, device, row.name), tolerance) for row in BACKENDS},
+        "host tier: values back, blocks used again": (partial(check_tier, device), 0.0),
+        "host slab is page-locked on CUDA": (partial(check_slab, device), 0.0),
+        **{f"policy: {name}": (partial(check_policy, tokens, device, *how), 0.1) for name, how in POLICIES.items()},
+        "callback attached to a stock trainer": (partial(check_callback, device), 0.9),
+    }
+
+
+def check_backend(tokens: int, device: torch.device, name: str) -> tuple[float, str]:
+    """A row of the tile table against plain matrices in fp32: a causal tile and one without a mask, forward and backward."""
+    row = next(row for row in BACKENDS if row.name == name)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if not row.takes(device.type, capability, torch.bfloat16, HEAD_DIM):
+        return 0.0, f"not taken on {device.type} {capability[0]}.{capability[1]}"
+    generator, scores = torch.Generator().manual_seed(0), Scores(HEAD_DIM**-0.5)
+    error = 0.0
+    for causal, num_keys in ((True, tokens), (False, 2 * tokens)):
+        shapes = ((NUM_HEADS, tokens), (NUM_HEADS, tokens), (NUM_KV_HEADS, num_keys), (NUM_KV_HEADS, num_keys))
+        exact = [torch.randn(*shape, HEAD_DIM, generator=generator).bfloat16().to(device).float() for shape in shapes]
+        found, expected = (
+            _through_tile(*(x.to(dtype) for x in exact), scores, causal, backend)
+            for dtype, backend in ((torch.bfloat16, name), (torch.float32, "plain"))
+        )
+        error = max(error, largest_error(found, expected))
+    return error, ""
+
+
+def _through_tile(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool, backend: str
+) -> tuple[Tensor, ...]:
+    out, lse = tile_forward(q, k, v, scores, causal, backend=backend)
+    return out, lse, *tile_backward(gradient, q, k, v, out, lse, scores, causal, backend=backend)
+
+
+def check_tier(device: torch.device) -> tuple[float, str]:
+    """Tensors that are dropped and overwritten right behind their copy out, into a slab that holds three of eight.
+
+    A product that keeps the compute stream busy makes a copy that does not wait read or write too early.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (256, 1024) if device.type == "cpu" else (4096, 2048)
+    busy = torch.randn(shape[0], shape[0], device=device, generator=generator)
+    num_bytes = shape[0] * shape[1] * 4
+    tier = HostTier.on(device, 3 * num_bytes)
+    wrong = torch.zeros((), device=device)
+    for first in range(0, 8, 2):
+        sources = [torch.full(shape, float(first + i + 1), device=device) for i in range(2)]
+        for source in sources:
+            # computed behind a long kernel: the copy has to follow it
+            source += (busy @ busy)[0, 0] * 0
+        homes = [tier.store(source) for source in sources]
+        del sources, source
+        # takes the memory that was just given back
+        garbage = [torch.full(shape, -1.0, device=device) for _ in range(2)]
+        homes[1].prefetch()
+        for i, home in enumerate(homes):
+            wrong += (home.fetch() != first + i + 1).sum()
+        del homes, home, garbage
+    return float(wrong), f"values that differ; {tier.stored_bytes} bytes left in a slab of {tier.slab.capacity_bytes}"
+
+
+def check_slab(device: torch.device) -> tuple[float, str]:
+    """On CUDA the slab must be page-locked, or copies block; the error is 1 where it is not."""
+    tier = HostTier.on(device, 2**20)
+    if device.type != "cuda":
+        return float(tier.slab.is_pinned), "not pinned without CUDA"
+    return float(not tier.slab.is_pinned or not tier.slab.memory.is_pinned()), f"{tier.slab.capacity_bytes} bytes pinned"
+
+
+def document_model(device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A Llama of two layers, the same weights at every call."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=NUM_HEADS * HEAD_DIM,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        max_position_embeddings=1 << 17,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to(device, dtype).train()
+
+
+def check_policy(tokens: int, device: torch.device, layer: LayerPolicy, tile_tokens: int, slices: int) -> tuple[float, str]:
+    """A document under one policy in bf16, twice, so that the slab's blocks are used again; against plain fp32 gradients."""
+    ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(2)).to(device)
+    plain = document_model(device, torch.float32)
+    expected_loss = float(plain_step(plain, ids))
+    model = document_model(device, torch.bfloat16)
+    tier = HostTier.on(device, 2**20 + tokens * 2**15)
+    document = PlannedDocument.of(model, ids, document_plan(tokens, (layer,) * 2, tile_tokens, slices), tier)
+    error = 0.0
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        loss = float(document.step())
+        error = max(error, abs(loss / expected_loss - 1), largest_error(gradients(model), gradients(plain)))
+    document.close()
+    return error, f"{tier.peak_bytes} bytes on the host at most, {tier.stored_bytes} left"
+
+
+def gradients(model: Any) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def check_callback(device: torch.device) -> tuple[float, str]:
+    """The last loss over the first of a stock trainer with the callback attached, which learns one document by heart."""
+    row = torch.randint(0, 512, (240,), generator=torch.Generator().manual_seed(1)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": [row[: 40 * (i + 1)] for i in range(6)] * 12})
+    model = document_model(torch.device("cpu"), torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder, max_steps=12, per_device_train_batch_size=6, bf16=True, learning_rate=1e-3, logging_steps=1,
+            report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=device.type == "cpu",
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=DataCollatorWithFlattening())
+        LongContextCallback(LongContextConfig(report_steps=False, timeline_steps=0)).attach(trainer)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses[-1] / losses[0], f"loss {losses[0]:.2f} to {losses[-1]:.2f}, the error is their ratio"

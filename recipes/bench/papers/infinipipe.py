@@ -1,0 +1,321 @@
+"""InfiniPipe's setting (arXiv 2509.21275): a 13B model on 8 x 4 GPUs, skewed lengths, less and less memory; seconds predicted.
+
+    python recipes/bench/papers/infinipipe.py [--cases 96K/50 96K/35 192K/50] [--seeds 6] [--batch 0]
+        [--slices 8 12 ...] [--json [FILE]]
+
+Four pipeline stages of eight GPUs each that share sequences by heads (Ulysses) and parameters by ZeRO-3. A case is the longest
+sequence and the bytes of a GPU in GB, weights and optimizer states included. A batch has 256 sequences at 96K and 128 above,
+log-normal with mean 3800 and sigma 1.6 as `flexsp.py` fits CommonCrawl, one of them the longest. Every method takes
+the number of slices of the longest sequence that is best for it and this batch.
+
+Rows. no limit: chunks of like time, the faster of both schedules, all memory in the world; the rows below are relative to it.
+paper: what the paper plans, as far as it can be read: chunks of like time, sequences grouped by their number of chunks into
+pipelines in a row by dynamic programming, 1F1B with a window for the longest family of a pipeline, whole layers recomputed
+with one number for each anti-diagonal. A pipeline's seconds are the judge's here, where the paper has an estimate. elastic +
+recompute: the same chunks and recomputation in one pipeline with the elastic window. elastic + joint: layers keep attention's
+output, and tensors go to the host while copies hide. fixed chunks: chunks of equal tokens, Seq1F1B, the fewest layers of every
+chunk recomputed with which everything fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
+from hf_longctx.plan.chunks.slices import slice_bounds
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.memory.stage import stage_state_bytes
+from hf_longctx.plan.pipeline.activations.cells import recomputed_layer, with_layers
+from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
+from hf_longctx.plan.pipeline.orders import Schedule, families, layer_ranges, pipelined
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.recipes.bench.papers.command_line import run_reproduction
+
+NUM_STAGES, RANKS_PER_STAGE = 4, 8
+SLICES = (8, 12, 16, 20, 24, 32, 48)
+SIGMA, MEAN_TOKENS, LEAST_TOKENS = 1.6, 3800.0, 32
+CASES = ("96K/50", "96K/35", "192K/50")
+METHODS = ("paper", "elastic + recompute", "elastic + joint", "fixed chunks")
+
+MODEL = ModelSpec(40, 5120, 20480, 40, 40, 128, 50304, 1 << 18, bytes_per_element=2, gated_mlp=False)
+# an A800 at half of its peak in matrix products and 0.6 in attention; copies over PCIe with all GPUs of a node at it; half of a
+# node's 2 TB for saved tensors
+HARDWARE = HardwareSpec(
+    "a800",
+    0.5 * 312e12,
+    0.6 * 312e12,
+    device_bytes=80 * 10**9,
+    link_bytes_per_s=2e11,
+    network_bytes_per_s=2.5e10,
+    message_s=3e-5,
+    kernel_s=2e-5,
+    copy_bytes_per_s=1.3e10,
+    host_bytes=128 * 10**9,
+)
+
+
+@dataclass(slots=True)
+class Setting:
+    """One batch under one limit. calls: seconds that each method's planning took, for one number of slices."""
+
+    lengths: tuple[int, ...]
+    usable_bytes: float
+    costs: CostModel
+    planning_s: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        return dict(enumerate(self.lengths))
+
+    def budget(self, host_bytes: int = 0) -> ActivationBudget:
+        """What is left beside the stage with the most states."""
+        plan = self.plan([self.group((Chunk(0),), "elastic")])
+        states = [stage_state_bytes(self.costs.model, stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
+        return ActivationBudget(0, int(self.usable_bytes) - max(states), host_bytes)
+
+    def group(self, chunks: Sequence[Chunk], schedule: Schedule) -> SequenceGroup:
+        """The chunks as one pipeline over all GPUs."""
+        num_layers, share = self.costs.model.num_layers, self.costs.model.head_share
+        group = SequenceGroup(tuple(range(RANKS_PER_STAGE)), "ulysses", tuple(chunks), ())
+        return pipelined(group, layer_ranges(num_layers, NUM_STAGES, 1, share / (1 - share) * num_layers), schedule)
+
+    def plan(self, groups: Sequence[SequenceGroup]) -> StepPlan:
+        """Pipelines in a row."""
+        rounds = tuple(MicroBatch((group,)) for group in groups)
+        return StepPlan(0, self.lengths, NUM_STAGES, RANKS_PER_STAGE, "sharded", rounds, shard_ranks=RANKS_PER_STAGE)
+
+    def step_s(self, groups: Sequence[SequenceGroup]) -> float:
+        """Seconds of pipelines in a row; infinite if a GPU has too little memory for them."""
+        run = evaluate_plan(self.plan(groups), self.costs, with_events=False)
+        return run.step_s if max(run.peak_bytes) <= self.usable_bytes else math.inf
+
+    def chunks(self, num_slices: int) -> tuple[Chunk, ...]:
+        """Chunks of like time, none with more tokens than the first slice of the longest sequence."""
+        forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
+        rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s)
+        first = slice_bounds(max(self.lengths), num_slices, rates)[1]
+        return elastic_chunks(self.sequences, num_slices, rates, first + 1)
+
+    def least_s(self, chunks: Sequence[Chunk]) -> float:
+        """What no pipeline of these chunks does in less: the last stage's work, and the first chunk there and the last back."""
+        group = self.group(chunks[:1], "elastic")
+        stages = [(stage.num_layers, stage.stage == NUM_STAGES - 1) for stage in group.stages]
+        part_s = self.costs.part_s
+        return sum(
+            sum(part_s(chunk, group.shape, is_backward, *stages[-1]) for chunk in chunks)
+            + sum(min(part_s(chunk, group.shape, is_backward, *stage) for chunk in chunks) for stage in stages[:-1])
+            for is_backward in (False, True)
+        )
+
+
+def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:
+    """`count` log-normal lengths, none above `longest`, which is the first of them."""
+    draw = random.Random(seed)
+    lengths = [longest]
+    while len(lengths) < count:
+        tokens = int(draw.lognormvariate(math.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA))
+        if LEAST_TOKENS <= tokens <= longest:
+            lengths.append(tokens)
+    return tuple(lengths)
+
+
+def unlimited_s(setting: Setting, num_slices: int) -> float:
+    """Seconds with room for everything, by the faster schedule."""
+    chunks = setting.chunks(num_slices)
+    free = Setting(setting.lengths, math.inf, setting.costs)
+    return min(free.step_s([free.group(chunks, schedule)]) for schedule in ("elastic", "1f1b"))
+
+
+def joint_s(setting: Setting, num_slices: int, limit_s: float) -> float:
+    return _with_room_s(setting, num_slices, setting.costs.cluster.hardware.host_bytes, keeps_attention=True)
+
+
+def recompute_s(setting: Setting, num_slices: int, limit_s: float) -> float:
+    return _with_room_s(setting, num_slices, 0, keeps_attention=False)
+
+
+def _with_room_s(setting: Setting, num_slices: int, host_bytes: int, keeps_attention: bool) -> float:
+    group = setting.group(setting.chunks(num_slices), "elastic")
+    room = PipelineRoom(setting.plan([group]), setting.costs, setting.budget(host_bytes), keeps_attention)
+    try:
+        return setting.step_s([room.for_group(group)])
+    except ValueError:
+        return math.inf
+
+
+def paper_s(setting: Setting, num_slices: int, limit_s: float) -> float:
+    """Seconds of the best pipelines in a row, by dynamic programming over families sorted by their number of chunks.
+
+    A pipeline's seconds are a bound until a best row needs them exactly. Not below `limit_s`: a bound, or infinity.
+    """
+    chunks = setting.chunks(num_slices)
+    by_size: dict[int, list[tuple[int, ...]]] = {}
+    for family in families(chunks):
+        by_size.setdefault(len(family), []).append(family)
+    sizes = sorted(by_size, reverse=True)
+    room = PipelineRoom(setting.plan([setting.group(chunks, "1f1b")]), setting.costs, setting.budget(), keeps_attention=False)
+    members = {
+        (start, stop): [chunks[place] for size in sizes[start:stop] for family in by_size[size] for place in family]
+        for start in range(len(sizes))
+        for stop in range(start + 1, len(sizes) + 1)
+    }
+    seconds = {key: setting.least_s(inside) for key, inside in members.items()}
+    exact: dict[tuple[int, int], SequenceGroup | None] = {}
+    while True:
+        best_s, row = _shortest(seconds, len(sizes))
+        if not best_s < limit_s:
+            return best_s
+        unknown = [key for key in row if key not in exact]
+        if not unknown:
+            return setting.step_s([group for key in row if (group := exact[key]) is not None])
+        for key in unknown:
+            exact[key], seconds[key] = _fitted(setting, room, members[key])
+
+
+def _fitted(setting: Setting, room: PipelineRoom, chunks: Sequence[Chunk]) -> tuple[SequenceGroup | None, float]:
+    numbered = [Chunk(index, chunk.spans) for index, chunk in enumerate(chunks)]
+    try:
+        group = room.for_group(setting.group(numbered, "1f1b"))
+    except ValueError:
+        return None, math.inf
+    return group, room.judge(group).group_s
+
+
+def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[float, list[tuple[int, int]]]:
+    """The row of ranges from 0 to `count` of the fewest seconds."""
+    best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
+    for stop in range(1, count + 1):
+        rows = ((best[start][0] + seconds[start, stop], [*best[start][1], (start, stop)]) for start in range(stop))
+        best.append(min(rows))
+    return best[count]
+
+
+def fixed_s(setting: Setting, num_slices: int, limit_s: float) -> float:
+    """Seconds of equal chunks with the fewest layers recomputed, as many of every chunk, with which they fit."""
+    chunks = fixed_chunks(setting.sequences, -(-max(setting.lengths) // num_slices))
+    group = setting.group(chunks, "1f1b")
+
+    def seconds(num_layers: int) -> float:
+        layers = {
+            (stage.stage, chunk.index, 0): (recomputed_layer(False),) * min(num_layers, stage.num_layers)
+            for stage in group.stages
+            for chunk in chunks
+        }
+        return setting.step_s([with_layers(group, layers, setting.budget().tile_tokens)])
+
+    low, high = 0, max(stage.num_layers for stage in group.stages)
+    free = Setting(setting.lengths, math.inf, setting.costs)
+    if free.step_s([group]) >= limit_s or not math.isfinite(seconds(high)):
+        return math.inf
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if math.isfinite(seconds(middle)) else (middle + 1, high)
+    return seconds(low)
+
+
+MAKERS: dict[str, Callable[[Setting, int, float], float]] = {
+    "paper": paper_s,
+    "elastic + recompute": recompute_s,
+    "elastic + joint": joint_s,
+    "fixed chunks": fixed_s,
+}
+
+
+def compare(setting: Setting, slices: Sequence[int]) -> dict[str, float]:
+    """Seconds of every method, each with its best number of slices, and without a limit."""
+    free = {num_slices: unlimited_s(setting, num_slices) for num_slices in slices}
+    found = {"no limit": min(free.values())}
+    for name, maker in MAKERS.items():
+        best_s = math.inf
+        # what has room for everything is a bound for all methods with the same chunks
+        for num_slices in sorted(slices, key=lambda count: free[count]):
+            if name != "fixed chunks" and free[num_slices] > best_s:
+                break
+            started_s = time.perf_counter()
+            best_s = min(best_s, maker(setting, num_slices, best_s))
+            setting.planning_s.setdefault(name, []).append(time.perf_counter() - started_s)
+        found[name] = best_s
+    return found
+
+
+def read_case(text: str) -> tuple[int, float]:
+    """Tokens of the longest sequence and bytes of a GPU of a case such as "96K/35"."""
+    longest, _, gigabytes = text.partition("K/")
+    if not (longest.isdecimal() and gigabytes.isdecimal() and int(longest) and int(gigabytes)):
+        raise ValueError(f"--cases: {text!r} is no case; write thousands of tokens and GB of a GPU, for example 96K/35")
+    return int(longest) * 1024, int(gigabytes) * 1e9
+
+
+def settings_of(case: str, seeds: Sequence[int], batch: int) -> Iterator[Setting]:
+    longest, usable_bytes = read_case(case)
+    cluster = ClusterSpec(NUM_STAGES * RANKS_PER_STAGE, RANKS_PER_STAGE, HARDWARE)
+    coefficients = default_coefficients(MODEL, cluster)
+    costs = CostModel(MODEL, cluster, coefficients, "ulysses", parameters="sharded", shard_ranks=RANKS_PER_STAGE)
+    count = batch or (256 if longest <= 96 * 1024 else 128)
+    for seed in seeds:
+        yield Setting(draw_lengths(longest, count, seed), usable_bytes, costs)
+
+
+def rows_of(case: str, seeds: Sequence[int], batch: int, slices: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for every method: mean seconds, and the means of their ratios to no limit and to the joint plan batch by batch."""
+    settings = list(settings_of(case, seeds, batch))
+    found = [compare(setting, slices) for setting in settings]
+    rows = []
+    for method in ("no limit", *METHODS):
+        planning = [seconds for setting in settings for seconds in setting.planning_s.get(method, [])]
+        rows.append(
+            {
+                "case": case,
+                "method": method,
+                "step_s": mean(of_seed[method] for of_seed in found),
+                "to_no_limit": mean(of_seed[method] / of_seed["no limit"] for of_seed in found),
+                "to_joint": mean(of_seed[method] / of_seed["elastic + joint"] for of_seed in found),
+                "planning_s": mean(planning) if planning else 0.0,
+            }
+        )
+    return rows
+
+
+def reproduce(options: argparse.Namespace) -> dict[str, Any]:
+    """The rows of all cases. Raises ValueError by name for options that do not allow a comparison."""
+    if options.seeds < 1:
+        raise ValueError(f"--seeds is {options.seeds}; at least one is needed")
+    if min(options.slices) < 1:
+        raise ValueError(f"--slices has {min(options.slices)}; at least one is needed")
+    rows = [row for case in options.cases for row in rows_of(case, range(options.seeds), options.batch, options.slices)]
+    return {"seeds": options.seeds, "rows": rows}
+
+
+def report(_: argparse.Namespace, result: Mapping[str, Any]) -> str:
+    lines = [f"{'case':9s} {'method':22s} {'step s':>8s} {'to no limit':>12s} {'to joint':>9s} {'planning s':>11s}"]
+    lines += [
+        f"{row['case']:9s} {row['method']:22s} {row['step_s']:8.2f} {row['to_no_limit']:12.3f} {row['to_joint']:9.3f} "
+        f"{row['planning_s']:11.2f}"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table or JSON; 2 if the options do not allow a comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", nargs="+", default=CASES, help=f"thousands of tokens and GB (default: {' '.join(CASES)})")
+    parser.add_argument("--seeds", type=int, default=6, help="batches of each case (default: 6)")
+    parser.add_argument("--batch", type=int, default=0, help="sequences of a batch (default: 256 up to 96K, else 128)")
+    parser.add_argument("--slices", nargs="+", type=int, default=SLICES, help="of the longest sequence, to choose from")
+    return run_reproduction(parser, reproduce, report, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What lending idle stages to a sequence's first and last slices (SPPO's multiplexed partitioning) would gain, simulated.
+
+    python recipes/bench/papers/lending.py [--model gpt-7b] [--tokens 131072 524288] [--slices 8 32] [--stages 4]
+        [--ranks-per-stage 8] [--bytes-per-s 2.5e10] [--json FILE]
+
+One sequence in slices of equal forward time; all forwards, then all backwards. Times are operation counts at the rates of a
+generic GPU, shared equally by the ranks of all stages that take part; stages are as fast as the rate says, so that messages
+between them count only where lending adds some. Columns are shares of the plain pipeline's time.
+
+free: lending costs nothing. kv: every lent slice moves its hidden states to the lent ranks and back, and the keys and values
+(in backward their gradients too) that these ranks lack, which for the last slices is once the whole sequence's. weights: and
+the stage's weights are copied to every lent rank once before its first and once before its last slices, in each pass, and in
+backward their gradients back. Nothing of it is hidden behind computation. idle: what nothing can exceed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from hf_longctx.plan.chunks.slices import slice_bounds
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.sharding import shared_order, sharing_stages
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
+from hf_longctx.plan.prediction.lent_run import run_shared
+
+Seconds = Callable[[Action, int], float]
+
+
+def shared_makespan(order: Sequence[Sequence[Action]], seconds: Seconds) -> float:
+    """Seconds until all stages did what they take part in. `seconds` takes an action and how many stages share it."""
+    times = run_shared(order, lambda action: seconds(action, len(sharing_stages(action))), lambda action: 0.0)
+    return max(stop_s for row in times for _, stop_s in row)
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """Seconds of a group's actions, and of what has to move where ranks are lent."""
+
+    costs: CostModel
+    group: SequenceGroup
+    bytes_per_s: float
+    moves_kv: bool = False
+    moves_weights: bool = False
+
+    def seconds(self, action: Action, num_sharers: int) -> float:
+        chunk, num_layers = self.group.chunks[action.chunk], self.group.stages[action.stage].num_layers
+        shape = GroupShape(self.group.degree)
+        alone_s = self.costs.part_s(chunk, shape, action.kind == "B", num_layers, has_head=False)
+        return alone_s / num_sharers + (self.moved_bytes(action, num_sharers) / self.bytes_per_s if action.helpers else 0.0)
+
+    def moved_bytes(self, action: Action, num_sharers: int) -> float:
+        """Bytes that a rank of the stage sends to lent ranks, and receives, for one action."""
+        model, chunk = self.costs.model, self.group.chunks[action.chunk]
+        num_layers = self.group.stages[action.stage].num_layers
+        is_last = action.helpers[0][0] < action.stage
+        # the first action of its phase in this pass: the lowest slice of the last ones in forward, the highest in backward
+        edge = len(self.group.chunks) - action.stage if is_last else 0
+        other_edge = len(self.group.chunks) - 1 if is_last else len(self.group.stages) - 2 - action.stage
+        is_first_of_phase = action.chunk == (edge if action.kind == "F" else other_edge)
+        passes = 1 if action.kind == "F" else 2
+        moved = 0.0
+        if self.moves_kv:
+            lent_share = (num_sharers - 1) / num_sharers
+            prefix = chunk.prefix_tokens if is_last and is_first_of_phase else 0
+            kv_values = 2 * model.num_kv_heads * model.head_dim * num_layers * passes * (chunk.num_tokens + prefix)
+            moved += lent_share * (kv_values + 2 * model.hidden_size * chunk.num_tokens) / self.group.degree
+        if self.moves_weights and is_first_of_phase:
+            moved += passes * model.layer_parameters * num_layers
+        return moved * model.bytes_per_element
+
+
+def gains(
+    model: ModelSpec, num_tokens: int, num_slices: int, num_stages: int, ranks_per_stage: int, bytes_per_s: float
+) -> dict[str, float]:
+    """Shares of the plain pipeline's time that lending saves; below 0 where it costs more than it saves."""
+    cluster = ClusterSpec(num_stages * ranks_per_stage, ranks_per_stage, GENERIC_GPU)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster))
+    forward = costs.coefficients.forward
+    bounds = slice_bounds(num_tokens, num_slices, SpanRates(forward.pair_s, forward.token_s))
+    chunks = tuple(Chunk(index, (Span(0, a, b),)) for index, (a, b) in enumerate(pairwise(bounds)))
+    method = "ring" if ranks_per_stage > 1 else "local"
+    group = SequenceGroup(tuple(range(ranks_per_stage)), method, chunks, ())
+    group = pipelined(group, layer_ranges(model.num_layers, num_stages))
+    plain_s = shared_makespan(shared_order(group), Lending(costs, group, bytes_per_s).seconds)
+    lent = multiplexed(group)
+    order = shared_order(lent)
+    free, kv, weights = (Lending(costs, lent, bytes_per_s, *moves) for moves in ((False, False), (True, False), (True, True)))
+    busy_s = sum(free.seconds(action, len(order)) for stage in group.stages for action in stage.actions if action.kind in "FB")
+    return {
+        "free": 1 - shared_makespan(order, free.seconds) / plain_s,
+        "kv": 1 - shared_makespan(order, kv.seconds) / plain_s,
+        "weights": 1 - shared_makespan(order, weights.seconds) / plain_s,
+        "idle": 1 - busy_s / plain_s,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="gpt-7b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131072, 524288], help="of the sequence")
+    parser.add_argument("--slices", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--ranks-per-stage", type=int, default=8)
+    parser.add_argument("--bytes-per-s", type=float, default=GENERIC_GPU.network_bytes_per_s, help="of a rank to another stage")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    settings = parser.parse_args(arguments)
+    model = named_model(settings.model)
+    rows = []
+    print(f"{'tokens':>8s}{'slices':>7s}{'free':>8s}{'kv':>8s}{'weights':>9s}{'idle':>8s}")
+    for num_tokens in settings.tokens:
+        for num_slices in settings.slices:
+            row = gains(model, num_tokens, num_slices, settings.stages, settings.ranks_per_stage, settings.bytes_per_s)
+            rows.append({"tokens": num_tokens, "slices": num_slices, **row})
+            print(f"{num_tokens:8d}{num_slices:7d}{row['free']:8.1%}{row['kv']:8.1%}{row['weights']:9.1%}{row['idle']:8.1%}")
+    if settings.json:
+        settings.json.write_text(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The benchmark against Hugging Face's checkpointing: what it compares is equal, and it fails where a requirement is missed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_longctx.recipes.bench.cpu import memory
+
+SMALL = ["--lengths", "96", "--rounds", "1", "--tile-tokens", "32"]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Puts back the number of threads, which the benchmark sets."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_what_is_compared_is_equal_and_a_missed_requirement_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "results.json"
+    with pytest.raises(SystemExit, match="96 tokens: median ratio"):
+        memory.main([*SMALL, "--json", str(written), "--require", "96:1000"])
+    plain, checkpointing, *ours = json.loads(written.read_text())
+    table = capsys.readouterr().out
+    assert [plain["method"], checkpointing["method"]] == ["plain HF", "HF checkpointing"]
+    for result in (plain, checkpointing, *ours):
+        assert result["saved_bytes"] == pytest.approx(result["predicted_bytes"], rel=0.01)
+        assert result["gradient_error"] <= 1e-5
+        assert len(result["step_s"]) == len(result["ratios"]) == 1 and result["step_s"][0] > 0
+        assert f"\n{result['method']} " in table
+    assert plain["saved_bytes"] > 5 * ours[0]["saved_bytes"] > 5 * checkpointing["saved_bytes"]
+
+
+@pytest.mark.parametrize(
+    "ratios,round_ratio,peak_share,message",
+    [
+        ({96: 1.21}, 0.0, None, "96 tokens: median ratio 1.200, required 1.21"),
+        ({96: 1.2}, 1.11, None, "96 tokens: ratio of the worst round 1.100, required 1.11"),
+        ({96: 1.2}, 1.1, 0.7, "96 tokens: 0.75 of checkpointing's peak memory, required at most 0.7"),
+        ({97: 0.0}, 1.1, 0.8, "no run of 97 tokens, for which a ratio is required"),
+        ({96: 1.2}, 1.1, 0.75, ""),
+    ],
+)
+def test_every_requirement_is_judged(
+    ratios: dict[int, float], round_ratio: float, peak_share: float | None, message: str
+) -> None:
+    rest = (0, 0, 0.0)
+    results = [
+        memory.Result("HF checkpointing", 96, [1.2, 1.1], [1.0, 1.0], 100, *rest),
+        memory.Result(memory.JUDGED, 96, [1.0, 1.0, 1.0], [1.2, 1.1, 1.3], 75, *rest),
+        memory.Result("ours, no tiles", 96, [9.0], [0.1], 900, *rest),
+    ]
+    assert memory.missed(results, ratios, round_ratio, peak_share) == ([message] if message else [])

@@ -1,0 +1,83 @@
+"""The GPU's matrix at toy size: what can run on the CPU runs and agrees, the rest says why not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_longctx.recipes.bench.gpu import cases, matrix
+from hf_longctx.recipes.bench.gpu.cases import Case, run_case
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU leaves out is named here")
+
+
+def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["case"]["num_tokens"] == other["case"]["num_tokens"]
+
+
+@pytest.mark.slow
+def test_what_can_run_on_the_cpu_runs_and_agrees(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    matrix.main(["--toy", "--json", str(file)])
+    rows = json.loads(file.read_text())
+    assert {row["case"]["section"] for row in rows} == {"B", "C", "D", "E"}
+    assert {row["case"]["method"] for row in rows if row["case"]["section"] == "B"} == set(cases.METHODS)
+    for row in rows:
+        method = row["case"]["method"]
+        if "Liger" in method or "offload" in method:
+            assert row["state"].startswith("skipped: ")
+            continue
+        assert row["state"] == "ok", row
+        assert row["step_s"] > 0 and row["kernel"].startswith("_scaled_dot_product_flash_attention_for_cpu")
+        predicted = row["predicted_device"] + row["predicted_host"]
+        # beside layers, plain ones save the rotary embedding's tables
+        assert "sliced" in method or row["measured"] == pytest.approx(predicted, rel=0.02), row
+        # with an optimizer the loss is of the second step
+        like = [r["loss"] for r in rows if r["case"]["section"] == row["case"]["section"] and same_tokens(r, row)]
+        assert row["loss"] == pytest.approx(like[0], rel=1e-5)
+    split, kept = (next(r for r in rows if r["case"]["method"] == method) for method in (cases.SPLIT, cases.OURS))
+    assert kept["predicted_device"] > split["predicted_device"] + split["predicted_host"] > kept["predicted_device"] / 2
+    ceilings = json.loads(file.with_suffix(".ceilings.json").read_text())
+    assert all(math.isfinite(row["value"]) and row["value"] > 0 for row in ceilings), ceilings
+    assert {row["name"].split()[0] for row in ceilings} == {"product", "copy", "tile", "torch's", "slices"}
+
+
+def test_a_case_in_its_own_process_comes_to_the_same() -> None:
+    case = Case("B", cases.OURS, 64, is_toy=True, steps=1)
+    here, there = run_case(case), matrix.in_process(case, 120.0)
+    assert (here.state, there.state) == ("ok", "ok")
+    assert there.loss == pytest.approx(here.loss, rel=1e-6) and there.measured == here.measured
+
+
+def test_failures_are_rows() -> None:
+    case = Case("B", "ours, all on the host", 64, is_toy=True, host_gib=0.0)
+    assert "failed: ValueError: 0.0 GiB go to the host, which has 0 for it" in run_case(case).state
+    assert matrix.in_process(case, 0.01).state.startswith("stopped: ")
+    section = matrix.Section("B", -1.0)
+    assert section.run(case).state == "skipped: the section's time is up"
+    assert matrix.in_process(replace(case, method="no such"), 120.0).state == "failed: KeyError: 'no such'"
+
+
+def test_models_with_other_norms_are_measured_as_llamas() -> None:
+    assert not Case("B", cases.OURS, 64, model="qwen3-8b").spec.qk_norms
+
+
+def test_operations_count_causal_pairs_once() -> None:
+    case = Case("B", cases.OURS, 1000, num_layers=1, is_toy=True)
+    # of one layer: queries and output 64 x 64 each, keys and values 64 x 32 each, three matrices of the MLP
+    matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 64 * 256
+    attention = 3 * 4 * 64 * (1000 * 1000 / 2)
+    assert cases.model_operations(case) == pytest.approx(1000 * 6 * matrices + attention, rel=1e-3)
+    frozen = replace(case, is_frozen=True)
+    assert cases.model_operations(case) - cases.model_operations(frozen) == pytest.approx(2000 * matrices, rel=1e-3)
+
+
+def test_without_cuda_it_is_skipped_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    matrix.main([])
+    assert capsys.readouterr().out.startswith("skipped: torch sees no CUDA device")

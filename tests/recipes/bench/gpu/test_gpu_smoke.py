@@ -1,0 +1,77 @@
+"""The smoke table of a GPU: skipped with its reason without one; its checks, which are right on the CPU, can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_longctx.recipes.bench.gpu import smoke, smoke_memory
+from hf_longctx.runtime.activations import host_tier
+from hf_longctx.runtime.tiles import tile
+
+CPU = torch.device("cpu")
+TOKENS = 96
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_it_is_skipped_with_the_reason() -> None:
+    script = Path(smoke.__file__)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert done.stdout == "skipped: torch sees no CUDA device, and every row here runs on one\n"
+
+
+@pytest.mark.parametrize("name", [n for n in smoke.checks(TOKENS, CPU) if "cuDNN" not in n and "stream" not in n])
+def test_checks_hold_on_the_cpu(name: str) -> None:
+    check, tolerance = smoke.checks(TOKENS, CPU)[name]
+    if "efficient" in name:
+        pytest.skip("an operator of CUDA")
+    error, _ = check()
+    assert error <= tolerance
+
+
+def test_a_wrong_merge_fails_the_ring() -> None:
+    with patch.object(smoke, "accumulate_attention_", lambda out, lse, other, other_lse: out.copy_(other)):
+        error, _ = smoke.check_tiles(TOKENS, CPU, 2)
+    assert not error <= smoke.TOLERANCE
+
+
+def test_a_row_of_the_table_with_a_wrong_gradient_fails() -> None:
+    row = next(row for row in tile.BACKENDS if row.name == "cpu_flash")
+
+    def backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = row.backward(*inputs)
+        return dq, dk * 1.05, dv
+
+    wrong = tuple(replace(r, backward=backward) if r is row else r for r in tile.BACKENDS)
+    with patch.object(tile, "BACKENDS", wrong), patch.object(smoke_memory, "BACKENDS", wrong):
+        error, _ = smoke_memory.check_backend(TOKENS, CPU, "cpu_flash")
+    assert not error <= smoke.TOLERANCE
+
+
+def test_blocks_of_the_slab_that_overlap_fail_the_tier() -> None:
+    take = host_tier.HostSlab.take
+
+    def overlapping(slab: Any, num_bytes: int) -> Any:
+        run = take(slab, num_bytes)
+        return replace(run, offset=0)
+
+    with patch.object(host_tier.HostSlab, "take", overlapping):
+        error, _ = smoke_memory.check_tier(CPU)
+    assert error > 0
+
+
+@pytest.mark.parametrize("name", ["attention and inputs on the host", "four slices, attention kept on the host"])
+def test_a_wrong_value_back_from_the_host_fails_a_policy(name: str) -> None:
+    fetch = host_tier.HostTensor.fetch
+    with patch.object(host_tier.HostTensor, "fetch", lambda self: fetch(self) * 1.5):
+        error, _ = smoke_memory.check_policy(TOKENS, CPU, *smoke_memory.POLICIES[name])
+    assert not error <= 0.1
