@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.activations.fit_group import RoomMaker
-from hf_longctx.plan.core.model_spec import PlannerConfig, check_degrees
+from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import (
     Action,
     Chunk,
@@ -28,10 +28,11 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.groups.exact import can_solve_exactly, solve_exactly
 from hf_longctx.plan.groups.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
 from hf_longctx.plan.groups.nested import plan_nested
 from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, levels, place_layout, renumber, with_idle_ranks
-from hf_longctx.plan.groups.problem import GroupingProblem, Layout, can_solve_exactly, solve_exactly
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
 from hf_longctx.plan.groups.programs.price_and_round import plan_by_configurations, plan_lp

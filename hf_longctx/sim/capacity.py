@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.core.model_spec import USABLE_SHARE, ActivationBudget, GroupMethod, ModelSpec, default_degrees
+from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
 from hf_longctx.plan.core.types import Parameters
-from hf_longctx.plan.memory.round_bytes import most_tokens
+from hf_longctx.plan.memory.capacity import most_tokens
 
 # token tile of norms, MLP and loss, as a run's default
 TILE_TOKENS = 2048

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hf_longctx.plan.core.model_spec import GroupMethod, PlannerConfig
+from hf_longctx.plan.core.planner_config import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.greedy import plan_static

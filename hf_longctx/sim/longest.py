@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.activations.fit_group import group_seconds
+from hf_longctx.plan.activations.added_seconds import group_seconds
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, LayerRange, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes, lean_policy
+from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.sim.capacity import TILE_TOKENS
 
 # of the device, beside workspace: for fragmentation, buffers of communication and the process itself

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_longctx.plan.core.model_spec import (
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec, PackedSpec
+from hf_longctx.plan.core.planner_config import (
     SOLVERS,
     ActivationBudget,
-    ClusterSpec,
     GroupMethod,
-    ModelSpec,
-    PackedSpec,
     PlannerConfig,
     Solver,
     check_degrees,

@@ -8,7 +8,8 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 import hf_longctx
-from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
 
 
 def test_defaults_are_accepted() -> None:

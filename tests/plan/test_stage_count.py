@@ -11,7 +11,7 @@ from helpers.plans.plan_cases import cost_model, lognormal_lengths
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import most_held_bytes

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from helpers.plans.plan_cases import WINDOWED, cost_model, lognormal_lengths
 
-from hf_longctx.plan.activations.fit_group import group_seconds
-from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, HardwareSpec, ModelSpec, PlannerConfig
+from hf_longctx.plan.activations.added_seconds import group_seconds
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,

@@ -12,7 +12,7 @@ from helpers.plans.steps import tiny_costs
 from test_pipelines import LENGTHS, WHOLE
 from test_sliced_policies import replayed
 
-from hf_longctx.hf.planning.report import predicted_memory
+from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.schedule import in_flight
 from hf_longctx.plan.core.serialize import plan_to_json

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
 from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic, sent_bytes

@@ -9,8 +9,9 @@ from helpers.plans.steps import tiny_costs
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes, lean_policy, most_tokens
+from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.sim.longest import TILE_TOKENS, Budget, longest_rows
 
 MODEL = ModelSpec(16, 256, 1024, 8, 4, 32, 4096, 8192, bytes_per_element=2)

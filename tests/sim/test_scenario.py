@@ -11,7 +11,7 @@ import pytest
 
 from hf_longctx.plan.cost.cost_model import default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.memory.round_bytes import most_tokens
+from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.sim.scenario import Request, build_scenario, read_model
 
 GPT = Request("gpt-7b", "a100-40g", 64, method="ulysses")

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import copy
 import datetime
-import json
 import os
 import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.config import LaunchEnvironment
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.calibration.shapes import FEW_LAYERS, build_model, model_config, set_layers
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, tokens_that_fit, windows_of
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
-from hf_longctx.hf.start.model_checks import model_problems
-from hf_longctx.plan.core.model_spec import USABLE_SHARE, ClusterSpec, HardwareSpec, ModelSpec, default_degrees
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost.catalog import model_names, named_model, spec_name
+from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, num_tiles
 from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
@@ -41,9 +41,7 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 Precision = Literal["float32", "bfloat16", "autocast"]
 PRECISIONS: tuple[str, ...] = ("float32", "bfloat16", "autocast")
 
-# a model with no more layers than this is measured whole
-_FEW_LAYERS = 6
-_FEW_RUNS = 4
+FEW_RUNS = 4
 _TIMEOUT_S = 60.0
 
 
@@ -106,7 +104,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     precision = request.precision or ("autocast" if device.type == "cuda" else "float32")
     config = model_config(request.model)
     few = copy.deepcopy(config)
-    _set_layers(few, min(config.num_hidden_layers, _FEW_LAYERS))
+    set_layers(few, min(config.num_hidden_layers, FEW_LAYERS))
     model = build_model(few, device, precision)
     spec = model_spec(model, precision == "autocast")
     cluster = cluster_spec(device, num_ranks, ranks_per_node)
@@ -129,81 +127,6 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     whole = whole_model(fit.coefficients, head_costs, spec, whole_spec)
     profile = describe(whole_spec, cluster, whole, residual_table(timings, costs), source)
     return Calibration(costs, timings, fit, held_out, profile)
-
-
-def model_config(name: str) -> PretrainedConfig:
-    """The config of a name of the catalogue (a Llama of its shapes), of a config.json or a folder with one.
-
-    Raises ValueError for anything else, or a config that transformers does not know.
-    """
-    path = Path(name) / "config.json" if name and Path(name).is_dir() else Path(name)
-    if name and path.is_file():
-        try:
-            return AutoConfig.for_model(**json.loads(path.read_text()))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: this is no config.json of a causal language model: {error}") from None
-    if not name:
-        return shaped_config(_SMALL)
-    try:
-        spec = named_model(name)
-    except ValueError:
-        raise ValueError(
-            f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"
-        ) from None
-    if not spec.gated_mlp or spec.learned_positions:
-        raise ValueError(f"model {name!r} has no Llama's layers, and its own cannot be built here; give a config.json instead")
-    return shaped_config(spec)
-
-
-# a few milliseconds a chunk on one core, and enough layers for attention and matrices to be told apart
-_SMALL = ModelSpec(4, 256, 704, 8, 4, 32, vocab_size=1024, max_positions=8192)
-
-
-def shaped_config(spec: ModelSpec) -> PretrainedConfig:
-    """A Llama with the shapes of `spec`; a Qwen3 if queries and keys have norms, and with its windows then."""
-    sizes = {window for window in spec.windows if window is not None}
-    if len(sizes) > spec.qk_norms:
-        raise ValueError(f"no layers with windows of {sorted(sizes)} can be built for these shapes; give a config.json instead")
-    config_class = Qwen3Config if spec.qk_norms else LlamaConfig
-    windows: dict[str, Any] = {}
-    if sizes:
-        kinds = ["full_attention" if window is None else "sliding_attention" for window in spec.windows]
-        windows = {"use_sliding_window": True, "sliding_window": sizes.pop(), "layer_types": kinds}
-    return config_class(
-        **windows,
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_positions,
-        tie_word_embeddings=spec.tied_embeddings,
-    )
-
-
-def build_model(config: PretrainedConfig, device: torch.device, precision: str) -> PreTrainedModel:
-    """A model of random weights that runs plans. Raises ValueError for one whose attention would be silently wrong."""
-    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    if getattr(config, "output_router_logits", False):
-        # a balance of experts is no part of what a chunk costs
-        config.output_router_logits = False
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    if problems := model_problems(model):
-        raise ValueError("; ".join(problems))
-    patch_model(model)
-    if precision == "autocast":
-        plain: Any = model
-        plain.forward = torch.autocast(device.type, dtype=torch.bfloat16)(plain.forward)
-    return model.train()
-
-
-def _set_layers(config: PretrainedConfig, num_layers: int) -> None:
-    config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:num_layers]
 
 
 def _bench(model: PreTrainedModel, spec: ModelSpec, pool: GroupPool, device: torch.device, stop_at_s: float) -> ChunkBench:
@@ -249,7 +172,7 @@ def _measure_head(
 ) -> CostCoefficients:
     """Coefficients of the model without decoder layers, from a fifth of the time that is left."""
     bare = copy.deepcopy(config)
-    _set_layers(bare, 0)
+    set_layers(bare, 0)
     model = build_model(bare, device, precision)
     spec = model_spec(model, precision == "autocast")
     now_s = time.monotonic()
@@ -316,56 +239,6 @@ def residual_table(timings: Sequence[Timing], costs: CostModel) -> tuple[tuple[s
 def shape_text(shape: GroupShape) -> str:
     """How a group is called in tables, for example "ring of 2"."""
     return "1 rank" if shape.degree == 1 else f"{shape.method} of {shape.degree}"
-
-
-def calibration_text(calibration: Calibration) -> str:
-    """The table of all chunks, the errors per term, and the rates."""
-    coefficients = calibration.costs.coefficients
-    samples = chunk_samples(calibration.timings, calibration.costs, None)
-    lines = [
-        f"{'':9s}{'group':>13s}{'tokens':>8s}{'longest':>8s}{'runs':>5s}   forward ms: measured predicted error   backward ms"
-    ]
-    for timing, sample in zip(calibration.timings, samples, strict=True):
-        probe, cells = timing.probe, []
-        for one_pass, costs in ((sample.forward, coefficients.forward), (sample.backward, coefficients.backward)):
-            predicted_s = one_pass.predicted_s(costs)
-            error = predicted_s / one_pass.seconds - 1
-            cells.append(f"{one_pass.seconds * 1e3:12.2f}{predicted_s * 1e3:11.2f}{error:+7.0%}")
-        what = "held out" if probe.is_held_out else ""
-        tokens = f"{sum(probe.lengths):8d}{max(probe.lengths):8d}{timing.num_repeats:5d}"
-        lines.append(f"{what:9s}{shape_text(probe.shape):>13s}{tokens}{cells[0]}{cells[1]}")
-    lines += [f"mean error {error:6.1%}  {name}" for name, error in calibration.profile.residuals]
-    lines.append(_rates_text(calibration.profile.spec, calibration.profile.models[0]))
-    held_out = calibration.held_out
-    if (num_runs := min(timing.num_repeats for timing in calibration.timings)) < _FEW_RUNS:
-        lines.append(f"some chunks ran {num_runs} time(s) only; give more --seconds, or a smaller model, for steadier numbers")
-    lines += _not_found(calibration.costs)
-    lines.append(f"held-out chunks: mean absolute error {held_out.mean:.1%}, median {held_out.median:.1%}")
-    return "\n".join(lines)
-
-
-def _not_found(costs: CostModel) -> list[str]:
-    """A line for every cost that all chunks together did not show, though they should have."""
-    terms = ("pair_s", "token_s", *(("link_byte_s",) if costs.cluster.num_ranks > 1 else ()))
-    passes = (("forward", costs.coefficients.forward), ("backward", costs.coefficients.backward))
-    return [
-        f"{name} {term} came out as zero: the chunks were too short or too noisy; give more --seconds, or a quieter machine"
-        for name, found in passes
-        for term in terms
-        if not getattr(found, term)
-    ]
-
-
-def _rates_text(spec: HardwareSpec, model: ModelCalibration) -> str:
-    exchanges = ", ".join(f"{ranks} ranks {rate / 1e9:.3g}" for ranks, rate in spec.exchange_bytes_per_s) or "-"
-    passes = ((name, getattr(model.coefficients, name).rates) for name in ("forward", "backward"))
-    coefficients = "\n".join(f"  {name:9s}" + " ".join(f"{value:9.3g}" for value in values) for name, values in passes)
-    return (
-        f"{model.model}: seconds per pair, token, chunk, message, link byte, network byte, tile\n{coefficients}\n"
-        f"rates: matrices {spec.matmul_flops_per_s / 1e9:.4g} GFLOP/s, attention {spec.attention_flops_per_s / 1e9:.4g} GFLOP/s, "
-        f"links {spec.link_bytes_per_s / 1e9:.3g} GB/s, all-to-all ({exchanges}) GB/s, copies {spec.copy_bytes_per_s / 1e9:.3g} "
-        f"GB/s, reduction {model.coefficients.step_s * 1e3:.3g} ms"
-    )
 
 
 def _device_name(device: torch.device) -> str:

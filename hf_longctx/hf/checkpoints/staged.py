@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_longctx.hf.checkpoints.adapters import load_adapters
 from hf_longctx.hf.checkpoints.sharded import (
     INDEX_FILE,
     SHARDS_FOLDER,
@@ -33,7 +34,7 @@ from hf_longctx.hf.checkpoints.sharded import (
     renamed_weights,
     set_optimizer_states,
 )
-from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters, is_adapted, load_adapters
+from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters, is_adapted
 from hf_longctx.hf.models.cutting import find_pieces
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.execution.stage_model import StageModel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.hf.checkpoints.sharded import sharded_like
 from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
 from hf_longctx.plan.core.model_spec import AdapterSpec
 
@@ -210,19 +207,3 @@ def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
     own = dict(model.named_parameters())
     found: dict[str, nn.Parameter] = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
     return found
-
-
-@torch.no_grad()
-def load_adapters(model: Any, folder: str) -> None:
-    """Copies the adapters of a folder into those of `model`, which may be sharded or one stage of them.
-
-    Every rank reads its own. Raises ValueError for a folder without safetensors of adapters, or without a weight of the model's.
-    """
-    targets, file = adapter_parameters(model), Path(folder) / ADAPTER_FILE
-    if not file.exists():
-        raise ValueError(f"{folder} has no {file.name}; resume adapters from a checkpoint of adapters")
-    with safe_open(file, framework="pt", device="cpu") as reader:
-        if missing := sorted(set(targets) - set(reader.keys())):
-            raise ValueError(f"{file} lacks {len(missing)} weights of this model's adapters, {missing[0]} first")
-        for name, target in targets.items():
-            target.copy_(sharded_like(target, reader.get_tensor(name)))

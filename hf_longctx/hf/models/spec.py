@@ -15,7 +15,8 @@ from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.layers import has_plain_projections
 from hf_longctx.hf.models.quantised import own_elements, packed_spec
 from hf_longctx.hf.models.windows import layer_windows
-from hf_longctx.plan.core.model_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.core.windows import Windows, config_windows
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_longctx.hf.planning.refit import Samples
-from hf_longctx.plan.activations.fit_group import added_seconds
+from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, num_tiles

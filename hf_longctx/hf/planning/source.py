@@ -6,7 +6,6 @@ differ between ranks, so no other rank ever solves.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_longctx.hf.data.collator import PlannedStep
-from hf_longctx.hf.data.sampler import IntArray, LengthAwareSampler
 from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, Planner, is_slow
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.plan.core.model_spec import PlannerConfig
-from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
@@ -151,46 +148,7 @@ class PlanSource:
         return box[0]
 
     def _compare(self, plan: StepPlan) -> None:
-        digests = gather_objects(plan.digest, self.pool.control)
+        digests = gather_objects(plan_digest(plan), self.pool.control)
         if len(set(digests)) > 1:
             shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
             raise RuntimeError(f"ranks hold different plans for step {plan.step} ({shown}); install the same version everywhere")
-
-
-class PlannedBatchSampler:
-    """A batch sampler whose batches are planned steps; goes where `DataLoader` wants a `batch_sampler`.
-
-    Plans are drawn in the main process of every rank, ahead of the loader's workers, which then fetch this rank's
-    sequences only. `steps_done` says how many plans of the run are over when an epoch starts: a trainer that resumes
-    throws the first batches of its epoch away, so these are not planned.
-    """
-
-    def __init__(
-        self,
-        sampler: LengthAwareSampler,
-        lengths: IntArray,
-        source: PlanSource,
-        explore: bool,
-        steps_done: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.sampler, self.lengths, self.source, self.explore = sampler, lengths, source, explore
-        self.steps_done = steps_done
-        # the trainer skips steps on resume through a copy of the loader that looks these two up
-        self.batch_size, self.drop_last = None, False
-
-    def set_epoch(self, epoch: int) -> None:
-        """Selects the shuffle of `epoch`."""
-        self.sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[list[PlannedStep]]:
-        first = self.sampler.epoch * len(self.sampler)
-        num_skipped = max(0, self.steps_done() - first)
-        for _ in range(num_skipped):
-            yield []
-        planned, ahead = itertools.tee(itertools.islice(self.sampler, num_skipped, None))
-        steps = ((step, self.lengths[batch].tolist()) for step, batch in enumerate(ahead, start=first + num_skipped))
-        for batch, plan in zip(planned, self.source.plans(steps, self.explore), strict=True):
-            yield [PlannedStep(plan, tuple(batch), self.source.pool.rank)]

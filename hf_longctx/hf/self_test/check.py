@@ -22,7 +22,6 @@ model is never run or written to.
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import random
@@ -32,38 +31,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
-from hf_longctx.hf.data.sampler import SequenceIndex
-from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.cutting import cut_model, stage_model
-from hf_longctx.hf.models.document_rope import forget_documents, shorten_limits
-from hf_longctx.hf.models.quantised import four_bit_layers, move_scales
-from hf_longctx.hf.models.windows import decoder_layers
+from hf_longctx.hf.models.document_rope import shorten_limits
+from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes
-from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Part, difference, largest
-from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings, merged
-from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, probe_lengths, probe_plans
+from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
+from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
+from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, probe_lengths
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, num_elements, reduced_copy
+from hf_longctx.hf.self_test.specimen import CopyRun, Rows, Specimen, agreed_errors, differences
 from hf_longctx.hf.start.setup import PlanningSetup
 from hf_longctx.hf.start.stages import loaded_ranges
-from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
-from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
-from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 logger = logging.getLogger(__name__)
@@ -77,8 +61,6 @@ _BYTES_PER_ELEMENT = {torch.float64: 8 + 8 + 2 * 8 + 4, torch.float32: 4 + 4 + 2
 # in names of modules that choose experts, or are chosen
 _OF_EXPERTS = ("Experts", "Router", "TopK")
 _MASKED_SHARE = 0.2
-
-Rows = list[dict[str, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +139,7 @@ class SelfTest:
         start_s = time.monotonic()
         try:
             specimen = partial(
-                _Specimen,
+                Specimen,
                 setup=self.setup,
                 pool=pool,
                 mesh=mesh,
@@ -180,7 +162,7 @@ class SelfTest:
         return self._line(probes, worst, time.monotonic() - start_s)
 
     def _compare(
-        self, specimen: Callable[[ReducedCopy, bool], _Specimen], pool: GroupPool
+        self, specimen: Callable[[ReducedCopy, bool], Specimen], pool: GroupPool
     ) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
         """What is wrong under each plan, the largest error of the exact copy, and the plans.
 
@@ -195,7 +177,7 @@ class SelfTest:
         if self.working is not None and not bad:
             working = specimen(self.working, self.is_autocast)
             # fp64 is the truth for both
-            yardstick = _agreed(_differences(working.plain(rows), plain, self.exact.windows), pool.control)
+            yardstick = agreed_errors(differences(working.plain(rows), plain, self.exact.windows), pool.control)
             # a loss may be right by chance
             yardstick["loss", 0] = max(error for (kind, _), error in yardstick.items() if kind in ("loss", "values"))
             limits = Limits(_WORKING_FLOOR, _WORKING_FACTOR, yardstick)
@@ -204,10 +186,10 @@ class SelfTest:
 
     def _judge(
         self,
-        specimen: _Specimen,
+        specimen: Specimen,
         probes: Sequence[ProbePlan],
         rows: Rows,
-        plain: _Run,
+        plain: CopyRun,
         limits: Limits,
         pool: GroupPool,
         has_probes: bool = True,
@@ -219,12 +201,12 @@ class SelfTest:
         # its gradients are given up at once
         alone = specimen.plain(last, (LONG,)).trace if has_probes else None
         for probe in probes:
-            measured = _differences(specimen.planned(probe.plan, rows), plain, self.exact.windows)
+            measured = differences(specimen.planned(probe.plan, rows), plain, self.exact.windows)
             if alone is not None:
                 # the group's micro-batch only
                 packed = replace(probe.plan, micro_batches=probe.plan.micro_batches[:1])
                 measured.errors.update(self._sight(specimen.planned(packed, last).trace, alone))
-            errors = _agreed(measured, pool.control)
+            errors = agreed_errors(measured, pool.control)
             worst = max([worst, *errors.values()])
             if found := findings(errors, limits, self._site, self.exact.windows):
                 bad[probe.name] = found
@@ -282,199 +264,6 @@ class SelfTest:
             f"layers {layers}{whole}{shortened}, {sum(self.lengths)} tokens in {precision}, largest error "
             f"{worst:.1e}"
         )
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What a step left: its loss, gradients by name, whole or this rank's shards, hidden states; what layer a weight is of."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-    trace: HiddenTrace
-    places: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Errors of this rank, and of every layer's gradient the squares of distance and norm, to be added over shards."""
-
-    errors: Errors
-    squares: dict[int, tuple[float, float]]
-    is_sharded: bool
-
-
-class _Specimen:
-    """A copy as plain transformers runs it, and as plans do, placed as the model will be."""
-
-    def __init__(
-        self,
-        reduced: ReducedCopy,
-        is_autocast: bool,
-        setup: PlanningSetup,
-        pool: GroupPool,
-        mesh: DeviceMesh | None,
-        device: torch.device,
-        fp32_gradients: bool,
-        count: Callable[[int], int],
-    ) -> None:
-        self.reduced, self.setup, self.pool, self.device = reduced, setup, pool, device
-        self._fp32_gradients, self._count = fp32_gradients, count
-        self.model, self.layers = reduced.model, reduced.layers
-        self._sites: dict[int, Any] = {EMBEDDING: reduced.embedding, **reduced.layers}
-        self._own_sites, self.stage = self._sites, whole_model(self.model, reduced.attention_calls)
-        # the plain side sums over all ranks that share a shard
-        self._copies_summed = 1
-        if setup.num_stages > 1:
-            self.stage, self._own_sites = self._cut()
-        owned = self.stage.model
-        if mesh is not None:
-            # in shards to the device, as the model itself
-            move_scales(owned, device)
-            shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, fp32_gradients)
-        for model in {id(each): each for each in (self.model, owned)}.values():
-            if mesh is None or model is not owned:
-                model.to(device)
-        if mesh is not None and owned is self.model:
-            self._copies_summed = mesh.size(mesh.ndim - 1)
-        if is_autocast:
-            for model in {id(each): each for each in (self.model, owned)}.values():
-                model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
-        self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head=self.stage.stage == setup.num_stages - 1)
-
-    def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
-        """The plans that the copy runs."""
-        counts = [
-            sum(each.first_layer <= place < each.first_layer + each.num_layers for place in self.layers for each in ranges)
-            for ranges in self.setup.ranges
-        ]
-        return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, self.setup.planner.activations is not None)
-
-    def plain(self, rows: Rows, members: Sequence[int] | None = None) -> _Run:
-        """Loss, gradients and hidden states of `members` (None: all) of `rows`, one by one, with the model's own code."""
-        trace = HiddenTrace(self._sites)
-        num_labels = sum(label != IGNORE_INDEX for row in rows for label in row["labels"][1:])
-        total = 0.0
-        with trace.hooked():
-            for number in range(len(rows)) if members is None else members:
-                ids = torch.tensor([rows[number]["input_ids"]], device=self.device)
-                labels = torch.tensor(rows[number]["labels"][1:], device=self.device)
-                # alone: not with the frequencies of a longer one before
-                forget_documents(self.model)
-                with trace.recording([(number, 0, ids.shape[1], 0)]):
-                    logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
-                wide = torch.promote_types(logits_TV.dtype, torch.float32)
-                loss = F.cross_entropy(logits_TV.to(wide), labels, ignore_index=IGNORE_INDEX, reduction="sum") / num_labels
-                loss.backward()
-                total += float(loss.detach())
-        return _Run(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
-
-    def planned(self, plan: StepPlan, rows: Rows) -> _Run:
-        """The same under a plan, of what this rank holds of it; gradients are those of the whole step. Collective."""
-        trace = HiddenTrace(self._own_sites)
-        rank_plan = plan.for_rank(self.pool.rank)
-        lengths = np.array([len(row["input_ids"]) for row in rows])
-        dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
-        batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
-        executor = _TracedExecutor(
-            self.stage.model, self.pool, self.reduced.attention_calls, self.device, self._fp32_gradients, stage=self.stage
-        )
-        executor.trace, executor.waiting = trace, self._forwards(plan)
-        executor.engine = self._activations.engine(executor.model, rank_plan)
-        try:
-            with trace.hooked():
-                result = executor.run(rank_plan, batch["chunks"], self._count(batch["num_label_tokens"]))
-        finally:
-            self._activations.close()
-        own = {site: module for site, module in self._own_sites.items() if site != EMBEDDING}
-        return _Run(float(result.loss), self._take_gradients(self.stage.model, 1), trace, self._places(self.stage.model, own))
-
-    def _cut(self) -> tuple[StageModel, dict[int, Any]]:
-        """This rank's stage of another copy, and the embedding and layers that it has."""
-        model, ranges, stage = copy.deepcopy(self.model), self.setup.ranges, self.pool.stage
-        sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
-        cut_model(model, ranges, stage)
-        _, layers = decoder_layers(model)
-        own = [place for place in self.layers for each in ranges[stage] if place - each.first_layer in range(each.num_layers)]
-        sites |= {place: layers[place] for place in own}
-        return replace(stage_model(model, ranges, stage), attention_layers=(len(own),)), sites
-
-    def _forwards(self, plan: StepPlan) -> list[list[Part]]:
-        """The tokens of this rank in every forward, in the order of its plan."""
-        rank_plan = plan.for_rank(self.pool.rank)
-        forwards = []
-        for group, stage in rank_plan.rounds:
-            place = group.positions.index(self.pool.position)
-            for action in stage.actions:
-                if action.kind == "F":
-                    chunk = group.chunks[action.chunk]
-                    parts: list[Part] = []
-                    for piece in rank_pieces(chunk, group.shape)[place]:
-                        if piece.document < len(chunk.spans):
-                            span = chunk.spans[piece.document]
-                            parts.append((span.sequence, span.start + piece.start, span.start + piece.stop, piece.first))
-                    forwards.append(parts)
-        return forwards
-
-    def _take_gradients(self, model: Any, divisor: int) -> dict[str, Tensor]:
-        """Gradients of all trained weights, which are left without."""
-        taken = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                taken[name] = gradient.double() / divisor
-        model.zero_grad(set_to_none=True)
-        return taken
-
-    def _places(self, model: Any, layers: dict[int, Any]) -> dict[str, int]:
-        """The layer of every weight."""
-        owners = {id(parameter): place for place, layer in layers.items() for parameter in layer.parameters()}
-        return {name: owners.get(id(p), ENDS) for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-class _TracedExecutor(StepExecutor):
-    """Tells the trace which tokens run; `waiting` are those of all forwards to come."""
-
-    trace: HiddenTrace
-    waiting: list[list[Part]]
-
-    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
-        with self.trace.recording(self.waiting.pop(0)):
-            return super().forward_chunk(chunk, context, part, hidden_1TC)
-
-
-def _differences(run: _Run, plain: _Run, windows: dict[int, int]) -> _Measured:
-    """How far a run is off the plain one, by measure. Collective where only one of them has shards."""
-    errors: Errors = {("loss", 0): abs(run.loss - plain.loss) / max(abs(plain.loss), 1e-30)}
-    for kind, site in run.trace.records:
-        errors[kind, site] = difference(run.trace, plain.trace, kind, site)
-        if kind == "values" and windows.get(site):
-            errors["early", site] = difference(run.trace, plain.trace, kind, site, stop=windows[site])
-    squares: dict[int, tuple[float, float]] = {}
-    is_sharded = False
-    for name, gradient in run.gradients.items():
-        expected = plain.gradients[name]
-        if isinstance(gradient, DTensor) and isinstance(expected, DTensor):
-            is_sharded = True
-            gradient, expected = gradient.to_local(), expected.to_local()
-        elif isinstance(gradient, DTensor):
-            gradient = gradient.full_tensor()
-        gap, norm = squares.get(run.places[name], (0.0, 0.0))
-        gap += float((gradient - expected).square().sum())
-        squares[run.places[name]] = gap, norm + float(expected.square().sum())
-    return _Measured(errors, squares, is_sharded)
-
-
-def _agreed(own: _Measured, control: dist.ProcessGroup | None) -> Errors:
-    """The largest errors over all ranks, the same on every rank."""
-    everyone: list[_Measured] = gather_objects(own, control)
-    for measured in everyone:
-        # every rank has another part of all gradients, or the whole of its layers'
-        parts = everyone if measured.is_sharded else [measured]
-        for place in measured.squares:
-            gap, norm = (sum(part.squares[place][column] for part in parts) for column in (0, 1))
-            error = (gap / norm if norm else gap) ** 0.5
-            measured.errors["weights", place] = error if error == error else float("inf")
-    return merged([measured.errors for measured in everyone])
 
 
 def _rows(lengths: Sequence[int], num_token_ids: int) -> Rows:

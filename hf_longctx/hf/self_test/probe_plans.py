@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,

@@ -6,14 +6,16 @@ from typing import Any
 
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.rope import grows
-from hf_longctx.hf.start.model_checks import model_problems, version_problems
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, trl_class
-from hf_longctx.plan.core.model_spec import check_degrees
+from hf_longctx.hf.start.versions import version_problems
+from hf_longctx.plan.core.planner_config import check_degrees
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
 # argument -> the values that are fine, and what to do about others

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import torch
-from packaging.version import Version
-from transformers import PretrainedConfig, PreTrainedModel, __version__
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, kind_problems, own_dtypes
 from hf_longctx.hf.models.classes import DEFAULT_ROPE_ONLY, class_problem
@@ -18,9 +16,6 @@ from hf_longctx.hf.models.routers import router_problems
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
-_MINIMUM = "5.17"
-# its trainers' methods are known by what they did in this version
-_TRL = "1.16"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # classes whose masks know chunks
 _CHUNKED = ("Llama4ForCausalLM",)
@@ -39,21 +34,6 @@ _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
     "is_encoder_decoder": (False, "use a decoder-only model"),
     "add_cross_attention": (False, "set it to False, cross attention is not supported"),
 }
-
-
-def version_problems() -> list[str]:
-    """What is wrong with the installed transformers."""
-    if Version(__version__) < Version(_MINIMUM):
-        return [f"transformers {__version__} is installed, {_MINIMUM} or newer is needed; pip install -U transformers"]
-    return []
-
-
-def trl_problems() -> list[str]:
-    """What is wrong with the installed TRL, where one of its trainers is used."""
-    installed = version("trl")
-    if Version(installed).release[:2] != Version(_TRL).release:
-        return [f"trl {installed} is installed, its trainers are tested with {_TRL}; pip install 'trl=={_TRL}.*'"]
-    return []
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:

@@ -13,23 +13,25 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
 from hf_longctx.hf.models.quantised import largest_packed
-from hf_longctx.hf.models.spec import cluster_spec, model_spec, usable_device_bytes
+from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
-from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.arguments import launch_problems, setup_problems, stage_ranks
+from hf_longctx.hf.start.budget import activation_budget, describe_states
 from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
-from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, ModelSpec, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.memory.round_bytes import most_tokens
-from hf_longctx.plan.memory.stage import most_held_bytes
+from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.runtime.measure import copy_rate
@@ -38,8 +40,6 @@ from hf_longctx.runtime.tiles.tile import attention_backend
 
 logger = logging.getLogger(__name__)
 
-# of a machine's memory that its ranks may fill with saved tensors where nothing else is said
-_HOST_SHARE = 0.5
 # of the longest sequence of a pipeline, one part in so many is not searched for
 _ROOM_PRECISION = 100
 
@@ -153,7 +153,7 @@ def _setup_for(
     ranks_per_stage = args.world_size // len(ranges)
     degrees = tuple(degree for degree in degrees if degree <= ranks_per_stage)
     parameters, shard_ranks = shared_parameters(config, ranks_per_stage)
-    budget = _budget(config, spec, cluster, parameters, shard_ranks, ranges, args.device, control)
+    budget = activation_budget(config, spec, cluster, parameters, shard_ranks, ranges, args.device, control)
     activations = budget if config.activations == "auto" and not _has_activation_problem(model, control) else None
     fitting = budget.kept_tokens
     if activations is not None:
@@ -162,7 +162,7 @@ def _setup_for(
     if config.tokens_per_rank is None and fitting < 1:
         gib = config.device_gib or cluster.hardware.device_bytes / 2**30
         raise ValueError(
-            f"{_states(spec)} ({parameters}) leave no room for a token in {gib:.3g} GiB; set parameters='sharded' with "
+            f"{describe_states(spec)} ({parameters}) leave no room for a token in {gib:.3g} GiB; set parameters='sharded' with "
             f"more ranks, or use a smaller model or a larger device"
         )
     tokens_per_rank = config.tokens_per_rank or fitting
@@ -198,14 +198,6 @@ def _setup_for(
     return PlanningSetup(costs, planner, max_length, ranges, room_tokens)
 
 
-def _states(spec: ModelSpec) -> str:
-    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{' in four bits' if spec.packed.is_there else ''}"
-    if not spec.adapters.is_there:
-        return f"weights, gradients and Adam states {total}"
-    trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
-    return f"weights {total}, and gradients and Adam states of {trained / 1e6:.2f} million trained ones"
-
-
 def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
     """The most tokens, to 1 % and up to `most_tokens`, of a sequence for which a pipeline has room, found by planning it.
 
@@ -223,38 +215,6 @@ def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfi
             too_long = tried
         tried = (fits + too_long) // 2
     return fits
-
-
-def _budget(
-    config: LongContextConfig,
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    parameters: Parameters,
-    shard_ranks: int,
-    ranges: Ranges,
-    device: torch.device,
-    control: dist.ProcessGroup | None,
-) -> ActivationBudget:
-    """What every rank has beside the states of the model, or of the stage with the most; collective.
-
-    Raises ValueError for more host memory than there is.
-    """
-    own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
-    own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
-    everyone = gather_objects((own_bytes, *own_host_bytes), control)
-    usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
-    left_bytes = max(0, usable_bytes - most_held_bytes(spec, ranges, parameters, shard_ranks))
-    if config.host_gib is None:
-        # of the whole, so that a run that resumes finds the same unless others took it
-        host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0
-    else:
-        host_bytes = int(config.host_gib * 2**30)
-    if host_bytes > available_bytes:
-        raise ValueError(
-            f"host_gib is {config.host_gib} for each of {cluster.ranks_per_node} ranks of a node, which has "
-            f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
-        )
-    return ActivationBudget(left_bytes // spec.saved_bytes_per_token, left_bytes, host_bytes, config.tile_tokens)
 
 
 def _has_activation_problem(model: PreTrainedModel, control: dist.ProcessGroup | None) -> bool:

@@ -13,11 +13,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longctx.hf.checkpoints.stage_loading import checkpoint_config, load_stage
-from hf_longctx.hf.config import LaunchEnvironment, LongContextConfig
+from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.spec import cluster_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

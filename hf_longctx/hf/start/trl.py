@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.start.model_checks import trl_problems
+from hf_longctx.hf.start.versions import trl_problems
 
 # a trainer gets in with its runs in tests/hf/trainer/test_trl_trainers.py, never without
 _PLANNED = "SFTTrainer"

@@ -17,12 +17,13 @@ from transformers.trainer_utils import seed_worker
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset
+from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.resume import DataRecorder, data_settings, plans_done, sequences_per_step
 from hf_longctx.hf.data.sampler import IntArray, LengthAwareSampler, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, token_rows, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streaming import PlannedStream, StreamBatches, StreamRules, is_stream, stream_problems
-from hf_longctx.hf.planning.source import PlannedBatchSampler, PlanSource
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
 from hf_longctx.hf.start.setup import PlanningSetup
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage

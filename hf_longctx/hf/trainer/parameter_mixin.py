@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from hf_longctx.hf.checkpoints.adapters import load_adapters
 from hf_longctx.hf.checkpoints.sharded import (
     gather_weights,
     has_optimizer_shards,
@@ -28,7 +29,7 @@ from hf_longctx.hf.checkpoints.sharded import (
     save_optimizer,
 )
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted, load_adapters
+from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.plan.core.types import Parameters

@@ -45,7 +45,8 @@ from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.stage_mixin import StagedMixin, check_trained
 from hf_longctx.plan.core.types import RankPlan
-from hf_longctx.runtime.execution.executor import StepExecutor, forward_only
+from hf_longctx.runtime.execution.checks import forward_only
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel
 
 

@@ -11,28 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from hf_longctx.plan.activations.shares import MemoryLimits, SavedClass, Slot, choose_policy, slot_seconds
-from hf_longctx.plan.chunks.slices import sliced_group
+from hf_longctx.plan.activations.added_seconds import group_seconds, one_slot
+from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
+from hf_longctx.plan.activations.slots import Slot, layer_slots
+from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import ActivationBudget
+from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     ActivationPolicy,
     Chunk,
-    GroupShape,
     LayerPolicy,
     SequenceGroup,
-    StagePlan,
     StepPlan,
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.round_bytes import RoundBytes, lean_policy, round_bytes
-from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes, layer_slot, layer_slots
-from hf_longctx.plan.sppo import slice_counts
+from hf_longctx.plan.memory.capacity import lean_policy
+from hf_longctx.plan.memory.round_bytes import RoundBytes, round_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 
 # how many slices are tried, as far as SPPO's bounds allow them
 _SLICE_COUNTS = (2, 4, 8, 16, 32, 64)
@@ -159,7 +157,7 @@ class RoomMaker:
                 for index, chosen in enumerate(shares)
             )
 
-        return [_one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], policies
+        return [one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], policies
 
     def reason(self, group: SequenceGroup) -> str:
         """Why the policies of a group that was chosen are as they are: its program is solved again, and says so."""
@@ -224,40 +222,6 @@ class RoomMaker:
         return round_bytes(self.costs.model, group, group.stages[0])
 
 
-def group_seconds(costs: CostModel, group: SequenceGroup) -> float:
-    """Seconds of a group's chunks, forward and backward, with what its policies add."""
-    (stage,) = group.stages
-    shape, layers = group.shape, stage.num_layers
-    passes_s = sum(costs.forward_s(c, shape, layers) + costs.backward_s(c, shape, layers) for c in group.chunks)
-    return passes_s + sum(sum(added) for added in added_seconds(costs, group, stage).values())
-
-
-def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> dict[int, tuple[float, float]]:
-    """What policies add to the forward and to the backward of each chunk: copies that nothing hides, and what runs again."""
-    policies = {policy.chunk: policy for policy in stage.activations if policy.layers}
-    if not policies:
-        return {}
-    slots: list[Slot] = []
-    shares: list[tuple[TensorShare, ...]] = []
-    owners: list[int] = []
-    is_sliced = len(group.chunks) > 1
-    for chunk in group.chunks:
-        policy = policies.get(chunk.index, ActivationPolicy(chunk.index))
-        of_layers = layer_slots(costs, chunk, group.shape)
-        chosen = [_shares_of(policy, place, slot) for place, slot in enumerate(of_layers)]
-        # slices are slots as a whole, with what their layers do on average
-        slots += [_one_slot(costs, chunk, group.shape)] if is_sliced else of_layers
-        shares += [_mean(chosen)] if is_sliced else chosen
-        owners += [chunk.index] * (1 if is_sliced else len(of_layers))
-    array = np.array([(share.recompute, share.host) for chosen in shares for share in chosen])
-    added: dict[int, tuple[float, float]] = {}
-    seconds = slot_seconds(slots, array, costs.cluster.hardware.copy_bytes_per_s)
-    for owner, again_s, out_s, back_s in zip(owners, *(way.tolist() for way in seconds), strict=True):
-        forward_s, backward_s = added.get(owner, (0.0, 0.0))
-        added[owner] = forward_s + out_s, backward_s + back_s + again_s
-    return added
-
-
 def _all_or_none(share: TensorShare) -> TensorShare:
     """The share, with all tokens of an attention output recomputed where some of them are."""
     is_partial = share.tensor_class == "attention_output" and share.recompute > 0
@@ -267,38 +231,3 @@ def _all_or_none(share: TensorShare) -> TensorShare:
 def _layer_policy(shares: tuple[TensorShare, ...]) -> LayerPolicy:
     """Without the classes that stay, which need no name."""
     return LayerPolicy(tuple(share for share in shares if share.device != share.total))
-
-
-def _shares_of(policy: ActivationPolicy, layer: int, slot: Slot) -> tuple[TensorShare, ...]:
-    """What a policy says of one layer's classes, in the order of the slot."""
-    chosen = policy.layers[layer] if layer < len(policy.layers) else LayerPolicy()
-    return tuple(chosen.share(item.tensor_class) for item in slot.saved)
-
-
-def _one_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
-    """All layers of a chunk as one slot."""
-    num_layers, layer = costs.model.num_layers, layer_slot(costs, chunk, shape, costs.model.attention_pairs())
-    return Slot(
-        sum([layer.forward_s] * num_layers),
-        sum([layer.backward_s] * num_layers),
-        tuple(_scaled(item, num_layers) for item in layer.saved),
-    )
-
-
-def _scaled(item: SavedClass, count: int) -> SavedClass:
-    return replace(item, num_bytes=item.num_bytes * count, recompute_s=item.recompute_s * count)
-
-
-def _mean(layers: Sequence[tuple[TensorShare, ...]]) -> tuple[TensorShare, ...]:
-    """The mean over layers of what happens to each class."""
-    count = len(layers)
-    return tuple(
-        TensorShare(
-            of_class[0].tensor_class,
-            recompute=sum(share.recompute for share in of_class) / count,
-            nvme=sum(share.nvme for share in of_class) / count,
-            host=sum(share.host for share in of_class) / count,
-            device=sum(share.device for share in of_class) / count,
-        )
-        for of_class in zip(*layers, strict=True)
-    )

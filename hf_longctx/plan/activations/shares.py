@@ -24,73 +24,21 @@ second and nothing recomputed. Splitting by shares under host and device limits 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.types import TensorClass, TensorShare
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
-from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_linear_program
+from hf_longctx.plan.activations.slots import SavedClass, Slot
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
+from hf_longctx.plan.core.types import TensorShare
+from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.solve import solve_linear_program
 
 # what solvers may exceed a limit by, relative to it or to the largest class, taken off beforehand
 _MARGIN = 1e-6
-# of a curve of seconds, beside the ends of documents
-_SEGMENTS = 8
 # of a second for every second of a hidden copy: nothing is moved that may as well stay
 _IDLE_COPY = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class SavedClass:
-    """What one slot saves of one class, and what may be done with it.
-
-    recompute_s: of all its tokens. documents: (tokens in front, tokens) of each, in order, where seconds go with the `pairs` of
-    query and key; () where every token costs the same. Recomputed are the front tokens.
-    """
-
-    tensor_class: TensorClass
-    num_bytes: float
-    recompute_s: float
-    can_recompute: bool = True
-    can_offload: bool = True
-    can_keep: bool = True
-    documents: tuple[tuple[int, int], ...] = ()
-    pairs: AttentionPairs = FULL
-
-    def recompute_part_s(self, share: float) -> float:
-        """Seconds to run the front `share` of the tokens again, exactly."""
-        if not self.documents:
-            return share * self.recompute_s
-        whole = _front_pairs(self, sum(tokens for _, tokens in self.documents))
-        rows = share * sum(tokens for _, tokens in self.documents)
-        return self.recompute_s * _front_pairs(self, rows) / whole if whole else 0.0
-
-    def segments(self) -> tuple[tuple[float, float], ...]:
-        """(width, seconds) of the convex curve's segments, front to back: widths sum to 1, seconds to `recompute_s`."""
-        if not self.documents or not self.recompute_s:
-            return ((1.0, self.recompute_s),)
-        total = sum(tokens for _, tokens in self.documents)
-        ends = itertools.accumulate(tokens / total for _, tokens in self.documents)
-        places = {index / _SEGMENTS for index in range(_SEGMENTS)} | ({*ends} if len(self.documents) <= _SEGMENTS else set())
-        hull: list[tuple[float, float]] = []
-        for place in sorted(place for place in places | {1.0} if place <= 1.0):
-            point = (place, self.recompute_part_s(place))
-            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
-                hull.pop()
-            hull.append(point)
-        return tuple((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(hull))
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One layer of one chunk: seconds of its forward and of its backward without recomputation, and what it saves."""
-
-    forward_s: float
-    backward_s: float
-    saved: tuple[SavedClass, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +96,6 @@ def choose_policy(
     name, shares, outcome = min(fitting, key=lambda entry: (round(entry[2].cost_s, 12), entry[2].host_bytes))
     reason = _reason(slots, limits, outcome, time_limit_s) if explains else ""
     return PolicyChoice(_as_shares(slots, shares), outcome, name, reason)
-
-
-def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...]:
-    """Of each slot the largest share whose copies hide both ways: SPPO's alpha, 0 for the last slot, which nothing follows."""
-    shares = []
-    for slot, following in itertools.zip_longest(slots, slots[1:]):
-        window_s = 0.0 if following is None else min(following.forward_s, following.backward_s)
-        num_bytes = sum(saved.num_bytes for saved in slot.saved)
-        shares.append(min(1.0, bytes_per_s * window_s / num_bytes) if num_bytes else 0.0)
-    return tuple(shares)
 
 
 def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
@@ -384,21 +322,6 @@ class _Problem:
                 terms = [(2 * place + 1, -size * copy) for place, size in items]
                 exposed = first + way * len(self.slots) + slot
                 rows.add([(exposed, 1.0), *terms], -window_s / self.second_unit, np.inf)
-
-
-def _front_pairs(saved: SavedClass, num_rows: float) -> float:
-    """Query-key pairs of the first rows of documents that have tokens in front."""
-    pairs = 0.0
-    for start, tokens in saved.documents:
-        rows = min(num_rows, tokens)
-        pairs += saved.pairs.of_span(start, start + rows)
-        num_rows -= rows
-    return pairs
-
-
-def _is_above(point: tuple[float, float], left: tuple[float, float], right: tuple[float, float]) -> bool:
-    """Whether a point lies on or above the line from one on its left to one on its right."""
-    return (point[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (point[0] - left[0])
 
 
 def _check(limits: MemoryLimits) -> None:

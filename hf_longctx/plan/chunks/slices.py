@@ -61,3 +61,20 @@ def _packs(spans: list[Span], room: int) -> list[tuple[Span, ...]]:
         packs[-1].append(span)
         left -= span.num_tokens
     return [tuple(pack) for pack in packs]
+
+
+LEAST_SLICE_TOKENS = 2 * 1024
+
+
+MOST_SLICE_TOKENS = 16 * 1024
+
+
+def slice_counts(num_tokens: int, degree: int) -> range:
+    """Numbers of slices for which an even slice of a sequence has 2K to 16K tokens on each of `degree` ranks.
+
+    A sequence that is too short for one such slice runs whole.
+    """
+    if num_tokens < 1 or degree < 1:
+        raise ValueError(f"{num_tokens} tokens on {degree} ranks cannot be cut; give at least one of both")
+    fewest = -(-num_tokens // (MOST_SLICE_TOKENS * degree))
+    return range(fewest, max(fewest, num_tokens // (LEAST_SLICE_TOKENS * degree)) + 1)

@@ -301,14 +301,6 @@ class StepPlan:
         return ",".join(micro_batch.layout for micro_batch in self.micro_batches)
 
     @property
-    def digest(self) -> str:
-        """A hash of everything but the estimate: equal digests mean the same work on every rank."""
-        # serialize needs the types above, so the import cannot stand at the head of the file
-        from hf_longctx.plan.core.serialize import plan_digest
-
-        return plan_digest(self)
-
-    @property
     def forwards_first(self) -> bool:
         """Whether every rank runs all its forwards before any backward, and waits for no other rank's backward before."""
         if self.num_stages > 1 or len(self.micro_batches) > 1:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hf_longctx.plan.core.schedule import PlanError, check_schedule, schedule_grid
+from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import METHODS, PARAMETERS, TENSOR_CLASSES, MicroBatch, SequenceGroup, StagePlan, StepPlan
 
 __all__ = ["PlanError", "describe_plan", "schedule_grid", "validate_plan"]
@@ -46,7 +47,7 @@ def describe_plan(plan: StepPlan) -> str:
     """The whole plan as text: a line per micro-batch and group, with its chunks and schedule."""
     lines = [
         f"step {plan.step}: {len(plan.lengths)} sequences, {sum(plan.lengths)} tokens, {plan.num_stages} stage(s) x "
-        f"{plan.ranks_per_stage} rank(s), parameters {plan.parameters}, layout {plan.layout}, digest {plan.digest}"
+        f"{plan.ranks_per_stage} rank(s), parameters {plan.parameters}, layout {plan.layout}, digest {plan_digest(plan)}"
     ]
     for index, micro_batch in enumerate(plan.micro_batches):
         lines.append(f"micro-batch {index} {micro_batch.layout}, {micro_batch.num_tokens} tokens")

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
-from hf_longctx.plan.core.model_spec import ClusterSpec, GroupMethod, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
 from hf_longctx.plan.cost.traffic import Traffic, group_shapes, mean_traffic
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
 
 # how much dearer exchanges are made in groups that exploration wants to avoid
 _AVOIDED = 1e3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostCoefficients, FloatArray, ModelPart, PassCoefficients
+from hf_longctx.plan.core.arrays import FloatArray
+from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostCoefficients, ModelPart, PassCoefficients
 from hf_longctx.plan.cost.traffic import Traffic
 
 # where the weights begin to fall (Huber) and end (Tukey), in standard deviations: 95 % efficient under normal noise

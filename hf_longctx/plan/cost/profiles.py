@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_longctx.plan.core.model_spec import HardwareSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
 
 SCHEMA_VERSION = 1

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, GroupMethod, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.sharding import (
     Piece,
     block_pieces,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 Grouper = Callable[[GroupingProblem], list[Group]]

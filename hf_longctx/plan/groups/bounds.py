@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import FloatArray
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
 _ROUNDING = 1e-12

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Piece
 
 # makespans over the fluid bound that bracket the answer first; the last stands for "any"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.bounds import least_work
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from hf_longctx.plan.chunks.packing import MAX_CAPACITY, pack_sequences
-from hf_longctx.plan.cost.cost_model import IntArray
+from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.groups.backfill import backfill
 from hf_longctx.plan.groups.bounds import fluid_bounds_s, least_work
 from hf_longctx.plan.groups.consecutive import group_runs

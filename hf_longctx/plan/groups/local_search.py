@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 # what a matrix costs besides its entries, in entries

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.cost.cost_model import FloatArray
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.groups.problem import GroupingProblem
 

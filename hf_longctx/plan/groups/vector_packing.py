@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem
 
 # rounding may not make a makespan that was reached, or a full group, infeasible: shares of the limit, and of a group's memory,

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hf_longctx.plan.core.arrays import BoolArray, IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import SequenceGroup, StagePlan
-from hf_longctx.plan.cost.cost_model import BoolArray, IntArray
 
 
 class BookMoments(NamedTuple):

@@ -14,11 +14,8 @@ low-rank projections keep comes on top.
 
 from __future__ import annotations
 
-from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, SavedClass, Slot, choose_policy
-from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, Chunk, GroupShape, LayerPolicy, TensorClass, TensorShare
-from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorClass
 
 
 def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
@@ -73,60 +70,3 @@ def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_
             on_host += (host_stop - host_start) * token_bytes
             on_device += (num_tokens - host_stop) * token_bytes
     return on_device, on_host
-
-
-def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
-    """One slot per layer of `chunk` on one rank of a group, with what the activation engine may do with each class."""
-    windows = costs.model.windows or (None,) * costs.model.num_layers
-    slots = {window: layer_slot(costs, chunk, shape, AttentionPairs.of((window,))) for window in dict.fromkeys(windows)}
-    return tuple(slots[window] for window in windows)
-
-
-def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs) -> Slot:
-    """The slot of a layer whose attention has these pairs, or of what layers have on average.
-
-    Seconds of recomputation are the forward's: exact pairs for attention, tokens by each class's part of a layer's
-    parameters. The MLP's include the output projection, which its replay runs through.
-    """
-    model, forward = costs.model, costs.coefficients.forward
-    tokens = max(chunk.num_tokens, shape.degree) / shape.degree
-    token_s = forward.token_s * tokens / model.num_layers
-    qkv_part = model.qkv_parameters / model.layer_parameters
-    recompute_s: dict[TensorClass, float] = {
-        "layer_input": 0.0,
-        "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
-        "qkv": qkv_part * token_s,
-        "mlp": (1 - qkv_part) * token_s,
-    }
-    saved = tuple(
-        SavedClass(
-            name,
-            class_bytes(model, name) * tokens,
-            seconds,
-            can_recompute=name != "layer_input",
-            can_offload=name != "qkv" or model.can_keep_qkv,
-            can_keep=name != "qkv" or model.can_keep_qkv,
-            documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
-            pairs=pairs,
-        )
-        for name, seconds in recompute_s.items()
-    )
-    return Slot(costs.forward_s(chunk, shape, 1, pairs=pairs), costs.backward_s(chunk, shape, 1, pairs=pairs), saved)
-
-
-def plan_activations(
-    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0
-) -> tuple[ActivationPolicy, PolicyChoice | None]:
-    """The policy of one chunk, and the choice behind it (None where everything stays); ValueError if nothing fits."""
-    model = costs.model
-    num_tokens = -(-max(chunk.num_tokens, 1) // shape.degree)
-    if model.num_layers * num_tokens * plain_layer_bytes(model) <= limits.device_bytes:
-        return ActivationPolicy(chunk.index), None
-    choice = choose_policy(layer_slots(costs, chunk, shape), limits)
-    layers = tuple(LayerPolicy(_named(shares)) for shares in choice.shares)
-    return ActivationPolicy(chunk.index, 0, layers, tile_tokens), choice
-
-
-def _named(shares: tuple[TensorShare, ...]) -> tuple[TensorShare, ...]:
-    """Without the classes that stay, which need no name."""
-    return tuple(share for share in shares if share.device != share.total)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hf_longctx.plan.core.arrays import BoolArray, IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, LayerRange, Parameters, StagePlan, StepPlan
-from hf_longctx.plan.cost.cost_model import BoolArray, IntArray
 
 
 def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.arrays import IntArray
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import TENSOR_CLASSES, Chunk, GroupShape, MicroBatch, SequenceGroup
-from hf_longctx.plan.cost.cost_model import CostModel, IntArray
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.groups.placement import PlacedGroup, place_layout, with_idle_ranks
 from hf_longctx.plan.memory.saved_tensors import class_bytes

@@ -12,7 +12,7 @@ from heapq import heapreplace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 
 
 def deal_sequences(

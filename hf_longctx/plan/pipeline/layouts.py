@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 
 # degrees of the groups of a stage, the largest first; ranks that they leave over are idle
 StageLayout = tuple[int, ...]

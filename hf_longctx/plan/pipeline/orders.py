@@ -35,8 +35,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.types import Action, ActionKind, Chunk, LayerRange, SequenceGroup, StagePlan
-from hf_longctx.plan.cost.cost_model import IntArray
 from hf_longctx.plan.pipeline.messages import with_messages
 
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]

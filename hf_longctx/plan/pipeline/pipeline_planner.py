@@ -16,7 +16,8 @@ from functools import partial
 
 import numpy as np
 
-from hf_longctx.plan.core.model_spec import ModelSpec, PlannerConfig, check_degrees
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import Estimate, MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel

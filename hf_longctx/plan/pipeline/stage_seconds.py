@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
-from hf_longctx.plan.cost.cost_model import CostModel, FloatArray, num_tiles
+from hf_longctx.plan.cost.cost_model import CostModel, num_tiles
 from hf_longctx.plan.memory.stage import most_at_once
 from hf_longctx.plan.pipeline.orders import Schedule, compute_orders
 from hf_longctx.plan.prediction.event_loop import Wiring

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_longctx.plan.activations.fit_group import added_seconds
+from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.core.sharding import is_shared, shard_tokens
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel

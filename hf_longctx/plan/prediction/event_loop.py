@@ -21,9 +21,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Action
-from hf_longctx.plan.cost.cost_model import FloatArray, IntArray
 
 # (start, stop) of every action of a stage
 Times = tuple[tuple[float, float], ...]

@@ -10,7 +10,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from hf_longctx.plan.activations.shares import SavedClass
+from hf_longctx.plan.activations.slots import SavedClass, layer_slot
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -24,9 +25,8 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.core.windows import Windows
-from hf_longctx.plan.cost.cost_model import CostModel, FloatArray
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.round_bytes import KnownBytes, RoundBytes, round_bytes
-from hf_longctx.plan.memory.saved_tensors import layer_slot
 from hf_longctx.plan.memory.stage import message_bytes, most_at_once, stage_state_bytes
 from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wiring
 

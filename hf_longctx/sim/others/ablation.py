@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
+from hf_longctx.plan.chunks.slices import slice_counts
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import most_held_bytes, stage_state_bytes
@@ -24,7 +25,6 @@ from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.stage_seconds import Parts
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.sppo import slice_counts
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 
 # sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways

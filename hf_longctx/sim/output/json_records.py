@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_longctx._version import __version__
-from hf_longctx.plan.core.model_spec import GROUP_METHODS, AdapterSpec, ClusterSpec, HardwareSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.core.planner_config import GROUP_METHODS
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients

@@ -30,11 +30,12 @@ import torch
 import transformers
 
 from hf_longctx.hf.planning.refit import without_waiting
-from hf_longctx.hf.planning.report import StepRecord
+from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.hf.start.stages import balanced_ranges
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

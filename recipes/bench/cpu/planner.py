@@ -37,7 +37,8 @@ from statistics import mean
 
 import numpy as np
 
-from hf_longctx.plan.core.model_spec import ActivationBudget, ClusterSpec, PlannerConfig, default_degrees
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

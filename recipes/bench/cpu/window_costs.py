@@ -18,7 +18,8 @@ from dataclasses import replace
 import torch
 from transformers import Qwen3Config
 
-from hf_longctx.hf.calibration.calibrate import build_model, chunk_samples
+from hf_longctx.hf.calibration.calibrate import chunk_samples
+from hf_longctx.hf.calibration.shapes import build_model
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.plan.core.model_spec import ModelSpec

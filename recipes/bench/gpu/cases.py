@@ -18,17 +18,26 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_longctx.hf.calibration.calibrate import shaped_config
+from hf_longctx.hf.calibration.shapes import shaped_config
 from hf_longctx.hf.models.layers import output_head
-from hf_longctx.plan.activations.shares import MemoryLimits
-from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
-from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span
+from hf_longctx.plan.activations.shares import MemoryLimits, PolicyChoice, choose_policy
+from hf_longctx.plan.activations.slots import layer_slots
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import (
+    ActivationPolicy,
+    Chunk,
+    GroupShape,
+    LayerPolicy,
+    Span,
+    TensorShare,
+)
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import chunk_bytes
-from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes, plan_activations
+from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
     attention_kernel,
@@ -342,3 +351,21 @@ def build(case: Case, device: torch.device) -> Any:
 def tokens(case: Case, num_tokens: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, case.spec.vocab_size, (1, num_tokens), generator=generator).to(device)
+
+
+def plan_activations(
+    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0
+) -> tuple[ActivationPolicy, PolicyChoice | None]:
+    """The policy of one chunk, and the choice behind it (None where everything stays); ValueError if nothing fits."""
+    model = costs.model
+    num_tokens = -(-max(chunk.num_tokens, 1) // shape.degree)
+    if model.num_layers * num_tokens * plain_layer_bytes(model) <= limits.device_bytes:
+        return ActivationPolicy(chunk.index), None
+    choice = choose_policy(layer_slots(costs, chunk, shape), limits)
+    layers = tuple(LayerPolicy(_named(shares)) for shares in choice.shares)
+    return ActivationPolicy(chunk.index, 0, layers, tile_tokens), choice
+
+
+def _named(shares: tuple[TensorShare, ...]) -> tuple[TensorShare, ...]:
+    """Without the classes that stay, which need no name."""
+    return tuple(share for share in shares if share.device != share.total)

@@ -29,7 +29,8 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.kernels import reference
 from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_attention
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
-from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

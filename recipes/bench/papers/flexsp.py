@@ -40,7 +40,9 @@ from pathlib import Path
 from statistics import NormalDist, mean, stdev
 from typing import Any
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec, PlannerConfig, default_degrees
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, read_profile

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shared_order, sharing_stages
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model

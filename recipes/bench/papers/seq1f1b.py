@@ -38,7 +38,8 @@ import numpy as np
 
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes

@@ -24,6 +24,7 @@ offload is slower than none (0.91 times Megatron) does not come out, since a lin
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,10 +32,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from hf_longctx.plan.activations.shares import SavedClass, Slot, hidden_shares
-from hf_longctx.plan.chunks.slices import slice_bounds
+from hf_longctx.plan.activations.slots import SavedClass, Slot
+from hf_longctx.plan.chunks.slices import slice_bounds, slice_counts
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
@@ -50,12 +52,11 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.memory.round_bytes import lean_policy
+from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline.orders import compute_actions, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.plan.prediction.event_loop import CopyStep, run_actions, run_copying
-from hf_longctx.plan.sppo import slice_counts
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 
 K = 1024
@@ -322,6 +323,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, default=8, help="its pipeline stages (default: 8)")
     parser.add_argument("--copy-gb-per-s", type=float, default=13.0, help="of one GPU, each way (default: 13)")
     return run_reproduction(parser, reproduce, lambda _, result: text_of(result), arguments)
+
+
+def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...]:
+    """Of each slot the largest share whose copies hide both ways: SPPO's alpha, 0 for the last slot, which nothing follows."""
+    shares = []
+    for slot, following in itertools.zip_longest(slots, slots[1:]):
+        window_s = 0.0 if following is None else min(following.forward_s, following.backward_s)
+        num_bytes = sum(saved.num_bytes for saved in slot.saved)
+        shares.append(min(1.0, bytes_per_s * window_s / num_bytes) if num_bytes else 0.0)
+    return tuple(shares)
 
 
 if __name__ == "__main__":

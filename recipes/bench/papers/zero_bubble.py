@@ -27,7 +27,8 @@ from pathlib import Path
 
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import FULL, SpanRates
-from hf_longctx.plan.core.model_spec import GENERIC_GPU, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import default_coefficients

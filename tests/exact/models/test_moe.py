@@ -29,7 +29,8 @@ from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.execution.executor import StepExecutor, StepResult
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.results import StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CPU = torch.device("cpu")

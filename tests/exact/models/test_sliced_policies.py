@@ -31,7 +31,8 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import chunk as chunk_module
 from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
-from hf_longctx.runtime.execution.executor import StepExecutor, StepResult
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.results import StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.groups.problem import rank_layouts
+from hf_longctx.plan.groups.exact import rank_layouts
 
 TOLERANCE = 1e-12
 

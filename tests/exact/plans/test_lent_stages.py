@@ -18,7 +18,7 @@ from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.sharding import is_shared, shared_order
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.runtime.execution.executor import refuse_unsupported
+from hf_longctx.runtime.execution.checks import refuse_unsupported
 
 TOLERANCE = 1e-12
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_sharded import check
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, GroupMethod, HardwareSpec, PlannerConfig
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.planner_config import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.planner import plan_step

@@ -11,7 +11,7 @@ from helpers.plans.pipelines import CPU, stage_pool
 from helpers.plans.sliced import Rows
 from helpers.plans.steps import rank_inputs
 
-from hf_longctx.hf.calibration.calibrate import shaped_config
+from hf_longctx.hf.calibration.shapes import shaped_config
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head

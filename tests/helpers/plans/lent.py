@@ -28,7 +28,8 @@ from hf_longctx.runtime.attention import lent_slice
 from hf_longctx.runtime.attention.lent_slice import SharedSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution import lent_round
-from hf_longctx.runtime.execution.executor import StepExecutor, StepResult
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.results import StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 _POOLS: dict[int, GroupPool] = {}

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients

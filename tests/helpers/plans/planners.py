@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step

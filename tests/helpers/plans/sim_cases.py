@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.capacity import MemoryModel, Placement
 from hf_longctx.sim.scenario import Scenario

@@ -20,7 +20,9 @@ from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import router_balance
-from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec, default_degrees
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import GroupShape, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan

@@ -12,16 +12,12 @@ from helpers.models.models import ModelCase, build_model
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_longctx.hf.calibration import calibrate as module
-from hf_longctx.hf.calibration.calibrate import (
-    Calibration,
-    CalibrationRequest,
-    calibrate,
-    calibration_text,
-    chunk_samples,
-    model_config,
-)
+from hf_longctx.hf.calibration.calibrate import Calibration, CalibrationRequest, calibrate, chunk_samples
+from hf_longctx.hf.calibration.shapes import model_config
+from hf_longctx.hf.calibration.text import calibration_text
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -133,7 +129,7 @@ def test_layers_are_cut_off_with_their_types(num_layers: int) -> None:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8,
     )  # fmt: skip
-    module._set_layers(config, num_layers)
+    module.set_layers(config, num_layers)
     model = module.build_model(config, torch.device("cpu"), "bfloat16")
     assert len(model.model.layers) == num_layers and model_spec(model).bytes_per_element == 2
 

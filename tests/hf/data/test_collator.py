@@ -18,7 +18,7 @@ from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, Pla
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.groups.problem import rank_layouts
+from hf_longctx.plan.groups.exact import rank_layouts
 
 NO_LABEL = -100
 Row = dict[str, list[int]]

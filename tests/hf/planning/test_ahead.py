@@ -12,7 +12,7 @@ from helpers.plans.steps import tiny_costs
 
 from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, is_stand_in
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Estimate
 from hf_longctx.plan.planner import plan_step

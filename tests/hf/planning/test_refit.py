@@ -10,7 +10,7 @@ from helpers.plans.steps import group_pool, plan_of, tiny_costs
 from hf_longctx.hf.planning.refit import CostRefit, MeasuredPlan, whole_step_factor, without_waiting
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.attention_pairs import FULL
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import Estimate, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample

@@ -16,9 +16,10 @@ from helpers.plans.steps import group_pool, plan_of, tiny_costs
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.planning.report import RunReport, StepRecord, folded_layout, predicted_idle, predicted_memory
+from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
+from hf_longctx.hf.planning.step_record import StepRecord, folded_layout, predicted_idle, predicted_memory
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -37,7 +38,7 @@ from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
-from hf_longctx.runtime.execution.executor import NO_MEMORY, StepMemory
+from hf_longctx.runtime.execution.results import NO_MEMORY, StepMemory
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 # <2> of 12 tokens, then <1,1> of 5 tokens and of a dummy

@@ -15,12 +15,13 @@ from helpers.models.models import ModelCase, build_model, random_rows, reference
 from helpers.plans.planners import ScriptedPlanner, slow_config
 from helpers.plans.steps import group_pool, step_on_rank, tiny_costs
 
+from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.planning import source as source_module
-from hf_longctx.hf.planning.source import PlannedBatchSampler, PlanSource
+from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.plan.core.model_spec import PlannerConfig
-from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.serialize import plan_digest, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
@@ -43,7 +44,7 @@ def test_plans_come_in_order_and_are_the_planners() -> None:
     costs = tiny_costs(4)
     plans = list(lone_source(costs).plans(STEPS, explore=False))
     expected = [plan_step(*step, costs, PlannerConfig(64, (1, 2, 4))) for step in STEPS]
-    assert [plan.digest for plan in plans] == [plan.digest for plan in expected]
+    assert [plan_digest(plan) for plan in plans] == [plan_digest(plan) for plan in expected]
     assert [(plan.step, list(plan.lengths)) for plan in plans] == STEPS
     assert [plan.estimate.step_s for plan in plans] == [plan.estimate.step_s for plan in expected]
 
@@ -161,7 +162,7 @@ def test_after_calibration_nothing_is_explored() -> None:
     source = lone_source(measured(tiny_costs(4)))
     for step in range(3):
         explored, plain = (source.solve(step, MANY, explore) for explore in (True, False))
-        assert explored.digest == plain.digest and explored.estimate.step_s == plain.estimate.step_s > 0
+        assert plan_digest(explored) == plan_digest(plain) and explored.estimate.step_s == plain.estimate.step_s > 0
 
 
 def test_exploring_leaves_the_costs_of_the_source_alone() -> None:
@@ -393,13 +394,13 @@ def test_a_resumed_epoch_gives_the_steps_of_an_unbroken_run() -> None:
     for planned in (unbroken, resumed):
         planned.set_epoch(1)
     for (expected,), (found,) in zip(unbroken, resumed, strict=True):
-        assert (found.plan.digest, found.sequences) == (expected.plan.digest, expected.sequences)
+        assert (plan_digest(found.plan), found.sequences) == (plan_digest(expected.plan), expected.sequences)
 
 
 def planned_steps_on_rank() -> list[tuple[str, tuple[int, ...], int]]:
     source = source_on_rank()
     planned = PlannedBatchSampler(LengthAwareSampler(LENGTHS, 3), LENGTHS, source, explore=True)
-    return [(step.plan.digest, step.sequences, step.rank) for (step,) in planned]
+    return [(plan_digest(step.plan), step.sequences, step.rank) for (step,) in planned]
 
 
 def test_every_rank_gets_the_same_step_with_its_own_number(ranks) -> None:

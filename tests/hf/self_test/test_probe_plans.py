@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_longctx.hf.self_test.probe_plans import LONE, LONG, PACKED, probe_lengths, probe_plans
-from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, ModelSpec, PlannerConfig, default_degrees
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 

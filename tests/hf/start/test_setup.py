@@ -18,11 +18,11 @@ from helpers.trainers.training import make_trainer, training_arguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start.setup import PlanningSetup, check_setup, planning_setup
-from hf_longctx.plan.core.model_spec import HardwareSpec
+from hf_longctx.plan.core.cluster_spec import HardwareSpec
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
-from hf_longctx.plan.memory.round_bytes import most_tokens
+from hf_longctx.plan.memory.capacity import most_tokens
 
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

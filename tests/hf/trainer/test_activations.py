@@ -20,9 +20,9 @@ from hf_longctx.hf.models.activations import slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
-from hf_longctx.plan.memory.round_bytes import most_tokens
+from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.process_groups.pool import GroupPool
 

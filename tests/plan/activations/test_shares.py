@@ -7,19 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.plans.steps import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.shares import (
-    MemoryLimits,
-    SavedClass,
-    Slot,
-    _Problem,
-    choose_policy,
-    greedy_shares,
-    hidden_shares,
-    outcome_of,
-)
+from hf_longctx.plan.activations.shares import MemoryLimits, _Problem, choose_policy, greedy_shares, outcome_of
+from hf_longctx.plan.activations.slots import SavedClass, Slot
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.recipes.bench.papers.sppo import hidden_shares
 
 HUGE = 1e18
 
@@ -289,3 +284,21 @@ def test_more_memory_or_a_faster_link_never_costs_more(case: tuple[list[Slot], M
     for name in ("device_bytes", "host_bytes", "bytes_per_s"):
         more = replace(limits, **{name: 2 * getattr(limits, name)})
         assert choose_policy(slots, more).outcome.cost_s <= before + 1e-3
+
+
+def test_slices_of_a_sequence_get_the_shares_of_the_paper() -> None:
+    # ever later slices of a sequence see more keys, so that windows and shares rise; the last has nothing to hide behind
+    costs, size = tiny_costs(1), 256
+    chunks = [Chunk(index, (Span(0, index * size, (index + 1) * size),)) for index in range(8)]
+    passes = [(costs.forward_s(chunk, GroupShape(1), 2), costs.backward_s(chunk, GroupShape(1), 2)) for chunk in chunks]
+    num_bytes = 1e6
+    fixed = SavedClass("qkv", num_bytes, 0.0, can_recompute=False, can_offload=False)
+    rate = 0.8 * num_bytes / passes[4][0]
+    slots = [Slot(*pair, (SavedClass("mlp", num_bytes, 1e3),)) for pair in passes] + [Slot(1.0, 1.0, (fixed,))] * 2
+    alphas = [min(1.0, rate * min(following) / num_bytes) for following in [*passes[1:], (1.0, 1.0)]]
+    assert hidden_shares(slots, rate)[:8] == pytest.approx(alphas)
+    assert 0 < alphas[0] < alphas[5] <= 1
+    least = sum((1 - alpha) * num_bytes for alpha in alphas) + 2 * num_bytes
+    choice = choose_policy(slots, MemoryLimits(least + 10, 1e18, rate))
+    assert [slot[0].host for slot in choice.shares[:8]] == pytest.approx(alphas, abs=2e-3)
+    assert choice.outcome.exposed_s <= 1e-3 * sum(forward for forward, _ in passes)

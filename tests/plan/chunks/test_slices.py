@@ -1,4 +1,4 @@
-"""Slices of equal time: they cover the sequence, balance seconds, and the sliced group is a valid plan."""
+"""Slices take equal time and cover the sequence, a sliced group is a valid plan, and SPPO's numbers of slices are right."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks.slices import slice_bounds, sliced_group
+from hf_longctx.plan.chunks.slices import slice_bounds, slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 
+K = 1024
 # per pair or token: nothing, or what some device may take
 SECONDS = st.just(0.0) | st.floats(1e-15, 1e-3)
 
@@ -68,3 +69,33 @@ def test_slices_run_backward_last_first_and_packs_behind_them() -> None:
         (Span(0, 0, 7), Span(2, 0, 30)),
     ]
     assert " ".join(map(str, group.stages[0].actions)) == "0F0 0F1 0B1 0B0 0F2 0B2"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "degree", "count"),
+    # the paper's choices: 7B on 8 x 4, 65B on 16 x 8
+    [(512 * K, 8, 32), (1024 * K, 16, 32), (512 * K, 16, 8)],
+)
+def test_the_paper_s_numbers_of_slices_are_within_its_bounds(num_tokens: int, degree: int, count: int) -> None:
+    assert count in slice_counts(num_tokens, degree)
+
+
+def test_slice_counts_by_hand() -> None:
+    # 64K tokens on two ranks: 32K each, in slices of 16K down to 2K
+    assert slice_counts(64 * K, 2) == range(2, 17)
+    assert slice_counts(64 * K + 1, 2) == range(3, 17)
+    assert list(slice_counts(K, 1)) == [1]
+
+
+@given(st.integers(1, 1 << 22), st.integers(1, 64))
+def test_slices_have_workable_sizes(num_tokens: int, degree: int) -> None:
+    for count in slice_counts(num_tokens, degree):
+        size = num_tokens / count / degree
+        assert size <= 16 * K
+        assert size >= 2 * K or count == -(-num_tokens // (16 * K * degree))
+
+
+@pytest.mark.parametrize("call", [lambda: slice_counts(0, 1), lambda: slice_counts(1, 0)])
+def test_nothing_cannot_be_split(call) -> None:
+    with pytest.raises(ValueError, match="give at least one"):
+        call()

@@ -11,13 +11,12 @@ from helpers.plans.plan_cases import MODEL, cost_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.shares import SavedClass
+from hf_longctx.plan.activations.slots import SavedClass, layer_slots
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs, SpanRates
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import default_coefficients
 from hf_longctx.plan.cost.extrapolation import hardware_rates
-from hf_longctx.plan.memory.saved_tensors import layer_slots
 
 WINDOWS = st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=5).map(tuple)
 ONE = GroupShape(1)

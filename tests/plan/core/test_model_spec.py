@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.model_spec import ModelSpec, PlannerConfig, all_degrees, check_degrees, default_degrees
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig, all_degrees, check_degrees, default_degrees
 
 LLAMA_7B = {
     "num_hidden_layers": 32,

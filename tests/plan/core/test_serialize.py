@@ -40,15 +40,14 @@ def test_a_plan_survives_json_and_json_survives_a_plan(name: str) -> None:
 @pytest.mark.parametrize("name", FIXTURE_NAMES)
 def test_equal_plans_give_equal_text_and_digest(name: str) -> None:
     assert plan_to_json(fixture(name)) == plan_to_json(fixture(name))
-    assert fixture(name).digest == plan_digest(fixture(name))
-    assert len(fixture(name).digest) == 16
+    assert len(plan_digest(fixture(name))) == 16
 
 
 @pytest.mark.parametrize("name", FIXTURE_NAMES)
 def test_the_digest_ignores_the_estimate(name: str) -> None:
     plan = fixture(name)
     estimate = Estimate(1.0, 0.5, 10, 20, 0.1, "exact", "measured")
-    assert dataclasses.replace(plan, estimate=estimate).digest == plan.digest
+    assert plan_digest(dataclasses.replace(plan, estimate=estimate)) == plan_digest(plan)
 
 
 def _leaves(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -83,7 +82,7 @@ def _changed(value: Any) -> Any:
 @pytest.mark.parametrize("name", FIXTURE_NAMES)
 def test_the_digest_changes_with_every_single_value_but_the_estimate(name: str) -> None:
     data = json.loads(fixture_text(name))
-    digests = {fixture(name).digest}
+    digests = {plan_digest(fixture(name))}
     paths = [path for path in _leaves(data) if path[0] not in ("schema", "estimate")]
     for path in paths:
         changed = json.loads(fixture_text(name))
@@ -91,15 +90,15 @@ def test_the_digest_changes_with_every_single_value_but_the_estimate(name: str) 
         for key in path[:-1]:
             node = node[key]
         node[path[-1]] = _changed(node[path[-1]])
-        digests.add(plan_from_json(json.dumps(changed)).digest)
+        digests.add(plan_digest(plan_from_json(json.dumps(changed))))
     assert len(digests) == len(paths) + 1
 
 
 def test_the_digest_changes_with_the_order_of_actions_and_of_micro_batches() -> None:
     plan = fixture("nested")
-    assert dataclasses.replace(plan, micro_batches=plan.micro_batches[::-1]).digest != plan.digest
+    assert plan_digest(dataclasses.replace(plan, micro_batches=plan.micro_batches[::-1])) != plan_digest(plan)
     path = "micro_batches__1__groups__0__stages__0__actions"
-    assert edited("nested", **{path: "0F0 0F1 0B1 0B0"}).digest != plan.digest
+    assert plan_digest(edited("nested", **{path: "0F0 0F1 0B1 0B0"})) != plan_digest(plan)
 
 
 def test_fields_that_hold_their_default_may_be_left_out() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.plan_cases import HARDWARE, MODEL
 
-from hf_longctx.plan.core.model_spec import ClusterSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, default_coefficients
 from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model

@@ -10,7 +10,7 @@ import pytest
 from helpers.plans.plan_cases import HARDWARE, MODEL
 
 from hf_longctx.plan.core.attention_pairs import FULL
-from hf_longctx.plan.core.model_spec import ClusterSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, Residuals, fit_coefficients, mean_relative_error

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.model_spec import GENERIC_CPU, ClusterSpec, HardwareSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, default_coefficients

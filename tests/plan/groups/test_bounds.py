@@ -18,7 +18,7 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.groups.bounds import fluid_bound_s, fluid_bounds_s, least_work
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 

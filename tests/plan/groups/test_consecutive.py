@@ -12,7 +12,7 @@ from helpers.plans.plan_cases import check_layout, cost_model, flexsp_problem, l
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.consecutive import group_runs

@@ -24,7 +24,7 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
+from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
 from hf_longctx.plan.groups.greedy import (
     _pods,
     group_micro_batch,

@@ -13,7 +13,7 @@ from helpers.plans.plan_cases import COST_KINDS, check_layout, cost_model, logno
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
+from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.nested import plan_nested

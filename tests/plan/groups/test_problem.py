@@ -24,11 +24,12 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import PlannerConfig, default_degrees
+from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape
+from hf_longctx.plan.groups.exact import can_solve_exactly, rank_layouts, solve_exactly
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_static
 from hf_longctx.plan.groups.placement import place_layout
-from hf_longctx.plan.groups.problem import GroupingProblem, Layout, can_solve_exactly, rank_layouts, solve_exactly
+from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 

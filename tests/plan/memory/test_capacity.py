@@ -20,8 +20,9 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     TensorShare,
 )
+from hf_longctx.plan.memory.capacity import lean_policy, longest_document, most_tokens
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes, lean_policy, longest_document, most_tokens, round_bytes
+from hf_longctx.plan.memory.round_bytes import chunk_bytes, round_bytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 
 # Llama-3.1-8B, and a small model with half as many KV heads as heads

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.plans.pipeline_cases import chunks_of, plan_of, random_shapes
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

@@ -7,7 +7,7 @@ import math
 import pytest
 from helpers.plans.plan_cases import MODEL, cost_model, lognormal_lengths
 
-from hf_longctx.plan.core.model_spec import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.pipeline.candidates import PipelineStep, StageRoom
 from hf_longctx.plan.pipeline.orders import layer_ranges

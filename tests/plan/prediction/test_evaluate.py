@@ -8,7 +8,7 @@ import itertools
 import pytest
 from helpers.plans.plan_cases import HARDWARE, MODEL, edited, fixture
 
-from hf_longctx.plan.core.model_spec import ClusterSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_evaluate import costs
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.sharding import shared_order
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan

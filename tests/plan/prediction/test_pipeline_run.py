@@ -10,7 +10,8 @@ import pytest
 from helpers.plans.plan_cases import HARDWARE, MODEL, fixture
 from test_event_loop import Stages, interleaved, one_forward_one_backward, with_messages
 
-from hf_longctx.plan.core.model_spec import ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,

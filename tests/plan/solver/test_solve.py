@@ -13,15 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.solver import solve
-from hf_longctx.plan.solver.solve import (
-    Backend,
-    LinearProgram,
-    Solution,
-    SolverError,
-    available_backends,
-    solve_integer_program,
-    solve_linear_program,
-)
+from hf_longctx.plan.solver.program import LinearProgram, Solution, SolverError
+from hf_longctx.plan.solver.solve import Backend, available_backends, solve_integer_program, solve_linear_program
 
 BACKENDS: tuple[Backend, ...] = ("highs", "cbc")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

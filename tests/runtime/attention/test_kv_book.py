@@ -24,7 +24,9 @@ from hf_longctx.runtime.attention import chunk
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
-from hf_longctx.runtime.execution.executor import StepExecutor, StepResult, refuse_unsupported
+from hf_longctx.runtime.execution.checks import refuse_unsupported
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.results import StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.tile import Scores
 

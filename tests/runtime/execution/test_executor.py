@@ -20,7 +20,8 @@ from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBat
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.execution.executor import StepExecutor, refuse_unsupported
+from hf_longctx.runtime.execution.checks import refuse_unsupported
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups.pool import GroupPool
 

@@ -11,7 +11,7 @@ from helpers.plans.plan_cases import COST_KINDS, check_layout, cost_model, layou
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.sim.others.baselines import (

@@ -10,6 +10,7 @@ import pytest
 from helpers.plans.sim_cases import cost_model, scenario
 from test_forecast import forecast
 
+from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.output import pictures
@@ -33,7 +34,7 @@ def test_a_forecast_is_written_with_its_pictures(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "folder"
     assert {path.name for path in folder.iterdir()} == {"plan.json", "report.txt", "timeline.png", "trace.json", "lengths.png"}
     file = read_plan_file((folder / "plan.json").read_text())
-    assert file.plan.digest == found.steps[0].plan.digest
+    assert plan_digest(file.plan) == plan_digest(found.steps[0].plan)
     assert "STEP" in (folder / "report.txt").read_text()
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert len(trace) == len(found.steps[0].execution.events)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import FloatArray
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses
 from hf_longctx.plan.groups.programs.pricing import Configurations, Pricing
-from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_linear_program
+from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.solve import solve_linear_program
 
 MAX_CLASSES = 64
 _TOLERANCE = 5e-4

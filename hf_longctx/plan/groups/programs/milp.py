@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.cost.cost_model import FloatArray
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses, draw_groups
 from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, GroupedStep, plan_by_chunks
-from hf_longctx.plan.solver.solve import Backend, LinearProgram, SolverError, solve_integer_program
+from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.solve import Backend, solve_integer_program
 
 _NUM_BUCKETS = 16
 

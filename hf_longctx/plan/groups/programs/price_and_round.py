@@ -17,7 +17,8 @@ from hf_longctx.plan.groups.programs.configurations import MAX_CLASSES, bisect, 
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses, draw_groups
 from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, GroupedStep, plan_by_chunks
 from hf_longctx.plan.groups.programs.pricing import Configurations, Pricing
-from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_integer_program
+from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.solve import solve_integer_program
 
 # of the time: for the configurations and their bound, and of the rest for one T
 _PRICING_SHARE = 0.5

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_longctx.plan.cost.cost_model import FloatArray
+from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses
-from hf_longctx.plan.solver.solve import LinearProgram, solve_integer_program
+from hf_longctx.plan.solver.program import LinearProgram
+from hf_longctx.plan.solver.solve import solve_integer_program
 
 # shares of time in the mixture of time and tokens; 0 and 1 are the rows themselves
 _MIXTURES = np.linspace(0.0, 1.0, 9)

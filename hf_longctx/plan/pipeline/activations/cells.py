@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_longctx.plan.activations.slots import layer_slot
+from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
@@ -25,10 +27,9 @@ from hf_longctx.plan.core.types import (
     TensorClass,
     TensorShare,
 )
-from hf_longctx.plan.cost.cost_model import CostModel, IntArray
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import KnownBytes, round_moments
-from hf_longctx.plan.memory.saved_tensors import layer_slot
 from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
 
 # of what copies hide at best: they share a link with messages, and start when there is something to copy

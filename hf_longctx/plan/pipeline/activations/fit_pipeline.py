@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.core.model_spec import ActivationBudget
+from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.round_bytes import lean_policy
+from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, with_layers
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly

@@ -27,8 +27,9 @@ from operator import attrgetter
 
 import numpy as np
 
-from hf_longctx.plan.cost.cost_model import BoolArray, FloatArray, IntArray
-from hf_longctx.plan.solver.solve import LinearProgram, SolverError, solve_integer_program, solve_linear_program
+from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
+from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.solve import solve_integer_program, solve_linear_program
 
 # how far above the linear program's bound a solution may be, and how many nodes the search for a better one visits
 _GAP = 0.02

@@ -18,7 +18,7 @@ from helpers.plans.plan_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.model_spec import PlannerConfig
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.greedy import plan_one_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
@@ -27,7 +27,7 @@ from hf_longctx.plan.groups.programs.configurations import configuration_bound_s
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses
 from hf_longctx.plan.groups.programs.pricing import Pricing
 from hf_longctx.plan.solver import solve
-from hf_longctx.plan.solver.solve import SolverError
+from hf_longctx.plan.solver.program import SolverError
 
 kinds = st.sampled_from(COST_KINDS)
 few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
-from hf_longctx.plan.core.model_spec import GENERIC_GPU, ActivationBudget, ClusterSpec, ModelSpec
+from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

@@ -13,7 +13,8 @@ import pytest
 
 from hf_longctx.plan.pipeline.activations import joint_program
 from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
-from hf_longctx.plan.solver.solve import LinearProgram, solve_linear_program
+from hf_longctx.plan.solver.program import LinearProgram
+from hf_longctx.plan.solver.solve import solve_linear_program
 
 
 class Moment(NamedTuple):

@@ -1,0 +1,28 @@
+"""Loading of saved adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hf_longctx.hf.checkpoints.sharded import sharded_like
+from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters
+
+
+@torch.no_grad()
+def load_adapters(model: Any, folder: str) -> None:
+    """Copies the adapters of a folder into those of `model`, which may be sharded or one stage of them.
+
+    Every rank reads its own. Raises ValueError for a folder without safetensors of adapters, or without a weight of the model's.
+    """
+    targets, file = adapter_parameters(model), Path(folder) / ADAPTER_FILE
+    if not file.exists():
+        raise ValueError(f"{folder} has no {file.name}; resume adapters from a checkpoint of adapters")
+    with safe_open(file, framework="pt", device="cpu") as reader:
+        if missing := sorted(set(targets) - set(reader.keys())):
+            raise ValueError(f"{file} lacks {len(missing)} weights of this model's adapters, {missing[0]} first")
+        for name, target in targets.items():
+            target.copy_(sharded_like(target, reader.get_tensor(name)))

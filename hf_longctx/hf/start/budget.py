@@ -1,0 +1,60 @@
+"""Bytes that a run may use for activations, on the device and on the host."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.spec import usable_device_bytes
+from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
+from hf_longctx.hf.start.stages import Ranges
+from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.memory.stage import most_held_bytes
+
+# of a machine's memory that its ranks may fill with saved tensors where nothing else is said
+_HOST_SHARE = 0.5
+
+
+def describe_states(spec: ModelSpec) -> str:
+    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{' in four bits' if spec.packed.is_there else ''}"
+    if not spec.adapters.is_there:
+        return f"weights, gradients and Adam states {total}"
+    trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
+    return f"weights {total}, and gradients and Adam states of {trained / 1e6:.2f} million trained ones"
+
+
+def activation_budget(
+    config: LongContextConfig,
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    parameters: Parameters,
+    shard_ranks: int,
+    ranges: Ranges,
+    device: torch.device,
+    control: dist.ProcessGroup | None,
+) -> ActivationBudget:
+    """What every rank has beside the states of the model, or of the stage with the most; collective.
+
+    Raises ValueError for more host memory than there is.
+    """
+    own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
+    own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
+    everyone = gather_objects((own_bytes, *own_host_bytes), control)
+    usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
+    left_bytes = max(0, usable_bytes - most_held_bytes(spec, ranges, parameters, shard_ranks))
+    if config.host_gib is None:
+        # of the whole, so that a run that resumes finds the same unless others took it
+        host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0
+    else:
+        host_bytes = int(config.host_gib * 2**30)
+    if host_bytes > available_bytes:
+        raise ValueError(
+            f"host_gib is {config.host_gib} for each of {cluster.ranks_per_node} ranks of a node, which has "
+            f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
+        )
+    return ActivationBudget(left_bytes // spec.saved_bytes_per_token, left_bytes, host_bytes, config.tile_tokens)

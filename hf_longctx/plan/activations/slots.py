@@ -1,0 +1,118 @@
+"""One slot of a policy: the tensors a layer saves for a chunk, and what it takes to move or recompute them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.types import Chunk, GroupShape, TensorClass
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.saved_tensors import class_bytes
+
+# of a curve of seconds, beside the ends of documents
+_SEGMENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SavedClass:
+    """What one slot saves of one class, and what may be done with it.
+
+    recompute_s: of all its tokens. documents: (tokens in front, tokens) of each, in order, where seconds go with the `pairs` of
+    query and key; () where every token costs the same. Recomputed are the front tokens.
+    """
+
+    tensor_class: TensorClass
+    num_bytes: float
+    recompute_s: float
+    can_recompute: bool = True
+    can_offload: bool = True
+    can_keep: bool = True
+    documents: tuple[tuple[int, int], ...] = ()
+    pairs: AttentionPairs = FULL
+
+    def recompute_part_s(self, share: float) -> float:
+        """Seconds to run the front `share` of the tokens again, exactly."""
+        if not self.documents:
+            return share * self.recompute_s
+        whole = _front_pairs(self, sum(tokens for _, tokens in self.documents))
+        rows = share * sum(tokens for _, tokens in self.documents)
+        return self.recompute_s * _front_pairs(self, rows) / whole if whole else 0.0
+
+    def segments(self) -> tuple[tuple[float, float], ...]:
+        """(width, seconds) of the convex curve's segments, front to back: widths sum to 1, seconds to `recompute_s`."""
+        if not self.documents or not self.recompute_s:
+            return ((1.0, self.recompute_s),)
+        total = sum(tokens for _, tokens in self.documents)
+        ends = itertools.accumulate(tokens / total for _, tokens in self.documents)
+        places = {index / _SEGMENTS for index in range(_SEGMENTS)} | ({*ends} if len(self.documents) <= _SEGMENTS else set())
+        hull: list[tuple[float, float]] = []
+        for place in sorted(place for place in places | {1.0} if place <= 1.0):
+            point = (place, self.recompute_part_s(place))
+            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+                hull.pop()
+            hull.append(point)
+        return tuple((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(hull))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One layer of one chunk: seconds of its forward and of its backward without recomputation, and what it saves."""
+
+    forward_s: float
+    backward_s: float
+    saved: tuple[SavedClass, ...]
+
+
+def _front_pairs(saved: SavedClass, num_rows: float) -> float:
+    """Query-key pairs of the first rows of documents that have tokens in front."""
+    pairs = 0.0
+    for start, tokens in saved.documents:
+        rows = min(num_rows, tokens)
+        pairs += saved.pairs.of_span(start, start + rows)
+        num_rows -= rows
+    return pairs
+
+
+def _is_above(point: tuple[float, float], left: tuple[float, float], right: tuple[float, float]) -> bool:
+    """Whether a point lies on or above the line from one on its left to one on its right."""
+    return (point[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (point[0] - left[0])
+
+
+def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
+    """One slot per layer of `chunk` on one rank of a group, with what the activation engine may do with each class."""
+    windows = costs.model.windows or (None,) * costs.model.num_layers
+    slots = {window: layer_slot(costs, chunk, shape, AttentionPairs.of((window,))) for window in dict.fromkeys(windows)}
+    return tuple(slots[window] for window in windows)
+
+
+def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs) -> Slot:
+    """The slot of a layer whose attention has these pairs, or of what layers have on average.
+
+    Seconds of recomputation are the forward's: exact pairs for attention, tokens by each class's part of a layer's
+    parameters. The MLP's include the output projection, which its replay runs through.
+    """
+    model, forward = costs.model, costs.coefficients.forward
+    tokens = max(chunk.num_tokens, shape.degree) / shape.degree
+    token_s = forward.token_s * tokens / model.num_layers
+    qkv_part = model.qkv_parameters / model.layer_parameters
+    recompute_s: dict[TensorClass, float] = {
+        "layer_input": 0.0,
+        "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
+        "qkv": qkv_part * token_s,
+        "mlp": (1 - qkv_part) * token_s,
+    }
+    saved = tuple(
+        SavedClass(
+            name,
+            class_bytes(model, name) * tokens,
+            seconds,
+            can_recompute=name != "layer_input",
+            can_offload=name != "qkv" or model.can_keep_qkv,
+            can_keep=name != "qkv" or model.can_keep_qkv,
+            documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
+            pairs=pairs,
+        )
+        for name, seconds in recompute_s.items()
+    )
+    return Slot(costs.forward_s(chunk, shape, 1, pairs=pairs), costs.backward_s(chunk, shape, 1, pairs=pairs), saved)

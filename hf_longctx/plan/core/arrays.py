@@ -1,0 +1,14 @@
+"""Array types of the planner."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+IntArray = NDArray[np.int64]
+
+
+BoolArray = NDArray[np.bool_]

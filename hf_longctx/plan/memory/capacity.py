@@ -1,0 +1,101 @@
+"""Most tokens of a rank, and the longest document, that fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import (
+    ActivationPolicy,
+    LayerPolicy,
+    TensorShare,
+)
+from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.memory.round_bytes import chunk_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes
+
+
+def lean_policy(
+    model: ModelSpec,
+    num_tokens: int,
+    host_bytes: int,
+    tile_tokens: int,
+    num_layers: int = 0,
+    keeps_attention: bool = False,
+) -> ActivationPolicy:
+    """The policy with the least device memory for a chunk of so many tokens on a rank: only layer inputs are kept.
+
+    As many as fit go to the host, those of the first layers, whose backward is last. keeps_attention: attention outputs are
+    kept too and go the same way, so that attention is not run again.
+    """
+    num_layers = num_layers or model.num_layers
+    input_bytes = class_bytes(model, "layer_input") * num_tokens
+    if keeps_attention:
+        input_bytes += class_bytes(model, "attention_output") * num_tokens
+    shares = (min(1.0, max(0.0, host_bytes / input_bytes - i)) if input_bytes else 0.0 for i in range(num_layers))
+    # shares are cut at whole tokens, never above the limit
+    parts = [int(share * num_tokens) / max(1, num_tokens) for share in shares]
+    recomputed = TensorShare("attention_output", recompute=1.0)
+    # layers alike are one object, which is counted once
+    known = {
+        part: LayerPolicy(
+            (
+                TensorShare("layer_input", host=part, device=1 - part),
+                TensorShare("attention_output", host=part, device=1 - part) if keeps_attention else recomputed,
+                TensorShare("qkv", recompute=1.0),
+                TensorShare("mlp", recompute=1.0),
+            )
+        )
+        for part in set(parts)
+    }
+    layers = [known[part] for part in parts]
+    return ActivationPolicy(0, 0, tuple(layers), tile_tokens)
+
+
+def most_tokens(
+    model: ModelSpec,
+    device_bytes: int,
+    host_bytes: int,
+    tile_tokens: int,
+    trains_weights: bool = True,
+    is_shared: bool = False,
+    groups_heads: bool = False,
+) -> int:
+    """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
+
+    device_bytes: what weights, gradients and optimizer states leave of the device. is_shared: as a rank of a group, whose
+    exchanges take room, holding so many tokens of it. groups_heads: see `Load`.
+    """
+
+    def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
+        # copies that arrive take room too, so that with few layers the host may not pay
+        return tuple(lean_policy(model, num_tokens, limit, tile_tokens) for limit in {0, host_bytes})
+
+    return longest_document(model, device_bytes, host_bytes, policies, trains_weights, is_shared, groups_heads)
+
+
+def longest_document(
+    model: ModelSpec,
+    device_bytes: int,
+    host_bytes: int,
+    policies: Callable[[int], Sequence[ActivationPolicy | None]],
+    trains_weights: bool = True,
+    is_shared: bool = False,
+    groups_heads: bool = False,
+) -> int:
+    """The most tokens of one document on one rank for which one of the policies (None: keep everything) fits, by bisection."""
+
+    def fits(num_tokens: int) -> bool:
+        load = Load.document(num_tokens, model.num_layers, trains_weights)
+        load = replace(load, is_shared=is_shared, groups_heads=groups_heads)
+        found = (chunk_bytes(model, load, policy) for policy in policies(num_tokens))
+        return any(one.device + one.workspace <= device_bytes and one.host <= host_bytes for one in found)
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
