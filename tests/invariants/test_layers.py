@@ -1,128 +1,211 @@
-"""The layer table of the design as a test over the syntax trees: imports only go down, at any depth of a file."""
+"""The order of the house as one table: which sub-package may import which, and what it may take from outside."""
 
 from __future__ import annotations
 
 import ast
+import configparser
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_longctx"
-MAX_LINES = {PACKAGE: 600, "kernels": 800}
 
-_FRAMEWORKS = ("torch", "transformers", "accelerate", "triton", "peft", "trl", "datasets", "huggingface_hub", "flash_attn")
-_SOLVERS = ("pulp", "highspy")
-# layer -> what it must never import; a name also forbids everything below it
-_FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "timeline": (*_FRAMEWORKS, *_SOLVERS, PACKAGE),
-    "plan": (*_FRAMEWORKS, *(f"{PACKAGE}.{layer}" for layer in ("sim", "runtime", "hf", "cli", "kernels", "recipes"))),
-    "sim": (*_FRAMEWORKS, *(f"{PACKAGE}.{layer}" for layer in ("runtime", "hf", "cli", "kernels", "recipes"))),
-    "kernels": (*(name for name in _FRAMEWORKS if name not in ("torch", "triton")), "torch.distributed"),
-    "runtime": (
-        *("transformers", "accelerate", "peft", "trl", "datasets", *_SOLVERS),
-        *(f"{PACKAGE}.{layer}" for layer in ("hf", "sim", "cli", "recipes")),
+# Sub-packages (and single modules) from the bottom up. A line may import the lines above it; rooms on one line do not import
+# each other.
+ORDER = """
+_version  timeline  kernels
+plan.core
+plan.cost  plan.solver  plan.chunks  plan.memory
+plan.activations  plan.groups
+plan.groups.programs  plan.prediction
+plan.pipeline.activations
+plan.pipeline
+plan.planner
+plan.stage_count
+sim.workloads  sim.capacity
+sim.scenario  sim.execution  sim.longest
+sim.memory_use  sim.others
+sim.forecast
+sim.output
+runtime.core  runtime.parameters  runtime.tiles
+runtime.activations
+runtime.attention
+runtime.process_groups
+runtime.execution
+runtime.measure
+hf.ranks  hf.models
+hf.config  hf.checkpoints
+hf.planning
+hf.data
+hf.start
+hf.self_test  hf.calibration
+hf.trainer
+hf.stock  hf.evaluation
+cli
+"""
+
+# Rooms outside `runtime` that it may import: the planner decides, the runtime obeys.
+BELOW_RUNTIME = ("timeline", "kernels", "plan.core")
+
+# Packages from outside that a layer may import, besides the standard library; those in brackets only inside functions.
+OUTSIDE = {
+    "timeline": "(matplotlib)",
+    "plan": "numpy",
+    "plan.solver": "numpy (pulp) (highspy)",
+    "sim": "numpy (matplotlib) (pyarrow) (yaml)",
+    "kernels": "torch triton",
+    "runtime": "torch numpy psutil (flash_attn)",
+    "hf": (
+        "torch numpy transformers accelerate datasets peft tqdm psutil xxhash safetensors huggingface_hub pyarrow jinja2 "
+        "packaging (matplotlib) (bitsandbytes)"
     ),
-    "hf": (f"{PACKAGE}.cli", f"{PACKAGE}.recipes", *_SOLVERS),
-    "cli": (f"{PACKAGE}.recipes",),
+    "cli": "(torch) (transformers) (accelerate) (numpy) (yaml)",
 }
-_RUNTIME_MAY_USE_OF_PLAN = tuple(f"{PACKAGE}.plan.{name}" for name in ("types", "specs", "serialize", "sharding"))
-_MAY_USE_PRIVATE_TRANSFORMERS = ("compat.py", "stages.py", "trainer.py")
+
+# Modules that may use private names of transformers, and torch.distributed is nothing for kernels.
+PRIVATE_TRANSFORMERS = ("hf.start.model_checks", "hf.models.cutting", "hf.trainer")
+# Data that is read from a package higher up: profiles of hardware lie with the recipes.
+DATA_ABOVE = {("plan.cost", "recipes")}
+
+# Packages that the planner, the simulator and the command line start without.
+FRAMEWORKS = ("torch", "transformers", "accelerate", "triton", "peft", "trl", "datasets", "huggingface_hub", "flash_attn")
+
+# circles that are about to be cut
+STILL_OPEN = {
+    ("plan.pipeline.pipeline_planner", "plan.planner"),
+    ("runtime.execution.round", "runtime.execution.executor"),
+    ("runtime.execution.lent_round", "runtime.execution.executor"),
+}
+
+MOST_LINES = {PACKAGE: 600, "kernels": 800}
+MOST_MODULES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported module or name of a module, as far as the syntax can tell; `at_start`: it runs when the file is imported."""
+    """A module, or a name of a module, that a file imports; `at_start`: when the file itself is imported."""
 
-    names: tuple[str, ...]
+    name: str
     line: int
     at_start: bool
+    is_text: bool = False
+
+
+def levels() -> dict[str, int]:
+    """Every room of the table with its line, counted from the bottom."""
+    return {room: level for level, line in enumerate(ORDER.split("\n")) for room in line.split()}
 
 
 def module_of(path: str) -> str:
-    """The dotted name under which the file at `path` (from the repository root) is imported."""
+    """The dotted name under which the file at `path` (from the repository root) is imported, without the package's name."""
     parts = list(Path(path).with_suffix("").parts)
-    if parts[0] == "kernels":
-        # kernels/longctx is installed as hf_longctx.kernels
-        parts[:2] = [PACKAGE, "kernels"]
-    return ".".join(parts)
+    # kernels/longctx is installed as hf_longctx.kernels
+    parts[: 2 if parts[0] == "kernels" else 1] = ["kernels"] if parts[0] == "kernels" else []
+    return ".".join(part for part in parts if part != "__init__")
 
 
-def layer_of(path: str) -> str:
-    parts = module_of(path).split(".")
-    return parts[1] if len(parts) > 1 else ""
-
-
-def imports_of(source: str, path: str) -> Iterator[Import]:
-    """Every import of a file: statements at any depth, relative ones resolved, and importlib calls with a literal name."""
-    package = module_of(path).split(".")[:-1]
-    tree = ast.parse(source)
-    delayed = {id(inner) for node in ast.walk(tree) if _delays(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        at_start = id(node) not in delayed
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import((alias.name,), node.lineno, at_start)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            parent = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield Import((parent, f"{parent}.{alias.name}"), node.lineno, at_start)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield Import((node.args[0].value,), node.lineno, at_start)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("torch", "transformers"):
-            # torch.distributed.x after `import torch`, transformers._x after `import transformers`
-            yield Import((f"{node.value.id}.{node.attr}",), node.lineno, False)
-
-
-def _delays(node: ast.AST) -> bool:
-    """Whether what stands inside does not run at import: function bodies and blocks for the type checker."""
-    if isinstance(node, ast.If):
-        return "TYPE_CHECKING" in ast.unparse(node.test)
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+def longest_key(module: str, keys: Iterator[str] | dict[str, object]) -> str:
+    """The longest of `keys` that is `module` or one of its parents; empty where none is."""
+    return max((key for key in keys if is_under(module, key)), key=len, default="")
 
 
 def is_under(name: str, parent: str) -> bool:
     return name == parent or name.startswith(f"{parent}.")
 
 
+def imports_of(source: str, path: str) -> Iterator[Import]:
+    """Every import of a file: statements at any depth, relative ones, and texts that name a module of the package."""
+    package = [PACKAGE, *module_of(path).split(".")][:-1]
+    if path.endswith("__init__.py"):
+        package = [PACKAGE, *module_of(path).split(".")]
+    tree = ast.parse(source)
+    delayed = {id(inner) for node in ast.walk(tree) if _delays(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        at_start = id(node) not in delayed
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, at_start)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parent = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield Import(f"{parent}.{alias.name}", node.lineno, at_start)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(rf"{PACKAGE}(\.\w+)+", node.value):
+                yield Import(node.value, node.lineno, at_start, is_text=True)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield Import(node.args[0].value, node.lineno, at_start)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("torch", "transformers"):
+            # torch.distributed.x after `import torch`, transformers._x after `import transformers`
+            yield Import(f"{node.value.id}.{node.attr}", node.lineno, False)
+
+
+def _delays(node: ast.AST) -> bool:
+    """Whether the body of `node` does not run at import: functions, and blocks for the type checker."""
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
 def violations(source: str, path: str) -> list[str]:
-    """What the file at `path` imports against the layer table, as readable lines."""
-    found = []
+    """Imports of the file at `path` that the tables do not allow, as readable lines."""
+    module = module_of(path)
+    found = set()
     for item in imports_of(source, path):
-        for complaint in _complaints(item, path):
-            found.append(f"{path}:{item.line}: {complaint}")
-    return sorted(set(found))
+        own = item.name.removeprefix(f"{PACKAGE}.") if is_under(item.name, PACKAGE) else ""
+        complaint = _complaint_inside(module, item, own) if own else _complaint_outside(module, item)
+        if complaint:
+            found.add(f"{path}:{item.line}: {complaint}")
+    return sorted(found)
 
 
-def _complaints(item: Import, path: str) -> Iterator[str]:
-    layer, file, name = layer_of(path), Path(path).name, item.names[-1]
-    for parent in _FORBIDDEN.get(layer, ()):
-        if is_under(name, parent):
-            yield f"{layer} must never import {name}"
-    top = name.split(".")[0]
-    if layer == "plan" and file != "solver.py" and top in _SOLVERS:
-        yield f"only solver.py may import {name}"
-    if layer == "plan" and top not in {*sys.stdlib_module_names, "numpy", *_SOLVERS, PACKAGE, *_FRAMEWORKS}:
-        yield f"plan is stdlib and numpy, not {name}"
-    if layer == "kernels" and top == PACKAGE and not is_under(name, f"{PACKAGE}.kernels"):
-        yield f"kernels must never import {name}"
-    is_of_plan = is_under(name, f"{PACKAGE}.plan")
-    if layer == "runtime" and is_of_plan and not any(is_under(name, allowed) for allowed in _RUNTIME_MAY_USE_OF_PLAN):
-        yield f"runtime must not import {name}; of plan only {', '.join(_RUNTIME_MAY_USE_OF_PLAN)}"
-    is_private = any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-    if layer == "hf" and file not in _MAY_USE_PRIVATE_TRANSFORMERS and top == "transformers" and is_private:
-        yield f"{name} is private to transformers"
-    if layer in ("cli", "", "__init__") and item.at_start:
-        light = top in sys.stdlib_module_names or is_under(name, f"{PACKAGE}._version") or is_under(name, f"{PACKAGE}.cli")
-        if not light:
-            yield f"{name} is imported at module level; import it inside the command or on first use"
+def _complaint_inside(module: str, item: Import, imported: str) -> str:
+    if module == "" or (module == "recipes" and imported == ""):
+        # public names of the package are loaded on first use
+        return "" if not item.at_start or item.is_text or is_under(imported, "_version") else f"{item.name} at module level"
+    room, other = longest_key(module, levels()), longest_key(imported, levels())
+    if any(is_under(room, low) and is_under(imported, high) for low, high in DATA_ABOVE) and item.is_text:
+        return ""
+    if not room:
+        return f"{module} is in no room of the table"
+    if not other:
+        return f"{room} must not import {item.name}, which is in no room of the table"
+    if room == other:
+        return ""
+    if levels()[other] >= levels()[room] and (module, other) not in STILL_OPEN:
+        return f"{room} must not import {other}, which stands beside or above it"
+    if is_under(room, "runtime") and not is_under(other, "runtime") and other not in BELOW_RUNTIME:
+        return f"runtime may import {', '.join(BELOW_RUNTIME)} only, not {other}"
+    if room == "kernels" or (room == "timeline"):
+        return f"{room} stands alone and must not import {other}"
+    if is_under(room, "cli") and item.at_start and not is_under(other, "_version"):
+        return f"{item.name} is imported at module level; import it inside the command"
+    return ""
+
+
+def _complaint_outside(module: str, item: Import) -> str:
+    top = item.name.split(".")[0]
+    if top in sys.stdlib_module_names or top == PACKAGE:
+        return "" if top != PACKAGE or module not in ("timeline", "kernels") else f"{module} must not import {PACKAGE}"
+    layer = longest_key(module, OUTSIDE)
+    allowed = OUTSIDE.get(layer, "").split()
+    if top not in allowed and not (f"({top})" in allowed and not item.at_start):
+        return f"{layer or PACKAGE} must not import {item.name}" + (" at module level" if f"({top})" in allowed else "")
+    if layer == "kernels" and is_under(item.name, "torch.distributed"):
+        return f"kernels must not import {item.name}"
+    is_private = any(part.startswith("_") and not part.startswith("__") for part in item.name.split("."))
+    if top == "transformers" and is_private and not any(is_under(module, each) for each in PRIVATE_TRANSFORMERS):
+        return f"{item.name} is private to transformers"
+    return ""
 
 
 def source_files() -> list[str]:
@@ -130,68 +213,133 @@ def source_files() -> list[str]:
     return sorted(str(file.relative_to(ROOT)) for file in files)
 
 
-def test_the_walk_finds_the_package_and_the_kernels() -> None:
+@cache
+def _import_graph() -> dict[str, set[str]]:
+    """Files of the package and the files that each of them imports."""
+    modules = {module_of(path) for path in source_files()}
+    graph: dict[str, set[str]] = {}
+    for path in source_files():
+        names = [
+            item.name.removeprefix(f"{PACKAGE}.") for item in imports_of((ROOT / path).read_text(), path) if not item.is_text
+        ]
+        targets = (name if name in modules else name.rpartition(".")[0] for name in names)
+        graph[module_of(path)] = {target for target in targets if target in modules and target}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Some modules that import each other in a circle, in order; empty where there are none."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        found = next(filter(None, (walk(other, [*path, module]) for other in sorted(graph.get(module, ())))), [])
+        done.add(module)
+        return found
+
+    return next(filter(None, (walk(module, []) for module in sorted(graph))), [])
+
+
+def test_every_file_has_a_room() -> None:
     files = source_files()
     assert {f"{PACKAGE}/plan/planner.py", f"{PACKAGE}/timeline.py", "kernels/longctx/__init__.py"} <= set(files)
-    assert {layer_of(file) for file in files} >= {"timeline", "plan", "runtime", "hf", "cli", "kernels"}
+    lost = [path for path in files if not path.endswith("__init__.py") and not longest_key(module_of(path), levels())]
+    assert lost == []
 
 
 @pytest.mark.parametrize("path", source_files())
-def test_a_file_imports_only_what_its_layer_may(path: str) -> None:
+def test_a_file_imports_only_what_its_room_may(path: str) -> None:
     assert violations((ROOT / path).read_text(), path) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {module: others - {b for a, b in STILL_OPEN if a == module} for module, others in _import_graph().items()}
+    assert circle(graph) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
 @pytest.mark.parametrize("path", source_files())
 def test_no_file_is_too_long(path: str) -> None:
     num_lines = len((ROOT / path).read_text().splitlines())
-    limit = MAX_LINES[path.split("/")[0]]
+    limit = MOST_LINES[path.split("/")[0]]
     assert num_lines <= limit, f"{path} has {num_lines} lines; cut it in two along its ideas, {limit} is the cap"
+
+
+def test_no_folder_has_too_many_files() -> None:
+    folders: dict[Path, int] = {}
+    for top in (PACKAGE, "kernels", "recipes", "tests"):
+        for file in (ROOT / top).rglob("*.py"):
+            folders[file.parent] = folders.get(file.parent, 0) + (file.name != "__init__.py")
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > MOST_MODULES}
+    assert crowded == {}, f"more than {MOST_MODULES} files; give a group of them a folder with a name from the domain"
+
+
+def test_the_wheel_has_every_folder() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    folders = {str(file.parent.relative_to(ROOT)) for top in (PACKAGE, "recipes") for file in (ROOT / top).rglob("*.py")}
+    names = {folder.replace("/", ".") for folder in folders}
+    expected = {name if is_under(name, PACKAGE) else f"{PACKAGE}.{name}" for name in names} | {f"{PACKAGE}.kernels"}
+    assert listed == expected
+    assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("hf_longctx/timeline.py", "import torch"),
-        ("hf_longctx/timeline.py", "from hf_longctx.plan import types"),
-        ("hf_longctx/plan/cost/cost_model.py", "import torch.nn as nn"),
-        ("hf_longctx/plan/cost/cost_model.py", "def f():\n    if True:\n        from transformers import Trainer"),
-        ("hf_longctx/plan/cost/cost_model.py", "try:\n    import accelerate\nexcept ImportError:\n    pass"),
-        ("hf_longctx/plan/cost/cost_model.py", "import pulp"),
-        ("hf_longctx/plan/cost/cost_model.py", "from highspy import Highs"),
-        ("hf_longctx/plan/cost/cost_model.py", "import scipy.optimize"),
-        ("hf_longctx/plan/cost/cost_model.py", "from hf_longctx.runtime import mesh"),
-        ("hf_longctx/plan/cost/cost_model.py", "from hf_longctx import hf"),
-        ("hf_longctx/plan/cost/cost_model.py", "from ..sim import workloads"),
-        ("hf_longctx/plan/cost/cost_model.py", "from .. import cli"),
-        ("hf_longctx/plan/cost/cost_model.py", "import importlib\nx = importlib.import_module('torch')"),
-        ("hf_longctx/plan/solver/solve.py", "import pulp, torch"),
+        ("hf_longctx/timeline.py", "from hf_longctx.plan.core import types"),
+        ("hf_longctx/plan/cost/traffic.py", "import torch.nn as nn"),
+        ("hf_longctx/plan/cost/traffic.py", "def f():\n    if True:\n        from transformers import Trainer"),
+        ("hf_longctx/plan/cost/traffic.py", "try:\n    import accelerate\nexcept ImportError:\n    pass"),
+        ("hf_longctx/plan/cost/traffic.py", "import pulp"),
+        ("hf_longctx/plan/cost/traffic.py", "import scipy.optimize"),
+        ("hf_longctx/plan/cost/traffic.py", "from hf_longctx.plan.groups import greedy"),
+        ("hf_longctx/plan/cost/traffic.py", "from hf_longctx.plan.memory.stage import stage_state_bytes"),
+        ("hf_longctx/plan/cost/traffic.py", "from hf_longctx.runtime.process_groups import pool"),
+        ("hf_longctx/plan/cost/traffic.py", "from hf_longctx import hf"),
+        ("hf_longctx/plan/cost/traffic.py", "from ...sim import workloads"),
+        ("hf_longctx/plan/cost/traffic.py", "from ... import cli"),
+        ("hf_longctx/plan/cost/traffic.py", "import importlib\nx = importlib.import_module('torch')"),
+        ("hf_longctx/plan/cost/traffic.py", "import importlib\nx = importlib.import_module('hf_longctx.hf.config')"),
+        ("hf_longctx/plan/cost/traffic.py", "x = importlib.resources.files('hf_longctx.hf.models')"),
+        ("hf_longctx/plan/core/types.py", "from hf_longctx.plan.planner import plan_step"),
+        ("hf_longctx/plan/pipeline/orders.py", "def f():\n    from hf_longctx.plan.planner import plan_step"),
+        ("hf_longctx/plan/solver/solve.py", "import highspy"),
+        ("hf_longctx/plan/solver/solve.py", "def f():\n    import torch"),
         ("hf_longctx/sim/workloads.py", "import triton"),
-        ("hf_longctx/sim/workloads.py", "from hf_longctx.runtime.mesh import GroupPool"),
+        ("hf_longctx/sim/workloads.py", "from hf_longctx.runtime.process_groups.pool import GroupPool"),
         ("kernels/longctx/rms.py", "import torch.distributed as dist"),
         ("kernels/longctx/rms.py", "from torch import distributed"),
         ("kernels/longctx/rms.py", "import torch\nx = torch.distributed.get_rank()"),
-        ("kernels/longctx/rms.py", "from hf_longctx.plan import types"),
-        ("kernels/longctx/rms.py", "from ..plan import types"),
+        ("kernels/longctx/rms.py", "from hf_longctx.plan.core import types"),
+        ("kernels/longctx/rms.py", "from ..plan import core"),
         ("kernels/longctx/rms.py", "import hf_longctx"),
         ("kernels/longctx/rms.py", "import transformers"),
-        ("hf_longctx/runtime/process_groups/pool.py", "import transformers"),
-        ("hf_longctx/runtime/process_groups/pool.py", "from peft import LoraConfig"),
-        ("hf_longctx/runtime/process_groups/pool.py", "from hf_longctx.hf.config import LongContextConfig"),
-        ("hf_longctx/runtime/process_groups/pool.py", "from hf_longctx.sim import workloads"),
-        ("hf_longctx/runtime/process_groups/pool.py", "from hf_longctx.plan.cost import CostModel"),
-        ("hf_longctx/runtime/process_groups/pool.py", "from hf_longctx.plan import planner"),
-        ("hf_longctx/runtime/process_groups/pool.py", "from ..plan.validate import validate_plan"),
-        ("hf_longctx/runtime/process_groups/pool.py", "import hf_longctx.plan.prediction.evaluate"),
+        ("hf_longctx/runtime/measure.py", "import transformers"),
+        ("hf_longctx/runtime/measure.py", "from peft import LoraConfig"),
+        ("hf_longctx/runtime/measure.py", "from hf_longctx.hf.config import LongContextConfig"),
+        ("hf_longctx/runtime/measure.py", "from hf_longctx.sim import workloads"),
+        ("hf_longctx/runtime/measure.py", "from hf_longctx.plan.cost.cost_model import CostModel"),
+        ("hf_longctx/runtime/measure.py", "from hf_longctx.plan import planner"),
+        ("hf_longctx/runtime/attention/ring.py", "from hf_longctx.runtime.execution.executor import StepExecutor"),
         ("hf_longctx/hf/data/sampler.py", "from hf_longctx.cli import main"),
+        ("hf_longctx/hf/data/sampler.py", "from hf_longctx.recipes import sft"),
         ("hf_longctx/hf/data/sampler.py", "from transformers.trainer import _is_peft_model"),
         ("hf_longctx/hf/data/sampler.py", "from transformers._private import thing"),
         ("hf_longctx/hf/data/sampler.py", "import transformers\nx = transformers._LazyModule"),
+        ("hf_longctx/hf/data/sampler.py", "import pulp"),
         ("hf_longctx/cli/main.py", "import numpy"),
         ("hf_longctx/cli/main.py", "from hf_longctx.plan.planner import plan_step"),
         ("hf_longctx/cli/main.py", "if True:\n    import torch"),
         ("hf_longctx/cli/main.py", "class A:\n    import yaml"),
         ("hf_longctx/__init__.py", "from hf_longctx.hf.config import LongContextConfig"),
         ("hf_longctx/__init__.py", "import torch"),
+        ("hf_longctx/drawer/any.py", "from hf_longctx.plan.core.types import Chunk"),
     ],
 )
 def test_the_checker_catches_a_planted_violation(path: str, source: str) -> None:
@@ -201,22 +349,20 @@ def test_the_checker_catches_a_planted_violation(path: str, source: str) -> None
 @pytest.mark.parametrize(
     ("path", "source"),
     [
+        ("hf_longctx/plan/cost/traffic.py", "import numpy as np\nfrom . import profiles\nfrom ..core import types"),
+        ("hf_longctx/plan/cost/profiles.py", "x = importlib.resources.files('hf_longctx.recipes')"),
+        ("hf_longctx/plan/solver/highs.py", "def f():\n    import highspy"),
         (
-            "hf_longctx/plan/cost/cost_model.py",
-            "import numpy as np\nfrom hf_longctx.timeline import TimelineEvent\nfrom . import types",
+            "hf_longctx/sim/workloads.py",
+            "import numpy\nfrom hf_longctx.plan.planner import plan_step\ndef f():\n    import matplotlib",
         ),
-        ("hf_longctx/plan/solver/solve.py", "import pulp\nimport highspy"),
-        ("hf_longctx/sim/workloads.py", "import numpy, matplotlib\nfrom hf_longctx.plan.planner import plan_step"),
         ("kernels/longctx/rms.py", "import torch, triton\nfrom . import reference\nfrom hf_longctx.kernels import reference"),
-        ("hf_longctx/runtime/process_groups/pool.py", "import torch.distributed\nfrom hf_longctx.plan.types import Chunk"),
+        ("hf_longctx/runtime/measure.py", "import torch.distributed\nfrom hf_longctx.plan.core.types import Chunk"),
         (
-            "hf_longctx/runtime/process_groups/pool.py",
-            "from hf_longctx.plan import types, sharding\nfrom hf_longctx.timeline import TimelineEvent",
+            "hf_longctx/runtime/measure.py",
+            "from hf_longctx.plan.core import types\nfrom hf_longctx.timeline import TimelineEvent",
         ),
-        (
-            "hf_longctx/hf/data/sampler.py",
-            "from transformers import __version__, Trainer\nfrom hf_longctx.plan.cost import CostModel",
-        ),
+        ("hf_longctx/hf/data/sampler.py", "from transformers import __version__, Trainer"),
         ("hf_longctx/hf/start/model_checks.py", "from transformers.trainer import _is_peft_model"),
         ("hf_longctx/hf/trainer/trainer.py", "import transformers._private"),
         ("hf_longctx/cli/main.py", "import argparse\nfrom hf_longctx._version import __version__"),
@@ -229,10 +375,12 @@ def test_the_checker_lets_the_allowed_pass(path: str, source: str) -> None:
 
 
 _PLAN_AND_SHOW = """
-from hf_longctx.plan.cost import CostModel, default_coefficients
+from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.serialize import plan_to_json
-from hf_longctx.plan.specs import GENERIC_CPU, ClusterSpec, ModelSpec, PlannerConfig
 model, cluster = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100), ClusterSpec(4, 4, GENERIC_CPU)
 costs = CostModel(model, cluster, default_coefficients(model, cluster))
 plan = plan_step(0, [70, 30, 20], costs, PlannerConfig(50, (1, 2, 4)))
@@ -255,10 +403,10 @@ with tempfile.TemporaryDirectory() as folder:
         "import hf_longctx.cli.main; hf_longctx.cli.main.build_parser()",
         _PLAN_AND_SHOW,
     ],
-    ids=["package", "timeline", "planner", "calibration", "cli", "plan and show"],
+    ids=["package", "timeline", "planner", "fitting", "cli", "plan and show"],
 )
 def test_the_light_half_runs_without_loading_a_framework(code: str) -> None:
-    check = f"\nimport sys\nloaded = [name for name in {_FRAMEWORKS!r} if name in sys.modules]\nassert not loaded, loaded"
+    check = f"\nimport sys\nloaded = [name for name in {FRAMEWORKS!r} if name in sys.modules]\nassert not loaded, loaded"
     run = subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
