@@ -1,4 +1,4 @@
-"""Intervals of a step: what was measured, in the order it ended, on one clock that starts with the step."""
+"""The step clock: one interval per measured action, in the order of their ends, in seconds since the start of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss: token sums in at least fp32, nothing from masked tokens, and the same weight for every label token."""
+"""The loss: token sums in at least fp32, nothing from masked tokens, and equal weight for every label token."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_all_masked_is_exactly_zero_with_zero_gradients(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    # 4096 equal tokens: a half-precision sum stops growing (bf16) or overflows (fp16: above 65504 with ten such rows)
+    # 4096 equal tokens: a half-precision sum would stop growing (bf16) or overflow (fp16: above 65504 with ten such rows)
     num_tokens = 4096
     logits = torch.zeros(1, num_tokens, 8, dtype=dtype)
     logits[..., 0] = 3.0

@@ -1,4 +1,4 @@
-"""Ranks of several stages against one process: the norm of the whole model, clipped steps, and weights that lie on two stages."""
+"""Clipping on several stages against one process: the norm of the whole model, clipped steps, weights held by two stages."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_clipped_steps_of_stages_are_those_of_the_whole_model(
         assert norms == pytest.approx(expected_norms, rel=1e-14)
         assert max(relative_error(weight, expected[name].detach()) for name, weight in weights.items()) <= 1e-12
     if tied:
-        # bit by bit, else they would drift apart
+        # equal bit by bit, or the copies would drift apart
         assert torch.equal(results[0][1]["model.embed_tokens.weight"], results[-1][1]["lm_head.weight"])

@@ -80,7 +80,7 @@ def test_one_rank_keeps_its_gradients() -> None:
 
 
 def completed_on_rank(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Two sums of steps in which rank r has a gradient for parameter r alone, and on rank 0 for parameter 2."""
+    """Sums of two steps in which rank r has a gradient only for parameter r, and rank 0 also for parameter 2."""
     pool = group_pool()
     parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(4)]
     gradients, found = GradientSum(parameters), []

@@ -1,4 +1,4 @@
-"""Sharded parameters: any plan still gives the gradients of one plain process, and weights are gathered as often as said."""
+"""Sharded parameters: any plan gives the gradients of one plain process, and weights are gathered as often as documented."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def test_every_admitted_class_matches_with_tied_embeddings(ranks, family: str, p
 
 
 def chunks_plan(orders: tuple[str, str], parameters: Parameters) -> StepPlan:
-    """Two ranks with three chunks of one sequence each in one round, then a round of one chunk; `orders` of their actions."""
+    """Two ranks, each with three chunks of one sequence in the first micro-batch and one chunk in the second.
+
+    `orders`: the order of the actions of each rank.
+    """
     plan = plan_of([[(1, (0, 1, 2)), (1, (3, 4, 5))], [(2, (6,))]], CHUNK_LENGTHS, 2)
     groups = []
     for group, order in zip(plan.micro_batches[0].groups, orders, strict=True):
@@ -96,7 +99,7 @@ FFFBBB, FBFBFB, FFBFBB = "0F0 0F1 0F2 0B2 0B1 0B0", "0F0 0B0 0F1 0B1 0F2 0B2", "
         ((FBFBFB, FBFBFB), "sharded"),
         ((FFBFBB, FFBFBB), "sharded"),
         ((FFFBBB, FFFBBB), "gathered_per_round"),
-        # gathered once, so ranks may differ
+        # weights are gathered once, so the orders of the ranks may differ
         ((FFFBBB, FBFBFB), "gathered_per_round"),
         ((FFBFBB, FBFBFB), "gathered_per_round"),
     ],
@@ -120,7 +123,7 @@ def test_bf16_weights_stay_in_the_band_of_plain_bf16(ranks, parameters: Paramete
 
 
 def accumulated(num_rounds: int, num_chunks: int, fp32_gradients: bool) -> float:
-    """The gradient of a bf16 weight over both ranks: one of 1 and all others of 2^-9, which bf16 rounds away beside it."""
+    """Gradient of a bf16 weight over both ranks: one chunk gives 1, all others 2^-9, which bf16 would round away when added."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 2, bias=False, dtype=torch.bfloat16))
     shard_model(model, ("Linear",), mesh(2), fp32_gradients)
     parameters = ShardedParameters(model, fp32_gradients)
@@ -138,7 +141,7 @@ def accumulated(num_rounds: int, num_chunks: int, fp32_gradients: bool) -> float
 
 @pytest.mark.parametrize("num_rounds,num_chunks", [(65, 1), (1, 65), (13, 5)])
 def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, num_chunks: int) -> None:
-    # two ranks of 1 + 64 / 512; a round's sum is rounded to bf16 once
+    # two ranks of 1 + 64 / 512 each; the sum of a micro-batch is rounded to bf16 once
     assert ranks(2).run(accumulated, num_rounds, num_chunks, True) == [2.25] * 2
     assert max(ranks(2).run(accumulated, num_rounds, num_chunks, False)) < 2.25
 
@@ -156,7 +159,7 @@ def test_random_plans_match(ranks, parameters: Parameters) -> None:
 
 @contextmanager
 def planted(bug: str) -> Iterator[None]:
-    """Replaces a step of the gradient reduction by a wrong one."""
+    """Replaces one step of the gradient reduction by a wrong one."""
     if bug == "mean over ranks":
         with patch.object(FSDPModule, "set_gradient_divide_factor", lambda unit, factor: None):
             yield
@@ -191,7 +194,7 @@ def test_planted_bug_is_noticed(ranks, bug: str) -> None:
 
 
 def collectives_of_a_step(plan_json: str, rows: list[dict[str, list[int]]], shard_ranks: int) -> tuple[Counter[str], bool]:
-    """How often this rank gathers, reduces and sums over copies in a step and an evaluation, and whether it ends sharded."""
+    """Counts of gathers, reductions and sums over copies in a step and an evaluation, and whether the model ends sharded."""
     plan, pool = plan_from_json(plan_json), group_pool()
     model = build_model(ModelCase(dtype=torch.float32))
     patch_model(model)
@@ -217,15 +220,15 @@ def collectives_of_a_step(plan_json: str, rows: list[dict[str, list[int]]], shar
 
 
 def num_events(profile: torch.profiler.profile, label: str) -> int:
-    """Regions of FSDP2 with this label; a unit's name may follow in brackets."""
+    """Profiler regions of FSDP2 with this label; the name of a unit may follow in brackets."""
     return sum(event.name.split(" ")[0] == label for event in profile.events())
 
 
-# three units: two layers and the rest; the round of one chunk, then the round of three
+# three units: two layers and the rest; first the micro-batch of one chunk, then that of three
 @pytest.mark.parametrize(
     "parameters,shard_ranks,gathers,evaluation",
     [
-        # a layer is gathered by each forward and each backward, the rest by a forward, or by a backward after another's
+        # each forward and each backward gathers a layer; the rest is gathered by a forward, or by a backward that follows another
         ("sharded", 2, 2 * 2 * 4 + 1 + 3, 2 * 4 + 1),
         ("gathered_per_round", 2, 3 * 2, 3),
     ],
@@ -236,7 +239,7 @@ def test_weights_are_gathered_as_often_as_the_plan_says(
     plan, rows = chunks_plan((FFFBBB, FFFBBB), parameters), random_rows(CHUNK_LENGTHS)
     for calls, is_sharded in ranks(2).run(collectives_of_a_step, plan_to_json(plan), rows, shard_ranks):
         assert calls["gathers"] == gathers
-        # once per round and unit, whatever the number of chunks
+        # once per micro-batch and unit, whatever the number of chunks
         assert calls["reductions"] == 2 * 3
         assert calls["evaluation"] == evaluation
         assert is_sharded
@@ -247,12 +250,12 @@ def test_copies_are_summed_once_per_step(ranks) -> None:
     plan = plan_of(layout, lengths, num_ranks, parameters="sharded")
     for calls, _ in ranks(4).run(collectives_of_a_step, plan_to_json(plan), random_rows(lengths), 2):
         assert calls["reductions"] == 3 * 3
-        # one bucket, behind the last round
+        # one bucket, after the last micro-batch
         assert calls["copies"] == 1
 
 
 def refusals() -> list[str]:
-    """What this rank says to wrong combinations of plan, model and mesh."""
+    """Error messages of this rank for wrong combinations of plan, model and mesh."""
     pool, found = group_pool(), []
     plain, sharded = build_model(ModelCase()), build_model(ModelCase())
     shard_model(sharded, sharded._no_split_modules, mesh(2))
@@ -277,8 +280,8 @@ def plan_of_mode(parameters: Parameters) -> StepPlan:
 def test_what_does_not_fit_is_refused_by_name(ranks) -> None:
     for found in ranks(2).run(refusals):
         assert found == [
-            "the plan expects sharded parameters, but the model is not sharded; apply shard_model to it",
-            "the plan expects replicated parameters, but the model is sharded; plan with parameters='sharded'",
+            "the plan expects sharded parameters, but this model is not sharded; apply shard_model to it",
+            "the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'",
             "LlamaForCausalLM has no layers of class NoSuchLayer to shard",
-            "shard_ranks is 3, which does not divide the 2 ranks of the run or of a stage; choose a divisor",
+            "shard_ranks is 3, which does not divide the 2 ranks of a stage (without stages: of the run); choose a divisor",
         ]
