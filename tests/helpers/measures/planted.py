@@ -1,9 +1,13 @@
-"""Bugs to plant in the package's own functions, so that tests can show that they would notice them."""
+"""Bugs to plant in the package's own functions, so that tests can show that they would notice them.
+
+A replaced function that nobody calls shows nothing: the product may have moved it, and call it by another name. So every
+replacement counts its calls, and `UnusedReplacement` is raised where there were none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +20,7 @@ from hf_longctx.hf.models import attention
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.execution import executor
+from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
 from hf_longctx.runtime.tiles.patterns import CAUSAL
@@ -24,42 +29,72 @@ from hf_longctx.runtime.tiles.patterns import CAUSAL
 BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the cut", "rounds in another order on one rank")
 
 
+class UnusedReplacement(RuntimeError):
+    """A test replaced a function of the package that the package did not call meanwhile."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function of a module or class while the body runs; raises UnusedReplacement if it was never called.
+
+    A body that raises ends with its own error.
+    """
+    num_calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return replacement(*args, **kwargs)
+
+    inside = vars(owner).get(name)
+    if isinstance(inside, (staticmethod, classmethod)):
+        counted = type(inside)(counted)
+    with patch.object(owner, name, counted):
+        yield
+    if not num_calls:
+        raise UnusedReplacement(f"nobody called {getattr(owner, '__name__', owner)}.{name}; replace what the product calls")
+
+
 @contextmanager
 def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
     """Replaces a function of the package by a wrong one while the body runs; the empty bug changes nothing."""
     if not bug:
         yield
         return
-    makers = {
+    makers: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "loss normalised per rank": lambda: _mean_per_rank(num_ranks),
         "documents leak": _one_document,
         "labels shifted after the cut": _late_shift,
         "rounds in another order on one rank": lambda: _reversed_rounds(rank),
         "positions of the shard": _own_positions,
         "frequencies of the slice": _frequencies_of_slices,
-        "windows ignored": lambda: patch.object(attention, "AttentionPattern", lambda **settings: CAUSAL),
+        "windows ignored": lambda: replaced(attention, "AttentionPattern", lambda **settings: CAUSAL),
         "queries scaled by their place in the row": lambda: patch.object(attention, "_TEMPERED", ()),
         "neighbour's keys": _neighbours_keys,
         "neighbour's keys in rings": _neighbours_block,
         "gradients of keys and values dropped": _dropped_gradients,
-        "gradients of one rank": lambda: patch.object(ReplicatedParameters, "reduce", lambda self, group, tied=None: None),
+        "gradients of one rank": lambda: replaced(ReplicatedParameters, "reduce", lambda self, group, tied=None: None),
     }
     with makers[bug]():
         yield
 
 
-def _mean_per_rank(num_ranks: int) -> Any:
+@contextmanager
+def _mean_per_rank(num_ranks: int) -> Iterator[None]:
     def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum") / (labels != -100).sum().clamp(min=1)
 
-    return patch.multiple(executor, summed_cross_entropy=mean, step_loss=lambda loss, count: loss / num_ranks)
+    with ExitStack() as both:
+        both.enter_context(replaced(executor, "summed_cross_entropy", mean))
+        both.enter_context(replaced(round_module, "step_loss", lambda loss, count: loss / num_ranks))
+        yield
 
 
 def _frequencies_of_slices() -> Any:
     def tokens(group: Any, chunk: Any) -> dict[int, int]:
         return {span.sequence: span.num_tokens for span in chunk.spans}
 
-    return patch.object(pool, "document_tokens", tokens)
+    return replaced(pool, "document_tokens", tokens)
 
 
 def _one_document() -> Any:
@@ -68,7 +103,7 @@ def _one_document() -> Any:
     def bounds(pieces: Any) -> tuple[int, ...]:
         return (0, original(pieces)[-1])
 
-    return patch.object(pool, "document_bounds", bounds)
+    return replaced(pool, "document_bounds", bounds)
 
 
 def _late_shift() -> Any:
@@ -79,7 +114,7 @@ def _late_shift() -> Any:
         shard = original(chunk, group, position, unshifted)
         return replace(shard, shift_labels=collator.shift(shard.shift_labels[0]).unsqueeze(0))
 
-    return patch.object(collator, "chunk_inputs", inputs)
+    return replaced(collator, "chunk_inputs", inputs)
 
 
 def _reversed_rounds(rank: int) -> Any:
@@ -90,7 +125,7 @@ def _reversed_rounds(rank: int) -> Any:
             plan, inputs = replace(plan, rounds=plan.rounds[::-1]), inputs[::-1]
         return original(self, plan, inputs, num_label_tokens)
 
-    return patch.object(executor.StepExecutor, "run", run)
+    return replaced(executor.StepExecutor, "run", run)
 
 
 def _own_positions() -> Any:
@@ -100,7 +135,7 @@ def _own_positions() -> Any:
         shard = original(*args)
         return replace(shard, position_ids=torch.arange(shard.input_ids.shape[1]).unsqueeze(0))
 
-    return patch.object(collator, "chunk_inputs", inputs)
+    return replaced(collator, "chunk_inputs", inputs)
 
 
 def _neighbours_keys() -> Any:
@@ -110,7 +145,7 @@ def _neighbours_keys() -> Any:
         q, k, v = original(received, tokens, *sizes)
         return q, k.roll(tokens[0], dims=1), v.roll(tokens[0], dims=1)
 
-    return patch.object(sequence_parallel, "join_tokens", joined)
+    return replaced(sequence_parallel, "join_tokens", joined)
 
 
 def _neighbours_block() -> Any:
@@ -120,7 +155,7 @@ def _neighbours_block() -> Any:
         for block, kv in original(own, where, direct):
             yield block, kv if block == where.index else kv.roll(1, dims=2)
 
-    return patch.object(ring, "_around", around)
+    return replaced(ring, "_around", around)
 
 
 def _dropped_gradients() -> Any:
@@ -130,4 +165,4 @@ def _dropped_gradients() -> Any:
         front, own = original(self, layer, part)
         return front, own.zero_()
 
-    return patch.object(KVBook, "gradients", gradients)
+    return replaced(KVBook, "gradients", gradients)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.classes import TESTED_MODELS
-from hf_longctx.hf.start import model_checks
+from hf_longctx.hf.start import versions
 from hf_longctx.hf.start.arguments import argument_problems, placement_problems, setup_problems
 
 SHAPE = {
@@ -129,7 +129,7 @@ def test_a_trainer_argument_without_effect_is_refused_by_name(tmp_path, name: st
 
 
 def test_an_old_transformers_is_refused_with_both_versions(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(model_checks, "__version__", "5.16.2")
+    monkeypatch.setattr(versions, "__version__", "5.16.2")
     (problem,) = argument_problems(arguments(tmp_path), {})
     assert "transformers 5.16.2 is installed, 5.17 or newer is needed; pip install -U transformers" in problem
 

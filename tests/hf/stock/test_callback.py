@@ -392,7 +392,7 @@ def train_with_ddp_arguments(rows: list[dict[str, list[int]]]) -> bool:
         trainer = make_stock_trainer(CASE, rows, folder, arguments, callbacks=[LongContextCallback(config)])
         with pytest.MonkeyPatch.context() as patch:
             lines: list[str] = []
-            patch.setattr("hf_longctx.hf.callback.logger.warning", lambda text, *values: lines.append(text % values))
+            patch.setattr("hf_longctx.hf.stock.callback.logger.warning", lambda text, *values: lines.append(text % values))
             trainer.train()
     is_said = any("lookahead_batches" in line and "micro_batch_trials" in line for line in lines)
     return trainer.state.global_step == 1 and is_said == (dist.get_rank() == 0)

@@ -15,7 +15,7 @@ from helpers.trainers.trl_runs import rows_of, train_trl, trl_arguments
 
 from hf_longctx import LongContextCallback, LongContextMixin
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start import model_checks
+from hf_longctx.hf.start import versions
 from hf_longctx.hf.start.trl import alone_problems
 
 pytestmark = [
@@ -144,6 +144,6 @@ def test_other_trainers_and_versions_of_trl_are_refused_by_name(tmp_path: Path, 
     assert "RewardConfig is for a trainer of TRL whose forwards are not tested" in problem
     args = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
     assert alone_problems(args) == []
-    monkeypatch.setattr(model_checks, "_TRL", "1.17")
+    monkeypatch.setattr(versions, "_TRL", "1.17")
     (problem,) = alone_problems(args)
     assert "its trainers are tested with 1.17" in problem

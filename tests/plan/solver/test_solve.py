@@ -200,7 +200,7 @@ def test_a_wrong_answer_of_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch
 
     def answer(values: list[float]) -> None:
         found = Solution("optimal", "highs", np.array(values), sum(values), 0.0, np.zeros(1))
-        monkeypatch.setattr(solve, "_solve_with_highs", lambda *_: found)
+        monkeypatch.setattr(solve, "solve_with_highs", lambda *_: found)
 
     answer([1.0, 1.0])
     with pytest.raises(SolverError, match="violate the program by"):

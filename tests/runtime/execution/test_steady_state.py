@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.measures.planted import replaced
 from helpers.models.models import ModelCase, build_model, random_rows
 from helpers.plans import steps
 from helpers.plans.steps import group_pool, plan_of, rank_inputs
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.runtime.execution import executor
+from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.execution.executor import StepExecutor
 
 # operators whose result has to come to the host, or that pin memory
@@ -45,7 +46,7 @@ def operators_of_a_step(plan: StepPlan, rows: list[dict[str, list[int]]], bug: b
     def forbidden(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a step made a process group or waited for the device")
 
-    original = executor.step_loss
+    original = round_module.step_loss
 
     def waiting(loss: torch.Tensor, count: int) -> torch.Tensor:
         return original(loss, count + int(loss.detach() < 0))
@@ -53,7 +54,7 @@ def operators_of_a_step(plan: StepPlan, rows: list[dict[str, list[int]]], bug: b
     with (
         patch.object(dist, "new_group", forbidden),
         patch.object(torch.cuda, "synchronize", forbidden),
-        patch.object(executor, "step_loss", waiting if bug else original),
+        replaced(round_module, "step_loss", waiting if bug else original),
         Recorder() as recorder,
     ):
         runner.run(rank_plan, chunks, 10)
