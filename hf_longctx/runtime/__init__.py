@@ -1,1 +1,1 @@
-"""Torch and torch.distributed: obeys plans. Of `plan` it imports only types, specs, serialize and sharding."""
+"""Executes plans with torch and torch.distributed; `hf` calls it. It imports nothing of `plan` but `plan.core`."""

@@ -30,7 +30,7 @@ from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.tiles.tile import Scores
+from hf_longctx.runtime.tiles.plain import Scores
 
 NUM_TOKENS = 512
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 8, 2, 16, 96, 176

@@ -1,1 +1,1 @@
-"""Checkpoints of sharded and staged models, in the format of Hugging Face."""
+"""Saves and loads sharded and staged models in the checkpoint format of Hugging Face."""

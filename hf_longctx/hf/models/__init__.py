@@ -1,1 +1,1 @@
-"""What is read from, and patched into, Hugging Face models."""
+"""Reads Hugging Face models and configs, and binds our attention, rotary embeddings and stages to their instances."""

@@ -1,1 +1,1 @@
-"""Agreement among ranks, what a launcher tells them, and which of them are lost."""
+"""Agreement among ranks, the launcher's environment, shared host memory, and the naming of lost ranks."""

@@ -1,1 +1,1 @@
-"""The self-test at the start of a run: the plan on a small copy against plain transformers."""
+"""Self-test at the start of a run: compares planned steps on a reduced copy of the model with plain transformers."""

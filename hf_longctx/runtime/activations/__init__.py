@@ -1,1 +1,1 @@
-"""Activation policies carried out: kept, offloaded and recomputed tensors of a layer."""
+"""Executes activation policies: which saved tensors of a layer are kept, offloaded or recomputed."""

@@ -1,1 +1,1 @@
-"""Attention of a chunk over a sequence group: Ulysses, ring, slices with a K/V book."""
+"""Attention of a chunk over its sequence group: Ulysses, ring, and slices that read earlier slices from the K/V book."""

@@ -34,7 +34,7 @@ from hf_longctx.runtime.attention.heads import KVReaders, split_kv
 from hf_longctx.runtime.attention.kv_book import KeyRun, KVBook, Slice
 from hf_longctx.runtime.attention.rows import KeyPiece, front_pieces, rows_backward, rows_forward, sinks_backward
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
-from hf_longctx.runtime.tiles.plain import Scores
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import tile_backward
 
 
@@ -147,7 +147,7 @@ def _document_backward(
     tiles = how.pattern.own_tiles(0, q_hTD.shape[1])
     if len(tiles) == 1 and tiles[0].num_blocks == 1:
         k, v = map(how.readers.gather, (k_gTD, v_gTE))
-        dq, dk, dv = tile_backward(gradient_hTE, q_hTD, k, v, out_hTE, lse_hT, how.scores, causal=True)
+        dq, dk, dv = tile_backward(gradient_hTE, TileInputs(q_hTD, k, v, how.scores, causal=True), out_hTE, lse_hT)
         return dq, how.readers.fold(dk), how.readers.fold(dv)
     dk_gTD, dv_gTE = (torch.zeros(x.shape, dtype=lse_hT.dtype, device=x.device) for x in (k_gTD, v_gTE))
     own = KeyPiece((k_gTD, v_gTE), tiles, (dk_gTD, dv_gTE))

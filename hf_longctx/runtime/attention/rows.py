@@ -19,7 +19,7 @@ from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.runtime.attention.heads import KVReaders, split_kv
 from hf_longctx.runtime.attention.kv_book import KeyRun
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
-from hf_longctx.runtime.tiles.plain import Scores
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import tile_backward, tile_forward
 
 
@@ -147,7 +147,7 @@ def rows_backward(
 def _forward(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, readers: KVReaders, scores: Scores) -> tuple[Tensor, Tensor]:
     """Output and LSE of a tile."""
     q, (k, v) = _read(q_hTD, tile.rows, tile), _read_keys(piece, tile, readers)
-    out, lse = tile_forward(q, k, v, scores, causal=tile.mask != "full")
+    out, lse = tile_forward(TileInputs(q, k, v, scores, causal=tile.mask != "full"))
     return _turned(out, tile), _turned(lse, tile)
 
 
@@ -164,7 +164,7 @@ def _backward(
     """Gradients of a tile's queries, keys and values."""
     gradient, q, out, lse = (_read(x, tile.rows, tile) for x in (gradient_hTE, q_hTD, out_hTE, lse_hT))
     k, v = _read_keys(piece, tile, readers)
-    dq, dk, dv = tile_backward(gradient, q, k, v, out, lse, scores, causal=tile.mask != "full")
+    dq, dk, dv = tile_backward(gradient, TileInputs(q, k, v, scores, causal=tile.mask != "full"), out, lse)
     return _turned(dq, tile), _turned(dk, tile), _turned(dv, tile)
 
 

@@ -1,1 +1,1 @@
-"""Inputs of a chunk, the loss, clocks and small tools that every other room uses."""
+"""Chunk inputs, the loss, the step clock and method binding, used by every other package of the runtime."""

@@ -1,4 +1,4 @@
-"""Methods bound to one instance of a module."""
+"""Replaces a method on one instance of a module; the activation engine and the `hf` model patches use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import nn
 
 
 def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
-    """`function` as a method of `module` alone: a copy of the module, which takes it along, runs as its class does."""
+    """Makes `function` a method of `module` alone.
+
+    A deep copy of the module carries the method along; there it falls back to the forward of the class.
+    """
 
     def method(this: nn.Module, *args: Any, **keywords: Any) -> Any:
         if this is not module:

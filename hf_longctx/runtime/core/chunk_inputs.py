@@ -1,4 +1,4 @@
-"""What a rank feeds a model for one chunk."""
+"""The tensors a rank feeds its model for one chunk: made by the collators of `hf`, run by the executor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ChunkInputs:
     shift_labels: Tensor
 
     def pin_memory(self) -> ChunkInputs:
-        """The same shard in pinned memory; called by the loader's pinning thread."""
+        """Copy of the shard in pinned memory; called by the loader's pinning thread."""
         return ChunkInputs(*(t.pin_memory() for t in (self.input_ids, self.position_ids, self.shift_labels)))
 
     def to(self, device: torch.device) -> ChunkInputs:
-        """The same shard on `device`; from pinned memory the copies do not block the host."""
+        """Copy of the shard on `device`; from pinned memory the copies do not block the host."""
         return ChunkInputs(*(t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.shift_labels)))

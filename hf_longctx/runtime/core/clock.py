@@ -1,4 +1,7 @@
-"""Times what a rank does in a step, without synchronising inside it: wall clock on CPU, events on CUDA."""
+"""Times the actions of one rank in a step without synchronising inside the step: wall clock on CPU, events on CUDA.
+
+The executor measures every action with it; step reports, calibration and refits read the intervals after the step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One timed action: `round` is its micro-batch (-1 outside any), seconds count from the start of the step."""
+    """One timed action. `round`: index of its micro-batch, -1 outside of any. Seconds count from the start of the step."""
 
     round: int
     kind: str
@@ -22,7 +25,7 @@ class Interval:
 
 
 class StepClock:
-    """Collects intervals of one step. Read `intervals()` after the step: on CUDA it waits for the last event."""
+    """Collects the intervals of one step. Call `intervals()` only after the step: on CUDA it waits for the last event."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

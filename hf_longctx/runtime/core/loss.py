@@ -1,7 +1,8 @@
-"""The loss of a plan: cross-entropy summed over tokens, divided once by the step's label tokens over all ranks.
+"""The loss of a step: cross-entropy summed over tokens, divided once by the number of label tokens of all ranks.
 
-Whatever the plan, every label token weighs the same, so loss and gradients do not depend on it. (FlexSP's artefact takes
-the mean inside each group, which makes a token's weight depend on its group.)
+Every label token has equal weight under any plan, so loss and gradients do not depend on the plan. (FlexSP's published
+code takes the mean inside each group, so that a token's weight depends on its group.) Called by the executor, the tiled
+output head and the evaluation.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ IGNORE_INDEX = -100
 
 
 def summed_cross_entropy(logits_1TV: Tensor, shift_labels_1T: Tensor) -> Tensor:
-    """Scalar sum over this rank's label tokens, in at least fp32; exactly zero, with zero gradients, where all are masked.
+    """Cross-entropy summed over this rank's label tokens: a scalar in at least fp32.
 
-    `shift_labels` holds the next token of each position (shifted before any cut) and IGNORE_INDEX where there is none.
+    `shift_labels` holds the next token of each position (shifted before sequences were cut), IGNORE_INDEX where there is none.
+    If all labels are masked, loss and gradients are exactly zero.
     """
     logits_TV = logits_1TV.reshape(-1, logits_1TV.shape[-1])
     if logits_TV.dtype in (torch.float16, torch.bfloat16):
@@ -28,9 +30,10 @@ def summed_cross_entropy(logits_1TV: Tensor, shift_labels_1T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """How well the next token of every token of a shard was predicted, without a graph; zero and False without a label.
+    """Prediction quality of each token of a shard, without a graph.
 
-    losses_T: the cross-entropy, computed in at least fp32 and held as fp64. is_right_T: whether the label was likeliest.
+    losses_T: cross-entropy, computed in at least fp32 and stored as fp64; 0 for tokens without a label.
+    is_right_T: whether the label was the most likely token; False without a label.
     """
 
     losses_T: Tensor
@@ -39,7 +42,7 @@ class TokenScores:
 
 @torch.no_grad()
 def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor) -> TokenScores:
-    """The scores whose losses add up to `summed_cross_entropy`."""
+    """Scores of every token of a shard; their losses add up to `summed_cross_entropy`."""
     logits_TV, labels_T = logits_1TV.reshape(-1, logits_1TV.shape[-1]), shift_labels_1T.reshape(-1)
     is_right_T = logits_TV.argmax(-1) == labels_T
     if logits_TV.dtype in (torch.float16, torch.bfloat16):
@@ -49,8 +52,9 @@ def token_scores(logits_1TV: Tensor, shift_labels_1T: Tensor) -> TokenScores:
 
 
 def step_loss(loss_sum: Tensor, num_label_tokens: int) -> Tensor:
-    """This rank's share of the step's loss: sums over ranks and chunks to the mean over `num_label_tokens`.
+    """One chunk's contribution to the loss of the step.
 
-    `num_label_tokens` counts the label tokens of the whole step over all ranks. A step without any has loss zero.
+    Summed over ranks and chunks, the contributions are the mean over `num_label_tokens`, the label tokens of the whole step
+    on all ranks. A step without label tokens has loss zero.
     """
     return loss_sum / max(num_label_tokens, 1)

@@ -1,1 +1,1 @@
-"""Gradients summed over ranks, sharded parameters, and the clipped norm."""
+"""Gradient sums over ranks, parameters sharded by FSDP2, and gradient clipping across pipeline stages."""

@@ -1,4 +1,7 @@
-"""Gradients of a step: summed over chunks in at least fp32, then over all ranks once, in flat buckets."""
+"""Sums the gradients of a step: over chunks in at least fp32, then once over ranks, in flat buckets.
+
+`ReplicatedParameters` and `sharded.ShardedParameters` use it; the executor calls those.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ _BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TiedWeight:
-    """A parameter that the first and the last stage both hold, and the group of the two ranks that hold the same of it."""
+    """A parameter held by both the first and the last stage, and the group of the two ranks that hold equal copies or shards."""
 
     parameter: nn.Parameter
     ends: dist.ProcessGroup
 
 
 class GradientSum:
-    """Collects the gradients of one step of a model's trainable parameters.
+    """Accumulates the gradients of a model's trainable parameters over one step.
 
-    Weights in half precision get a buffer in fp32 each (4 bytes per parameter, kept between steps): adding the gradients
-    of many chunks in bf16 loses those of small chunks. `in_fp32=False` saves the buffers and adds in the weights' dtype.
+    Each half-precision weight gets an fp32 buffer (4 bytes per parameter, kept between steps), because adding the gradients
+    of many chunks in bf16 loses those of small chunks. `in_fp32=False` saves these buffers and adds in the weights' dtype.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], in_fp32: bool = True) -> None:
@@ -39,7 +42,7 @@ class GradientSum:
         self._in_fp32 = in_fp32
 
     def absorb(self) -> None:
-        """Call after every backward: moves gradients in half precision to their buffers; others stay where they are."""
+        """Adds half-precision gradients to their fp32 buffers; other gradients stay in `.grad`. Call it after every backward."""
         if not self._in_fp32:
             return
         for parameter in self.parameters:
@@ -52,7 +55,7 @@ class GradientSum:
             parameter.grad = None
 
     def complete(self) -> None:
-        """Zeros for what got no gradient, so that ranks that ran different layers can be summed over. Before `reduce`."""
+        """Gives parameters without a gradient zeros, so that ranks that ran different layers can be summed. Before `reduce`."""
         for parameter in self.parameters:
             if parameter.grad is None and parameter not in self._wide:
                 parameter.grad = torch.zeros_like(parameter)
@@ -61,17 +64,17 @@ class GradientSum:
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
-        The gradient of `tied` adds up over its ends too. Every rank of a group must call it with the same parameters in the
-        same order, and have gradients for the same ones: true since every rank runs at least one chunk through all its layers.
-        Of a sharded gradient the rank's shard is summed, so ranks of the group must hold the same shards. On the current
-        stream.
+        The gradient of `tied` is also summed over the two stages that hold it. Every rank of a group must call it with equal
+        parameters in equal order and with gradients for equal ones; this holds because every rank runs at least one chunk
+        through all its layers. Only the local shard of a sharded gradient is summed, so the ranks of the group must hold equal
+        shards. Runs on the current stream.
         """
         sums = [self._wide.get(parameter, parameter.grad) for parameter in self.parameters]
         if group is not None:
-            for bucket in _buckets([_local(gradient) for gradient in sums if gradient is not None]):
+            for bucket in _buckets([local_shard(gradient) for gradient in sums if gradient is not None]):
                 _sum_bucket(bucket, group)
         if tied is not None and tied.parameter.requires_grad:
-            _sum_bucket([_local(self._sum_of(tied.parameter))], tied.ends)
+            _sum_bucket([local_shard(self._sum_of(tied.parameter))], tied.ends)
         for parameter, wide in self._wide.items():
             parameter.grad = wide.to(parameter.dtype)
             wide.zero_()
@@ -83,21 +86,21 @@ class GradientSum:
 
 
 class ReplicatedParameters:
-    """Parameters of a plain or DDP-wrapped model: whole on every rank, gradients summed once, at the end of a step."""
+    """Parameters of a plain or DDP-wrapped model: whole on every rank, gradients summed once at the end of a step."""
 
     def __init__(self, model: nn.Module, fp32_gradients: bool) -> None:
         self.model = model
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
 
     def check(self, parameters: Parameters) -> None:
-        """Raises ValueError unless these parameters can take the steps of such a plan."""
+        """Raises ValueError if a plan made for `parameters` of another kind cannot run on these."""
         if parameters != "replicated":
-            raise ValueError(f"the plan expects {parameters} parameters, but the model is not sharded; apply shard_model to it")
+            raise ValueError(f"the plan expects {parameters} parameters, but this model is not sharded; apply shard_model to it")
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Around all forwards and backwards of a step.
+        """Context around all forwards and backwards of a step.
 
-        DDP's reducer expects one forward per backward, which a plan does not promise, so it stays out.
+        It switches DDP's own reducer off, which expects one forward per backward; plans do not promise that.
         """
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
@@ -108,27 +111,28 @@ class ReplicatedParameters:
         """Nothing to announce."""
 
     def after_backward(self) -> None:
-        """After every backward."""
+        """Collects the gradients of a backward; call it after each one."""
         self.gradients.absorb()
 
     def complete(self) -> None:
-        """Before `reduce`, where ranks of the group ran different layers: gradients of zero for all others."""
+        """Adds zero gradients for layers that did not run. Call it before `reduce` if ranks of the group ran different layers."""
         self.gradients.complete()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
-        """Leaves the sum over the ranks of `group`, and for `tied` over its ends, in every `.grad`. Collective over both."""
+        """Leaves the sum over `group` in every `.grad`, for `tied` also over its two stages. Collective over these ranks."""
         self.gradients.reduce(group, tied)
 
     def free(self) -> None:
         """Nothing to free."""
 
 
-def _local(gradient: Tensor) -> Tensor:
+def local_shard(gradient: Tensor) -> Tensor:
+    """This rank's shard of a sharded gradient; any other gradient as it is."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Consecutive gradients of one dtype, about 64 MiB together."""
+    """Consecutive gradients of one dtype, at most 64 MiB per bucket unless one gradient is larger."""
     buckets: list[list[Tensor]] = []
     for gradient in gradients:
         last = buckets[-1] if buckets else []
@@ -141,9 +145,9 @@ def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
 def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
     dist.all_reduce(flat, group=group)
-    parts = flat.split([gradient.numel() for gradient in bucket])
-    for gradient, part in zip(bucket, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    sums = flat.split([gradient.numel() for gradient in bucket])
+    for gradient, total in zip(bucket, sums, strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:

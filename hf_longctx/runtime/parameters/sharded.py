@@ -1,10 +1,12 @@
-"""Sharded parameters (FSDP2): wrapping, and when a round gathers weights and reduces gradients.
+"""Shards a model with FSDP2, and decides when a micro-batch gathers weights and reduces gradients.
 
-Shards lie over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), never over a
-sequence group, so a plan moves tokens and never weights. Gradients of a round add up unsharded on each rank and are
-reduce-scattered as a sum in the round's last backward; with HSDP the blocks' sums are added once, behind the step's last
-round. Not inside it, as FSDP2 would: blocks may run different numbers of rounds, and one that is done would wait for another
-that still waits for it in a group of both.
+`hf` calls `shard_mesh` and `shard_model` at start-up; the executor drives `ShardedParameters`.
+
+Parameters are sharded over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), but never
+over a sequence group: a plan moves tokens and never weights. Within a micro-batch each rank accumulates unsharded gradients; the
+last backward reduce-scatters them as a sum. With HSDP the sums of the blocks are added once, after the last micro-batch of the
+step. FSDP2 would add them in every micro-batch, which can deadlock: blocks may run different numbers of micro-batches, and a
+block that has finished would wait in the shared group for one that is waiting for it elsewhere.
 """
 
 from __future__ import annotations
@@ -23,26 +25,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, ReplicatedParameters, TiedWeight
 
-# how torch's logs call the groups of the mesh
+# description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
-# the attribute of a sharded model that holds the ranks with the same shards
+# attribute of a sharded model that holds the group of ranks with equal shards
 _COPIES = "longctx_copies"
 
 
 def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages: int = 1) -> DeviceMesh:
-    """The mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, copies across blocks of a stage.
+    """Mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, with copies across a stage's blocks.
 
-    Collective over all ranks: every rank creates every group in one order; call it before the sequence groups are made.
-    The groups are the mesh's own, so that a rank that waits longer than `timeout_s` fails. One mesh of a kind serves the whole
-    process, since torch takes equal meshes for the same. Raises ValueError unless `shard_ranks` divides the number of ranks of
-    a stage.
+    Collective over all ranks, which create every group in one order; call it before the sequence groups are made. The mesh gets
+    groups of its own, so that a rank that waits longer than `timeout_s` fails. Repeated calls with equal arguments return one
+    mesh, because torch treats equal meshes as identical. Raises ValueError unless `shard_ranks` divides the ranks of a stage.
     """
     num_ranks = dist.get_world_size()
     ranks_per_stage = num_ranks // num_stages
     if shard_ranks < 1 or ranks_per_stage % shard_ranks:
         raise ValueError(
-            f"shard_ranks is {shard_ranks}, which does not divide the {ranks_per_stage} ranks of the run or of a stage; choose "
-            f"a divisor"
+            f"shard_ranks is {shard_ranks}, which does not divide the {ranks_per_stage} ranks of a stage (without stages: of the "
+            f"run); choose a divisor"
         )
     return _new_mesh(dist.group.WORLD, device_type, shard_ranks, timeout_s, num_stages)
 
@@ -50,7 +51,7 @@ def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages:
 @functools.cache
 def _new_mesh(world: dist.ProcessGroup, device_type: str, shard_ranks: int, timeout_s: float, num_stages: int) -> DeviceMesh:
     num_ranks, rank = world.size(), world.rank()
-    # of all stages, since every rank creates every group
+    # every rank creates the groups of all stages, not only those of its own
     stages = torch.arange(num_ranks).view(num_stages, -1, shard_ranks)
     shards = _own_group(stages.flatten(0, 1).tolist(), rank, timeout_s)
     blocks = stages[rank // (num_ranks // num_stages)]
@@ -61,12 +62,12 @@ def _new_mesh(world: dist.ProcessGroup, device_type: str, shard_ranks: int, time
 
 
 def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh, fp32_gradients: bool = True) -> None:
-    """Shards `model` in place over `mesh`: every module of a class in `layer_classes`, then the rest as one unit.
+    """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
-    Tied embeddings belong to the rest, so they stay one parameter. `fp32_gradients`: gradients of weights in half
-    precision add up and are summed over ranks in fp32. Every rank's backward must reach the same parameters, else FSDP2
-    adds up the gradients of different ones in silence; plans send a chunk of every rank through the whole model. Raises
-    ValueError if no module has one of the classes.
+    Tied embeddings are in the last unit and so remain one parameter. `fp32_gradients`: gradients of half-precision weights are
+    accumulated, and summed over ranks, in fp32. Every rank's backward must reach equal parameters, or FSDP2 silently adds
+    gradients of different ones; plans ensure it by sending at least one chunk per rank through the whole model. Raises
+    ValueError if no module is of one of the classes.
     """
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     if not layers:
@@ -76,20 +77,20 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     shards = mesh if mesh.ndim == 1 else mesh["shard"]
     for module in [*layers, model]:
         fully_shard(module, mesh=shards, mp_policy=policy)
-    # for `ShardedParameters`, which sums over copies itself; FSDP2 does not know of them
+    # `ShardedParameters` sums over the copies itself; FSDP2 does not know about them
     setattr(model, _COPIES, mesh.get_group("replicate") if mesh.ndim > 1 else None)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
-        # else fp32 sums would be scaled by 1 inside the collective, which gloo cannot
+        # without it fp32 sums would be scaled by 1 inside the collective, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
 
 
 class ShardedParameters:
-    """Parameters of a model after `shard_model`, in steps of plans that are "sharded" or "gathered_per_round".
+    """Parameters of a model after `shard_model`, for plans whose `parameters` are "sharded" or "gathered_per_round".
 
-    sharded: every forward and backward gathers a layer and frees it (the rest stays from forward to backward).
-    gathered_per_round: the round's first forward gathers each layer, its last backward frees it; the order of actions
-    in between is free.
+    sharded: every forward and backward gathers a layer and frees it afterwards; the unit of embedding and head stays gathered
+    from forward to backward. gathered_per_round: the first forward of a micro-batch gathers each layer and its last backward
+    frees it, so that the order of the actions in between is free.
     """
 
     def __init__(self, model: FSDPModule, fp32_gradients: bool) -> None:
@@ -102,39 +103,42 @@ class ShardedParameters:
         self._is_gathered = False
 
     def check(self, parameters: Parameters) -> None:
-        """Raises ValueError unless these parameters can take the steps of such a plan."""
+        """Raises ValueError if a plan made for `parameters` of another kind cannot run on these."""
         if parameters == "replicated":
-            raise ValueError("the plan expects replicated parameters, but the model is sharded; plan with parameters='sharded'")
+            raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Around all forwards and backwards of a step."""
+        """Context around all forwards and backwards of a step; nothing to switch here."""
         return nullcontext()
 
     def enter_round(self, parameters: Parameters) -> None:
-        """Before the first action of a round."""
+        """Sets when layers are gathered and freed; call it before the first action of a micro-batch."""
         self._is_gathered = parameters == "gathered_per_round"
         for layer in self.layers:
             layer.set_reshard_after_forward(not self._is_gathered, recurse=False)
 
     def before_backward(self, is_last: bool) -> None:
-        """Before every backward; the last one of a round reduces. Collective: every rank has the same last backward."""
+        """Prepares a backward: the last one of a micro-batch (`is_last`) reduces gradients and frees weights.
+
+        All ranks must agree on which backward is the last, since the reduction is collective.
+        """
         self.model.set_is_last_backward(is_last)
         self.model.set_requires_gradient_sync(is_last)
         self.model.set_reshard_after_backward(is_last or not self._is_gathered)
 
     def after_backward(self) -> None:
-        """After every backward: rounds in half precision add up in fp32."""
+        """Collects reduced half-precision gradients in fp32, micro-batch after micro-batch; call it after every backward."""
         self.gradients.absorb()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
-        """Leaves the step's sum of each shard in its `.grad`: a block's ranks have been summed round by round.
+        """Leaves the step's gradient sum of each shard in its `.grad`; sums within a block were made in each micro-batch.
 
-        Collective over the ranks with the same shards, and for `tied` over its ends, which hold the same shards too.
+        Collective over the ranks with equal shards, and for `tied` over its two stages, which hold equal shards too.
         """
         self.gradients.reduce(self.copies, tied)
 
     def free(self) -> None:
-        """After forwards without a backward, which leave weights gathered."""
+        """Frees the weights that forwards without a backward leave gathered."""
         free_gathered(self.model)
 
 
@@ -144,13 +148,13 @@ def is_sharded(model: object) -> bool:
 
 
 def free_gathered(model: object) -> None:
-    """Drops gathered weights, so that the model's parameters are its shards; nothing to do for other models."""
+    """Frees gathered weights, so that the model's parameters are its shards again; does nothing for models not sharded."""
     for unit in _units(model):
         unit.reshard()
 
 
 def parameters_of(model: nn.Module, fp32_gradients: bool) -> ReplicatedParameters | ShardedParameters:
-    """How the parameters of `model` live: sharded if `shard_model` was applied to it."""
+    """The handler for the parameters of `model`: `ShardedParameters` if `shard_model` was applied to it."""
     if isinstance(model, FSDPModule):
         return ShardedParameters(model, fp32_gradients)
     return ReplicatedParameters(model, fp32_gradients)

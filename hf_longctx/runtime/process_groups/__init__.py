@@ -1,1 +1,1 @@
-"""Process groups of a run, and the links between pipeline stages."""
+"""Process groups of a run, and the messages between its pipeline stages."""

@@ -1,1 +1,1 @@
-"""Attention of one tile of queries and keys, by the kernels that are there."""
+"""Attention of one tile of queries and keys, computed by the fastest backend that is available."""

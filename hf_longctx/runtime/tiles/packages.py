@@ -1,18 +1,17 @@
-"""Tiles by the packages flash-attn (FlashAttention 2) and flash-attn-4, where these are installed and found right.
+"""Computes tiles with the packages flash-attn (FlashAttention 2) and flash-attn-4, if they are installed and prove correct.
 
-A backward from merged results needs functions that these packages keep to themselves and change between releases. So a package is
-believed only after its answers for small tiles, with a mask and without, capped and not, forward and backward, were compared
-with plain matrices, once for each device, dtype and head size. One that is not installed is passed over; one that differs or
-fails is left out with a line in the log.
+`tiles.tile` lists both among its backends. A backward from merged results needs private functions of these packages, which change
+between releases. So a package is used only after its results for small tiles (with and without a mask, capped and uncapped,
+forward and backward) have been compared with `tiles.plain`, once per device, dtype and head size. A package that is not installed
+is skipped; one that differs or fails is left out, with a warning in the log.
 
-Their windows and sinks are not used: both are made of tiles and their LSE. Shapes are those of `plain_tiles`.
+Their support for windows and sinks is not used: both are built from tiles and their LSE. Shapes are those of `tiles.plain`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import product
@@ -21,22 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_longctx.runtime.tiles.plain import Scores, plain_backward, plain_forward
+from hf_longctx.runtime.tiles.plain import Backward, Forward, Scores, TileInputs, plain_backward, plain_forward
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Tensor, Tensor, Tensor, Scores, bool], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores, bool], tuple[Tensor, Tensor, Tensor]]
 
 _HALF = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
-# relative to the largest element: inputs are the same, outputs are rounded to bf16, and weights inside
+# largest allowed difference relative to the largest element: outputs and inner softmax weights are rounded to bf16
 _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class PackageTiles:
-    """What a package computes of tiles. verdicts: filled by `takes`, by all that they depend on."""
+    """One package as a tile backend. verdicts: results of the check, filled by `takes`, keyed by all that they depend on."""
 
     name: str
     least_capability: tuple[int, int]
@@ -45,7 +42,7 @@ class PackageTiles:
     verdicts: dict[tuple[tuple[int, int], torch.dtype, int, bool], bool] = field(default_factory=dict)
 
     def takes(self, device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the package is there and right for such tiles on this process's CUDA device; runs small ones the first time."""
+        """Whether the package is installed and correct for such tiles on this process's CUDA device; the first call checks."""
         is_half = dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_HEAD
         if device_type != "cuda" or not is_half or capability < self.least_capability or not self.is_installed:
             return False
@@ -56,24 +53,24 @@ class PackageTiles:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it is there, by its metadata: nothing is imported. False on a machine without CUDA."""
+        """Whether the package's metadata is found (nothing is imported); False on a machine without CUDA."""
         return torch.cuda.is_available() and any(importlib.metadata.distributions(name=self.name))
 
     def is_right(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether small tiles come out as those of plain matrices; if not, says so in the log."""
+        """Whether small tiles agree with `plain`; warns in the log if not."""
         try:
             error = worst_error(self.forward, self.backward, device, dtype, head_dim)
-        # whatever a foreign function raises, its row is left out
+        # whatever the foreign function raises, the package is left out
         except Exception as problem:
             logger.warning(
                 "attention of package %s is not used for heads of %d in %s: its check failed with %s: %s",
                 *(self.name, head_dim, dtype, type(problem).__name__, problem),
             )
             return False
-        # written so that no number is wrong
+        # written so that NaN fails too
         if not error <= _TOLERANCE:
             logger.warning(
-                "attention of package %s is not used for heads of %d in %s: it differs by %.1e from plain matrices (limit %.1e)",
+                "attention of package %s is not used for heads of %d in %s: it differs from plain matrices by %.1e (limit %.1e)",
                 *(self.name, head_dim, dtype, error, _TOLERANCE),
             )
             return False
@@ -81,32 +78,31 @@ class PackageTiles:
 
 
 def worst_error(forward: Forward, backward: Backward, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """The largest difference from plain matrices, relative to each result's largest element; not a number for such results."""
+    """Largest difference from `plain` over several small tiles, relative to each result's largest element; NaN stays NaN."""
     worst = torch.zeros((), device=device)
     for (num_keys, causal), softcap in product(((130, True), (70, False)), (0.0, 1.0)):
         generator = torch.Generator().manual_seed(num_keys)
         shapes = ((4, 130), (4, 130), (2, num_keys), (2, num_keys))
         drawn = [torch.randn(*shape, head_dim, generator=generator).to(dtype).to(device) for shape in shapes]
-        # tokens outermost, as they lie in the K/V book and where heads were gathered
+        # tokens outermost: the memory layout of the K/V book and of heads received from other ranks
         gradient, q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in drawn)
         scores = Scores(head_dim**-0.5, softcap)
-        out, lse = plain_forward(q.float(), k.float(), v.float(), scores, causal)
-        # as if another tile had been merged in
+        tile, wide_tile = (TileInputs(q.to(like), k.to(like), v.to(like), scores, causal) for like in (dtype, torch.float32))
+        out, lse = plain_forward(wide_tile)
+        # pretend that another tile has been merged in
         merged_out, merged_lse = (out * 0.7 + 0.1).to(dtype), lse + 0.3
-        of_plain = (gradient.float(), q.float(), k.float(), v.float(), merged_out.float(), merged_lse)
-        gradients = plain_backward(*of_plain, scores, causal)
-        expected = (out, lse, *gradients)
-        found = (*forward(q, k, v, scores, causal), *backward(gradient, q, k, v, merged_out, merged_lse, scores, causal))
+        expected = (out, lse, *plain_backward(gradient.float(), wide_tile, merged_out.float(), merged_lse))
+        found = (*forward(tile), *backward(gradient, tile, merged_out, merged_lse))
         for ours, plain in zip(found, expected, strict=True):
             if ours.shape != plain.shape:
                 raise ValueError(f"a result has shape {list(ours.shape)}, expected {list(plain.shape)}")
-            # maximum keeps what is not a number
+            # torch.maximum keeps NaN
             worst = torch.maximum(worst, (ours.float() - plain).abs().max() / plain.abs().max())
     return float(worst)
 
 
 def _tokens_first(x_HTD: Tensor) -> Tensor:
-    """[1, T, H, D]: no copy where the last dimension is dense, as these packages want it."""
+    """[1, T, H, D] with a dense last dimension, the layout of these packages; a copy only if it is not dense already."""
     x = x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()
     return x.transpose(0, 1).unsqueeze(0)
 
@@ -116,7 +112,7 @@ def _heads_first(x_1THD: Tensor) -> Tensor:
 
 
 def _flash_2_settings(scores: Scores, causal: bool) -> dict[str, Any]:
-    """What forward and backward are told alike."""
+    """Arguments that forward and backward share."""
     return {
         "dropout_p": 0.0,
         "softmax_scale": scores.scale,
@@ -128,47 +124,46 @@ def _flash_2_settings(scores: Scores, causal: bool) -> dict[str, Any]:
     }
 
 
-def _flash_2_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
+def _flash_2_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     run = import_module(_FLASH_2_MODULE)._flash_attn_forward
     out, lse, *_ = run(
-        *map(_tokens_first, (q, k, v)),
-        **_flash_2_settings(scores, causal),
+        *map(_tokens_first, (tile.q, tile.k, tile.v)),
+        **_flash_2_settings(tile.scores, tile.causal),
         return_softmax=False,
     )
     return _heads_first(out), lse.squeeze(0)
 
 
-def _flash_2_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = [_tokens_first(x) for x in (gradient, q, k, v, out)]
+def _flash_2_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = [_tokens_first(x) for x in (gradient, tile.q, tile.k, tile.v, out)]
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[1:4]]
     import_module(_FLASH_2_MODULE)._flash_attn_backward(
         *inputs,
         lse.contiguous().unsqueeze(0),
         *gradients,
-        **_flash_2_settings(scores, causal),
+        **_flash_2_settings(tile.scores, tile.causal),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     dq, dk, dv = map(_heads_first, gradients)
     return dq, dk, dv
 
 
-def _flash_4_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
+def _flash_4_settings(tile: TileInputs) -> dict[str, Any]:
+    """Arguments that forward and backward share."""
+    return {"softmax_scale": tile.scores.scale, "causal": tile.causal, "softcap": tile.scores.softcap}
+
+
+def _flash_4_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     run = import_module(_FLASH_4_MODULE)._flash_attn_fwd
-    how = {"softmax_scale": scores.scale, "causal": causal, "softcap": scores.softcap}
-    out, lse, *_ = run(*map(_tokens_first, (q, k, v)), **how, return_lse=True)
+    out, lse, *_ = run(*map(_tokens_first, (tile.q, tile.k, tile.v)), **_flash_4_settings(tile), return_lse=True)
     return _heads_first(out), lse.squeeze(0)
 
 
-def _flash_4_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_4_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     run = import_module(_FLASH_4_MODULE)._flash_attn_bwd
-    how = {"softmax_scale": scores.scale, "causal": causal, "softcap": scores.softcap}
-    how["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    inputs = [_tokens_first(x) for x in (q, k, v, out, gradient)]
-    dq, dk, dv = map(_heads_first, run(*inputs, lse.contiguous().unsqueeze(0), **how))
+    settings = _flash_4_settings(tile) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    inputs = [_tokens_first(x) for x in (tile.q, tile.k, tile.v, out, gradient)]
+    dq, dk, dv = map(_heads_first, run(*inputs, lse.contiguous().unsqueeze(0), **settings))
     return dq, dk, dv
 
 

@@ -1,11 +1,14 @@
-"""Which keys a query sees, and the tiles that any pattern is made of.
+"""Attention patterns (causal, windows, chunks) cut into tiles that are either fully visible or causal squares.
 
-Query i sees key j of its document where j <= i and, with a window of W, j > i - W; with chunks of C, where both lie between the
-same multiples of C. A band of W is cut into causal squares and squares of the window's far edge, which are causal squares too
-once queries and keys are in reverse order: with keys from i - W + 1 on, row r of the square sees its keys from r on. What is left
-over are rectangles that are seen wholly. So the operators of `tiles` do every pattern exactly, and none computes what is masked.
+`attention.rows` asks a pattern for the tiles of its rows; `tiles.tile` then computes each exactly, without masked work except in
+the causal squares.
 
-Blocks of W (or C) tokens are one tile together: as many squares, each with heads of its own.
+Query i sees key j of its document if j <= i and, with a window W, j > i - W; with attention chunks of C, if both lie between the
+same two multiples of C. The band of a window is cut into causal squares on the diagonal, squares on the far edge of the window,
+and fully visible rectangles for the rest. A far-edge square is causal too once its queries and keys are reversed: if its keys
+start at i - W + 1 for its first query i, row r sees keys r and later.
+
+Squares of W (or C) tokens at regular distances form one tile of several blocks, computed as if each block were a set of heads.
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# every key; keys up to the query's place; keys from the query's place on
+# full: every key; causal: row r sees keys 0 to r; reversed: row r sees keys r and later
 Mask = Literal["full", "causal", "reversed"]
 
 
 @dataclass(frozen=True, slots=True)
 class PatternTile:
-    """Queries `rows` and keys `keys`, and what these see of those; masked tiles are square.
+    """Queries `rows`, keys `keys`, and which of the keys the queries see; tiles with a mask are square.
 
-    With several blocks, `rows` and `keys` are the first one's, and each of the others lies `stride` tokens behind the last.
+    With several blocks, `rows` and `keys` are those of the first; each further block starts `stride` tokens after the one before.
     """
 
     rows: slice
@@ -32,16 +35,16 @@ class PatternTile:
 
     @property
     def num_rows(self) -> int:
-        """Of one block."""
+        """Query rows of one block."""
         return int(self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """What attention inside a document is besides causal. 0: without it.
+    """Restriction of causal attention inside a document; 0 means no such restriction.
 
-    window: tokens that a query sees, its own included. chunk: a query sees its document's tokens from the last multiple of this
-    position on.
+    window: most tokens that a query sees, including its own. chunk: a query sees the tokens of its document from the last
+    multiple of `chunk` positions on (the attention chunks of Llama 4, not the chunks of a plan).
     """
 
     window: int = 0
@@ -50,27 +53,30 @@ class AttentionPattern:
     def __post_init__(self) -> None:
         if self.window and self.chunk:
             raise ValueError(
-                f"attention has a window of {self.window} tokens and chunks of {self.chunk}; it may have one of them"
+                f"attention has a window of {self.window} tokens and chunks of {self.chunk} tokens; only one of them is supported"
             )
         if min(self.window, self.chunk) < 0:
-            raise ValueError(f"{self} has a negative setting; leave out what does not apply")
+            raise ValueError(f"{self} has a negative setting; use 0 for no window or no chunks")
 
     def first_seen(self, position: int) -> int:
-        """The first key that the query at `position` of its document sees; none that a later one sees lies before it."""
+        """First key that the query at `position` of its document sees; later queries see no earlier key."""
         if self.chunk:
             return position - position % self.chunk
         return max(0, position - self.window + 1) if self.window else 0
 
     def tiles(self, start: int, num_tokens: int, first_key: int, num_keys: int) -> tuple[PatternTile, ...]:
-        """Tokens from position `start` of their document on, and keys that are their own or all before them; may be empty."""
+        """Tiles of `num_tokens` queries from position `start` with `num_keys` keys from position `first_key`; may be empty.
+
+        The keys are either the queries' own tokens or all earlier than these.
+        """
         if first_key == start:
             return self.own_tiles(start, num_tokens)
         return self.front_tiles(start, num_tokens, first_key, num_keys)
 
     def own_tiles(self, start: int, num_tokens: int) -> tuple[PatternTile, ...]:
-        """Tokens from position `start` of their document on, among themselves. Every row's first tile is a causal one."""
+        """Tiles of `num_tokens` queries from position `start` with their own keys. The first tile of every row is causal."""
         size = self.window or self.chunk
-        # windows are cut from the first row on, chunks where they begin
+        # windows are cut from the first row on, attention chunks at their boundaries
         head = min(num_tokens, -start % self.chunk) if self.chunk else 0
         if not size or num_tokens <= (size if self.window else head or size):
             return (_square(0, num_tokens),)
@@ -82,7 +88,7 @@ class AttentionPattern:
         if rest:
             tiles.append(_square(end, rest))
         if self.window > 1 and num_blocks > 1:
-            # the last row of a block sees nothing of the block before, whose first key is seen by none
+            # the last row of a block sees nothing of the previous block, and no row sees that block's first key
             tiles.append(PatternTile(slice(size, 2 * size - 1), slice(1, size), "reversed", num_blocks - 1, size))
         if self.window and rest:
             tiles += [
@@ -92,7 +98,7 @@ class AttentionPattern:
         return tuple(tiles)
 
     def front_tiles(self, start: int, num_tokens: int, first_key: int, num_keys: int) -> tuple[PatternTile, ...]:
-        """Tokens from position `start` on, and the keys from position `first_key` on, all of them before `start`."""
+        """Tiles of `num_tokens` queries from position `start` with `num_keys` keys from `first_key`, all before `start`."""
         if not num_keys:
             return ()
         stop = first_key + num_keys
@@ -100,7 +106,7 @@ class AttentionPattern:
             begin = max(first_key, start - start % self.chunk)
             rows = slice(0, min(num_tokens, -start % self.chunk))
             return (PatternTile(rows, slice(begin - first_key, num_keys), "full"),) if begin < stop else ()
-        # the first key that row 0 sees; row r sees keys from r behind it on
+        # first key that row 0 sees; row r sees keys from seen + r on
         seen = start - self.window + 1 if self.window else first_key - num_tokens
         num_whole = min(num_tokens, max(0, first_key - seen + 1))
         num_rows = min(num_tokens, stop - seen)
@@ -120,5 +126,5 @@ def _square(first: int, num_tokens: int) -> PatternTile:
     return PatternTile(slice(first, first + num_tokens), slice(first, first + num_tokens), "causal")
 
 
-def _moved(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)
+def _moved(tokens: slice, by: int) -> slice:
+    return slice(tokens.start + by, tokens.stop + by)

@@ -1,34 +1,55 @@
-"""A tile by matrices in at least fp32 (fp64 for fp64) over blocks of queries: what is correct for every size and every score.
+"""Computes a tile by matrix products in at least fp32 (fp64 for fp64), block by block of queries.
 
-A block has so many rows that its matrix of scores over all heads has no more than 2^25 elements, or one row. At most three
-such matrices are there at once: 384 MiB of fp32.
+This is the last backend of `tiles.tile`, correct for every head size and every kind of score, and the reference that
+`tiles.packages` checks others against.
 
-Shapes: H query heads, G KV heads (H is a multiple of G, neighbours read the same one), T query tokens, U key tokens, D head size
-of queries and keys, E of values.
+Rows per block are chosen so that the matrix of scores over all heads has at most 2^25 elements, or one row. At most three such
+matrices exist at once: 384 MiB in fp32.
+
+Shapes: H query heads, G KV heads (H is a multiple of G; neighbouring query heads read one KV head), T query tokens, U key tokens,
+R = H/G * T query rows per KV head, D head size of queries and keys, E of values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# of one matrix of a block of queries
+# most elements of one score matrix, over all heads of a block of queries
 _BLOCK_VALUES = 2**25
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How queries and keys are scored: their product times `scale`; with a softcap c (0: none), c tanh(that / c)."""
+    """How queries and keys are scored: s = scale * (q . k), and c * tanh(s / c) with a softcap c (0: none)."""
 
     scale: float
     softcap: float = 0.0
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class TileInputs:
+    """One tile: q [H, T, D], k [G, U, D], v [G, U, E]. A `causal` tile is square: query i sees keys 0 to i; others see all."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Scores
+    causal: bool
+
+
+# tile -> output [H, T, E], LSE [H, T]
+Forward = Callable[[TileInputs], tuple[Tensor, Tensor]]
+# gradient of the output, tile, merged output, merged LSE -> gradients of q, k and v
+Backward = Callable[[Tensor, TileInputs, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def plain_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
     """Output [H, T, E] and LSE [H, T] of a tile."""
+    q, k, v, scores, causal = tile.q, tile.k, tile.v, tile.scores, tile.causal
     outs, lses = [], []
     for rows, keys in _blocks(q, k, causal):
         raw, _ = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
@@ -37,22 +58,21 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool)
         per_kv = q.shape[0] // k.shape[0]
         outs.append(as_heads(out, per_kv))
         lses.append(as_heads(lse, per_kv))
-        # before the next block's are made
+        # free this block's matrices before the next block makes its own
         del raw
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-def plain_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in at least fp32, from merged output and LSE."""
+def plain_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in at least fp32, from the merged output and LSE."""
+    q, k, v, scores, causal = tile.q, tile.k, tile.v, tile.scores, tile.causal
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q, dtype=wide)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows, keys in _blocks(q, k, causal):
         raw, slope = _scored(q[:, rows], k[:, keys], scores, rows if causal else None)
-        of_rows = (gradient, q, out, lse.unsqueeze(-1))
-        wide_gradient, queries, wide_out, lse_GR1 = (as_queries(x[:, rows], per_kv).to(wide) for x in of_rows)
+        per_query = (gradient, q, out, lse.unsqueeze(-1))
+        wide_gradient, queries, wide_out, lse_GR1 = (as_queries(x[:, rows], per_kv).to(wide) for x in per_query)
         weights = raw.sub_(lse_GR1).exp_()
         dv[:, keys] += weights.transpose(1, 2) @ wide_gradient
         delta = (wide_gradient * wide_out).sum(-1, keepdim=True)
@@ -61,13 +81,13 @@ def plain_backward(
             ds.mul_(slope)
         dq[:, rows] = as_heads(ds @ k[:, keys].to(wide), per_kv)
         dk[:, keys] += ds.transpose(1, 2) @ queries
-        # before the next block's are made
+        # free this block's matrices before the next block makes its own
         del raw, slope, weights, ds
     return dq, dk, dv
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, and the keys that some of their rows see."""
+    """(queries, keys) of every block: a range of queries, and the keys that at least one of them sees."""
     num_rows = max(1, _BLOCK_VALUES // max(1, q.shape[0] * k.shape[1]))
     for start in range(0, q.shape[1], num_rows):
         stop = min(start + num_rows, q.shape[1])
@@ -75,17 +95,17 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]
 
 
 def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[Tensor, Tensor | None]:
-    """Scores of a block of queries and the keys, [G, H/G * rows, U], and what a cap's derivative makes of their gradients.
+    """Scores of a block of queries [G, H/G * rows, U], and the derivative of the softcap by the raw scores (None: no cap).
 
-    rows: of a causal tile, which these queries are in it.
+    rows: where these queries are in a causal tile; None for a tile without a mask.
     """
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
     found = (as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2)).mul_(scores.scale)
     slope = None
     if scores.softcap:
-        share = found.div_(scores.softcap).tanh_()
-        slope = share.square().neg_().add_(1)
-        found = share.mul_(scores.softcap)
+        ratio = found.div_(scores.softcap).tanh_()
+        slope = ratio.square().neg_().add_(1)
+        found = ratio.mul_(scores.softcap)
     if rows is not None:
         seen = torch.arange(k.shape[1], device=k.device) <= torch.arange(rows.start, rows.stop, device=k.device).unsqueeze(1)
         found.masked_fill_(~seen.repeat(per_kv, 1), float("-inf"))
@@ -93,10 +113,10 @@ def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[T
 
 
 def as_queries(x_HTX: Tensor, per_kv: int) -> Tensor:
-    """Query heads of one KV head behind each other as its queries: [H, T, ...] to [G, H/G * T, ...]. Only without a mask."""
+    """Folds the query heads of each KV head into its query rows: [H, T, ...] to [G, H/G * T, ...]. For tiles without a mask."""
     return x_HTX.unflatten(0, (-1, per_kv)).flatten(1, 2)
 
 
 def as_heads(x_GRX: Tensor, per_kv: int) -> Tensor:
-    """The inverse of `as_queries`."""
+    """Inverse of `as_queries`: [G, H/G * T, ...] to [H, T, ...]."""
     return x_GRX.unflatten(1, (per_kv, -1)).flatten(0, 1)

@@ -29,7 +29,8 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.recipes.bench.one_document import attention_kernel
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.tile import BACKENDS, tile_backward, tile_forward
 
 TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
 
@@ -261,9 +262,10 @@ def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
             # plain matrices hold all scores
             if name == "plain" and 8 * spec.num_heads * tokens**2 > sizes.copy_bytes:
                 continue
-            out, lse = tile_forward(q, k, v, scores, True, backend=name)
-            forward_s = seconds(partial(tile_forward, q, k, v, scores, True, backend=name), device, sizes.repetitions)
-            backward = partial(tile_backward, gradient, q, k, v, out, lse, scores, True, backend=name)
+            tile = TileInputs(q, k, v, scores, causal=True)
+            out, lse = tile_forward(tile, name)
+            forward_s = seconds(partial(tile_forward, tile, name), device, sizes.repetitions)
+            backward = partial(tile_backward, gradient, tile, out, lse, name)
             backward_s = seconds(backward, device, sizes.repetitions)
             yield Ceiling(f"tile {name}, {tokens} tokens, forward", operations / forward_s / 1e12, "TFLOP/s")
             yield Ceiling(f"tile {name}, {tokens} tokens, backward", 2.5 * operations / backward_s / 1e12, "TFLOP/s")
@@ -304,11 +306,12 @@ def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sl
     lses = []
     for start, stop in pairwise(bounds):
         rows = slice(start, stop)
-        part, lse = tile_forward(q[:, rows], k[:, rows], v[:, rows], scores, True)
+        merged, lse = tile_forward(TileInputs(q[:, rows], k[:, rows], v[:, rows], scores, causal=True))
         if start:
-            part = part.to(lse.dtype)
-            accumulate_attention_(part, lse, *tile_forward(q[:, rows], k[:, :start], v[:, :start], scores, False))
-        out[:, rows] = part
+            merged = merged.to(lse.dtype)
+            front = TileInputs(q[:, rows], k[:, :start], v[:, :start], scores, causal=False)
+            accumulate_attention_(merged, lse, *tile_forward(front))
+        out[:, rows] = merged
         lses.append(lse)
     for (start, stop), lse in reversed(list(zip(pairwise(bounds), lses, strict=True))):
         rows = slice(start, stop)
@@ -316,11 +319,11 @@ def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sl
         for keys, causal in ((slice(0, start), False), (rows, True)):
             if keys.start == keys.stop:
                 continue
-            arguments = (gradient[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse, scores, causal)
-            of_q, of_k, of_v = tile_backward(*arguments)
-            total += of_q
-            dk[:, keys] += of_k
-            dv[:, keys] += of_v
+            tile = TileInputs(q[:, rows], k[:, keys], v[:, keys], scores, causal)
+            tile_dq, tile_dk, tile_dv = tile_backward(gradient[:, rows], tile, out[:, rows], lse)
+            total += tile_dq
+            dk[:, keys] += tile_dk
+            dv[:, keys] += tile_dv
         dq[:, rows] = total
     return out, dq, dk, dv
 

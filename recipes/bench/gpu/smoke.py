@@ -46,7 +46,8 @@ from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.tiles.tile import Scores, attention_backend, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.tile import attention_backend, tile_backward, tile_forward
 
 # bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
 TOLERANCE = 2e-2
@@ -195,14 +196,13 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
             for s, _, keys, _ in tiles
         ]
         for (_, queries, _, causal), (key, value) in zip(tiles, operands, strict=True):
-            part = tile_forward(q[:, own][:, queries].contiguous(), key, value, Scores(SCALE), causal)
-            accumulate_attention_(merged[:, queries], lse[:, queries], *part)
+            tile = TileInputs(q[:, own][:, queries].contiguous(), key, value, Scores(SCALE), causal)
+            accumulate_attention_(merged[:, queries], lse[:, queries], *tile_forward(tile))
         out[:, own] = merged.to(out.dtype)
         for (s, queries, keys, causal), (key, value) in zip(tiles, operands, strict=True):
             rows = own[queries]
-            gradients = tile_backward(
-                gradient[:, rows], q[:, rows], key, value, out[:, rows], lse[:, queries], Scores(SCALE), causal
-            )
+            tile = TileInputs(q[:, rows], key, value, Scores(SCALE), causal)
+            gradients = tile_backward(gradient[:, rows], tile, out[:, rows], lse[:, queries])
             dq[:, rows] += gradients[0]
             for total, part in ((dk, gradients[1]), (dv, gradients[2])):
                 total.index_add_(1, places[s][keys], part.float())

@@ -19,7 +19,8 @@ from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.recipes.bench.one_document import PlannedDocument, document_plan, largest_error, plain_step, replayed
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.tile import BACKENDS, tile_backward, tile_forward
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 # name -> (policy of both layers, tile tokens, slices)
@@ -77,8 +78,9 @@ def check_backend(tokens: int, device: torch.device, name: str) -> tuple[float, 
 def _through_tile(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool, backend: str
 ) -> tuple[Tensor, ...]:
-    out, lse = tile_forward(q, k, v, scores, causal, backend=backend)
-    return out, lse, *tile_backward(gradient, q, k, v, out, lse, scores, causal, backend=backend)
+    tile = TileInputs(q, k, v, scores, causal)
+    out, lse = tile_forward(tile, backend)
+    return out, lse, *tile_backward(gradient, tile, out, lse, backend)
 
 
 def check_tier(device: torch.device) -> tuple[float, str]:

@@ -27,7 +27,7 @@ from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, Seq
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.runtime.attention.ring import ring_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
-from hf_longctx.runtime.tiles.tile import Scores
+from hf_longctx.runtime.tiles.plain import Scores
 
 # of slices of ten tokens, but for the last: one token, shorter than a slice, its size, longer, longer than the document
 WINDOWS = [1, 6, 10, 11, 17, 64]

@@ -34,6 +34,7 @@ from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.results import StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.tiles.plain import TileInputs
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
@@ -115,14 +116,14 @@ def expected_pairs(plan: StepPlan) -> int:
 
 @contextmanager
 def counted_pairs() -> Iterator[list[int]]:
-    """Collects the query-key pairs of every attention tile that runs inside, one head's."""
+    """Collects the query-key pairs of every attention tile that runs inside, counted for one head."""
     pairs: list[int] = []
     original = rows_module.tile_forward
 
-    def tile_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Any:
-        num_queries, num_keys = q.shape[1], k.shape[1]
-        pairs.append(num_queries * (num_queries + 1) // 2 if causal else num_queries * num_keys)
-        return original(q, k, v, scale, causal)
+    def tile_forward(tile: TileInputs) -> Any:
+        num_queries, num_keys = tile.q.shape[1], tile.k.shape[1]
+        pairs.append(num_queries * (num_queries + 1) // 2 if tile.causal else num_queries * num_keys)
+        return original(tile)
 
     with patch.object(rows_module, "tile_forward", tile_forward):
         yield pairs
@@ -320,10 +321,9 @@ def _output_of_the_slice_before() -> Any:
 def _lse_of_the_slice_alone() -> Any:
     original = rows_module.tile_backward
 
-    def tile_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **how: Any) -> Any:
-        (scale, causal) = (*rest, *how.values())
-        alone = rows_module.tile_forward(q, k, v, scale, causal)[1] if causal else lse
-        return original(gradient, q, k, v, out, alone, scale, causal)
+    def tile_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> Any:
+        alone = rows_module.tile_forward(tile)[1] if tile.causal else lse
+        return original(gradient, tile, out, alone)
 
     return patch.object(rows_module, "tile_backward", tile_backward)
 

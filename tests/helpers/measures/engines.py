@@ -22,6 +22,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import rows
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.tiles.plain import TileInputs
 
 CPU = torch.device("cpu")
 
@@ -41,10 +42,10 @@ def counted(model: Any) -> Iterator[Work]:
     work = Work()
     tile_forward, multiply = rows.tile_forward, projection_record._multiply
 
-    def counted_tile(q: Tensor, *rest: Any, **settings: Any) -> Any:
-        # once per head
-        work.pairs += q.shape[1] ** 2
-        return tile_forward(q, *rest, **settings)
+    def counted_tile(tile: TileInputs) -> Any:
+        # counted once for all heads
+        work.pairs += tile.q.shape[1] ** 2
+        return tile_forward(tile)
 
     def counted_product(x: Tensor, *rest: Any) -> Tensor:
         work.projected += x.shape[0]

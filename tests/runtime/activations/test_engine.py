@@ -31,6 +31,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.tiles.plain import TileInputs
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
@@ -91,10 +92,10 @@ def counted(model: Any) -> Iterator[Work]:
     work = Work(mlp_tokens=[0] * len(layers))
     original = rows_module.tile_forward
 
-    def tile_forward(q: Tensor, *rest: Any, **settings: Any) -> Any:
-        # once per head
-        work.pairs += q.shape[1] ** 2
-        return original(q, *rest, **settings)
+    def tile_forward(tile: TileInputs) -> Any:
+        # counted once for all heads
+        work.pairs += tile.q.shape[1] ** 2
+        return original(tile)
 
     def count(index: int) -> Any:
         def hook(module: Any, inputs: Any, output: Tensor) -> None:

@@ -28,7 +28,7 @@ from hf_longctx.runtime.execution.checks import refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.results import StepResult
 from hf_longctx.runtime.process_groups.pool import GroupPool
-from hf_longctx.runtime.tiles.tile import Scores
+from hf_longctx.runtime.tiles.plain import Scores
 
 # the tolerance of test_equality.py
 TOLERANCE = 1e-12

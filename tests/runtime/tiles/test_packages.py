@@ -1,13 +1,12 @@
-"""Rows from packages: one that is right is used, one that is wrong anywhere is left out and named; calls fit the functions.
+"""Backends from packages: a correct one is used, a wrong one is left out by name, and calls fit the packages' signatures.
 
-No package is installed here: stand-ins have the signatures of flash-attn 2.8 and flash-attn-4 4.0, and compute by plain matrices.
+No package is installed here: stand-ins have the signatures of flash-attn 2.8 and flash-attn-4 4.0 and compute by plain matrices.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,31 +17,39 @@ import torch
 from torch import Tensor
 
 from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4, PackageTiles
-from hf_longctx.runtime.tiles.plain import Scores, plain_backward, plain_forward
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
 from hf_longctx.runtime.tiles.tile import choose_backend
 
 CPU = torch.device("cpu")
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 
-def right_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool) -> tuple[Tensor, Tensor]:
-    return plain_forward(q, k, v, scores, causal)
+def right_forward(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    return plain_forward(tile)
 
 
-def right_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(x.to(arguments[1].dtype) for x in plain_backward(*arguments))
+def right_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.to(tile.q.dtype) for x in plain_backward(gradient, tile, out, lse))
 
 
-def without_cap(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: function(*arguments[:-2], replace(arguments[-2], softcap=0.0), arguments[-1])
+def uncapped(tile: TileInputs) -> TileInputs:
+    return replace(tile, scores=replace(tile.scores, softcap=0.0))
 
 
-def of_own_output(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
-    return right_backward(gradient, q, k, v, *right_forward(q, k, v, *rest), *rest)
+def forward_without_cap(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    return right_forward(uncapped(tile))
 
 
-def other_lse(*arguments: Any) -> tuple[Tensor, Tensor]:
-    out, lse = right_forward(*arguments)
+def backward_without_cap(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    return right_backward(gradient, uncapped(tile), out, lse)
+
+
+def backward_of_own_output(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    return right_backward(gradient, tile, *right_forward(tile))
+
+
+def other_lse(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    out, lse = right_forward(tile)
     return out, lse / torch.log(torch.tensor(2.0))
 
 
@@ -51,8 +58,17 @@ def swapped(*arguments: Any) -> tuple[Tensor, ...]:
     return dq, dv, dk
 
 
-def not_a_number(*arguments: Any) -> tuple[Tensor, Tensor]:
-    out, lse = right_forward(*arguments)
+def without_mask(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    return right_forward(replace(tile, causal=False))
+
+
+def tokens_outermost(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    out, lse = right_forward(tile)
+    return out.transpose(0, 1), lse
+
+
+def not_a_number(tile: TileInputs) -> tuple[Tensor, Tensor]:
+    out, lse = right_forward(tile)
     return out, lse.masked_fill(lse > 1e9, 0.0).index_fill(1, torch.tensor([0]), float("nan"))
 
 
@@ -61,14 +77,14 @@ def failing(*arguments: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
-    "softcap ignored forward": (without_cap(right_forward), right_backward, "differs by"),
-    "softcap ignored backward": (right_forward, without_cap(right_backward), "differs by"),
-    "mask ignored": (lambda *a: right_forward(*a[:-1], False), right_backward, "differs by"),
-    "merged output and LSE ignored": (right_forward, of_own_output, "differs by"),
-    "LSE in base 2": (other_lse, right_backward, "differs by"),
-    "gradients of keys and values swapped": (right_forward, swapped, "differs by"),
-    "not a number": (not_a_number, right_backward, "differs by nan"),
-    "tokens outermost": (lambda *a: (right_forward(*a)[0].transpose(0, 1), right_forward(*a)[1]), right_backward, "has shape"),
+    "softcap ignored forward": (forward_without_cap, right_backward, "differs from plain matrices by"),
+    "softcap ignored backward": (right_forward, backward_without_cap, "differs from plain matrices by"),
+    "mask ignored": (without_mask, right_backward, "differs from plain matrices by"),
+    "merged output and LSE ignored": (right_forward, backward_of_own_output, "differs from plain matrices by"),
+    "LSE in base 2": (other_lse, right_backward, "differs from plain matrices by"),
+    "gradients of keys and values swapped": (right_forward, swapped, "differs from plain matrices by"),
+    "not a number": (not_a_number, right_backward, "differs from plain matrices by nan"),
+    "tokens outermost": (tokens_outermost, right_backward, "has shape"),
     "another signature": (failing, right_backward, "TypeError: unexpected keyword argument 'softcap'"),
 }
 
@@ -136,7 +152,7 @@ def flash_2_forward(
     window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert (dropout_p, window_size_left, window_size_right, alibi_slopes, return_softmax) == (0.0, -1, -1, None, False)
-    out, lse = plain_forward(*map(heads_first, (q, k, v)), Scores(softmax_scale, softcap), causal)
+    out, lse = plain_forward(TileInputs(*map(heads_first, (q, k, v)), Scores(softmax_scale, softcap), causal))
     return tokens_first(out), lse.unsqueeze(0), torch.empty(0), torch.empty(2)
 
 
@@ -146,11 +162,11 @@ def flash_2_backward(
     alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     assert (dropout_p, window_size_left, window_size_right, alibi_slopes, deterministic) == (0.0, -1, -1, None, False)
-    inputs = map(heads_first, (dout, q, k, v, out))
-    found = plain_backward(*inputs, softmax_lse.squeeze(0), Scores(softmax_scale, softcap), causal)
-    for place, gradient in zip((dq, dk, dv), found, strict=True):
-        assert place.is_contiguous() and softmax_lse.is_contiguous()
-        place.copy_(tokens_first(gradient))
+    tile = TileInputs(*map(heads_first, (q, k, v)), Scores(softmax_scale, softcap), causal)
+    found = plain_backward(heads_first(dout), tile, heads_first(out), softmax_lse.squeeze(0))
+    for target, gradient in zip((dq, dk, dv), found, strict=True):
+        assert target.is_contiguous() and softmax_lse.is_contiguous()
+        target.copy_(tokens_first(gradient))
     return torch.empty(0)
 
 
@@ -159,7 +175,7 @@ def flash_4_forward(
     softcap: float | None = None, return_lse: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     assert return_lse and softmax_scale is not None
-    out, lse = plain_forward(*map(heads_first, (q, k, v)), Scores(softmax_scale, softcap or 0.0), causal)
+    out, lse = plain_forward(TileInputs(*map(heads_first, (q, k, v)), Scores(softmax_scale, softcap or 0.0), causal))
     return tokens_first(out), lse.unsqueeze(0), None, None, None
 
 
@@ -168,8 +184,8 @@ def flash_4_backward(
     causal: bool = False, softcap: float = 0.0, *, deterministic: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert softmax_scale is not None and not deterministic and lse.is_contiguous()
-    inputs = map(heads_first, (dout, q, k, v, out))
-    found = plain_backward(*inputs, lse.squeeze(0), Scores(softmax_scale, softcap), causal)
+    tile = TileInputs(*map(heads_first, (q, k, v)), Scores(softmax_scale, softcap), causal)
+    found = plain_backward(heads_first(dout), tile, heads_first(out), lse.squeeze(0))
     return tuple(tokens_first(x.to(q.dtype)) for x in found)
 
 

@@ -1,4 +1,4 @@
-"""Patterns: tiles cover what is visible exactly once, and attention made of them is one masked softmax, gradients included."""
+"""Patterns: tiles cover every visible pair exactly once, and attention made of them equals one masked softmax, with gradients."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
-from hf_longctx.runtime.tiles.tile import Scores
+from hf_longctx.runtime.tiles.plain import Scores
 
 # fp64 on both sides, sums of at most some 50 terms
 TOLERANCE = 1e-12
 SCALE, HEAD_DIM = 0.4, 4
-# of the size of scores, so that it bends many
+# softcap as large as typical scores, so that it bends many of them
 SOFTCAP = 0.8
 
 
 def visible(pattern: AttentionPattern, queries: range, keys: range) -> Tensor:
-    """Which keys are seen, by the definition, [queries, keys]."""
+    """Mask [queries, keys] of the keys that each query sees, by the definition."""
     i, j = torch.tensor(queries).unsqueeze(1), torch.tensor(keys).unsqueeze(0)
     seen = j <= i
     if pattern.window:
@@ -39,7 +39,7 @@ def visible(pattern: AttentionPattern, queries: range, keys: range) -> Tensor:
 
 
 def times_seen(tiles: tuple[PatternTile, ...], num_queries: int, num_keys: int) -> Tensor:
-    """How many tiles have each pair."""
+    """Number of tiles that contain each query-key pair, [queries, keys]."""
     counts = torch.zeros(num_queries, num_keys, dtype=torch.int64)
     for tile in tiles:
         for block in range(tile.num_blocks):
@@ -87,7 +87,7 @@ def test_a_longer_document_has_no_more_tiles_but_more_blocks(pattern: AttentionP
 
 
 def test_a_pattern_has_a_window_or_chunks() -> None:
-    with pytest.raises(ValueError, match="a window of 4 tokens and chunks of 8; it may have one of them"):
+    with pytest.raises(ValueError, match="a window of 4 tokens and chunks of 8 tokens; only one of them is supported"):
         AttentionPattern(window=4, chunk=8)
     with pytest.raises(ValueError, match=r"AttentionPattern\(window=-1.* has a negative setting"):
         AttentionPattern(window=-1)
@@ -96,7 +96,7 @@ def test_a_pattern_has_a_window_or_chunks() -> None:
 def masked_softmax(
     q_HTD: Tensor, k_GTD: Tensor, v_GTE: Tensor, pattern: AttentionPattern, sinks_H: Tensor | None, softcap: float = 0.0
 ) -> Tensor:
-    """Attention of one document by the definition, [T, H, E]. A sink is a column of scores whose weights are dropped."""
+    """Attention of one document by the definition, [T, H, E]; a sink is one more column of scores whose weights are dropped."""
     k, v = (x.repeat_interleave(len(q_HTD) // len(x), 0) for x in (k_GTD, v_GTE))
     tokens = range(q_HTD.shape[1])
     scores = q_HTD @ k.transpose(1, 2) * SCALE
@@ -109,7 +109,7 @@ def masked_softmax(
 
 
 def readers_of(num_heads: int, num_kv: int, dropped: int) -> KVReaders:
-    """The readers of a rank that has all query heads but the first few."""
+    """`KVReaders` of a rank that has all query heads except the first few."""
     per_kv = num_heads // num_kv
     return KVReaders.of(HeadShare(dropped, num_heads, dropped // per_kv, num_kv), per_kv, torch.device("cpu"))
 
@@ -143,7 +143,7 @@ def tokens_held(pattern: AttentionPattern, cuts: list[int], num_forward: int, is
     patterns,
     st.lists(st.integers(1, 17), min_size=1, max_size=4),
     st.lists(st.integers(1, 20), max_size=2),
-    # query heads, KV heads, query heads in front of this rank's
+    # query heads, KV heads, query heads of earlier ranks
     st.sampled_from([(1, 1, 0), (2, 2, 0), (4, 2, 0), (3, 1, 0), (4, 2, 1), (6, 2, 2), (4, 2, 3)]),
     st.sampled_from([None, 0.0, 0.4, 1.0]),
     st.booleans(),
@@ -168,7 +168,7 @@ def test_slices_and_documents_are_one_masked_softmax(
     def draw(num: int, num_tokens: int, size: int = HEAD_DIM) -> Tensor:
         return torch.randn(num, num_tokens, size, dtype=torch.float64, generator=generator)
 
-    # a sequence in slices, the last one in front of whole documents
+    # a sequence in slices, the last of them packed with whole documents after it
     widths = (HEAD_DIM, HEAD_DIM, value_dim)
     sequence, *documents = (
         [draw(num, length, width).requires_grad_() for num, width in zip(shapes, widths, strict=True)]

@@ -1,4 +1,4 @@
-"""Tiles: every row has the output, LSE and gradients of plain matrices; those of CUDA are called as torch declares them."""
+"""Tiles: every backend gives the output, LSE and gradients of plain matrices; CUDA operators are called as torch declares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.runtime.tiles import plain
-from hf_longctx.runtime.tiles.tile import BACKENDS, Scores, attention_backend, choose_backend, tile_backward, tile_forward
+from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.tile import BACKENDS, attention_backend, choose_backend, tile_backward, tile_forward
 
 SCALE = 0.3
 SCORES = Scores(SCALE)
@@ -30,12 +31,13 @@ def tile(num_queries: int, num_keys: int, dtype: torch.dtype, num_kv: int = 6) -
 
 
 def run(tensors: list[Tensor], causal: bool, backend: str = "", scores: Scores = SCORES) -> list[Tensor]:
-    """Output, LSE and gradients of a tile, these as if another tile had been merged in."""
+    """Output, LSE and gradients of a tile; the gradients as if another tile had been merged in."""
     gradient, q, k, v = tensors
-    out, lse = tile_forward(q, k, v, scores, causal, backend)
-    # the sum over keys is larger, the output another
+    inputs = TileInputs(q, k, v, scores, causal)
+    out, lse = tile_forward(inputs, backend)
+    # merging raises the LSE and changes the output
     merged_out, merged_lse = (out * 0.7 + 0.1).to(q.dtype), lse + 0.3
-    return [out, lse, *tile_backward(gradient, q, k, v, merged_out, merged_lse, scores, causal, backend)]
+    return [out, lse, *tile_backward(gradient, inputs, merged_out, merged_lse, backend)]
 
 
 TILES = [(7, 7, True), (7, 7, False), (1, 1, True), (5, 9, False), (9, 1, False)]
@@ -65,8 +67,8 @@ def test_grouped_heads_are_heads_that_are_repeated(
     gradient, q, k, v = tile(num_queries, num_keys, torch.float64, num_kv)
     found = run([gradient, q, k, v], causal, backend)
     repeated = [gradient, q, *(x.repeat_interleave(6 // num_kv, 0) for x in (k, v))]
-    out, lse, dq, *of_heads = run(repeated, causal, backend)
-    folded = [x.unflatten(0, (num_kv, -1)).sum(1) for x in of_heads]
+    out, lse, dq, *per_head = run(repeated, causal, backend)
+    folded = [x.unflatten(0, (num_kv, -1)).sum(1) for x in per_head]
     for ours, expected in zip(found, [out, lse, dq, *folded], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
 
@@ -80,8 +82,9 @@ def test_plain_matrices_are_autograd_over_one_softmax(softcap: float) -> None:
     scores = softcap * (scores / softcap).tanh() if softcap else scores
     expected = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
     expected.backward(gradient)
-    out, lse = tile_forward(q.detach(), k.detach(), v.detach(), Scores(SCALE, softcap), True, "plain")
-    found = tile_backward(gradient, q.detach(), k.detach(), v.detach(), out, lse, Scores(SCALE, softcap), True, "plain")
+    detached = TileInputs(q.detach(), k.detach(), v.detach(), Scores(SCALE, softcap), True)
+    out, lse = tile_forward(detached, "plain")
+    found = tile_backward(gradient, detached, out, lse, "plain")
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for ours, leaf in zip(found, (q, k, v), strict=True):
         torch.testing.assert_close(ours, leaf.grad, rtol=1e-12, atol=1e-12)
@@ -113,19 +116,20 @@ def test_capped_scores_take_three_matrices_of_a_block(causal: bool) -> None:
     gradient, q, k, v = tile(200, 200, torch.float32, 2)
     scores, block_bytes = Scores(SCALE, 0.7), 6 * 200 * 40 * 4
     with patch.object(plain, "_BLOCK_VALUES", block_bytes // 4):
-        out, lse = tile_forward(q, k, v, scores, causal)
-        forward, _, _ = measure(lambda: tile_forward(q, k, v, scores, causal))
-        backward, _, _ = measure(lambda: tile_backward(gradient, q, k, v, out, lse, scores, causal))
-    # with the results, and copies of a block's inputs
+        inputs = TileInputs(q, k, v, scores, causal)
+        out, lse = tile_forward(inputs)
+        forward, _, _ = measure(lambda: tile_forward(inputs))
+        backward, _, _ = measure(lambda: tile_backward(gradient, inputs, out, lse))
+    # three matrices of a block, the results, and copies of a block's inputs
     assert 2.5 * block_bytes <= min(forward, backward) <= max(forward, backward) <= 3 * block_bytes + 3 * q.nbytes
 
 
-def test_a_softcap_is_computed_by_a_row_that_knows_it() -> None:
+def test_a_softcap_is_computed_by_a_backend_that_supports_it() -> None:
     assert attention_backend(torch.device("cpu"), torch.float32, 8, is_capped=True) == "plain"
     assert choose_backend("cuda", HOPPER, torch.bfloat16, 64, is_capped=True).name == "plain"
     _, q, k, v = tile(3, 3, torch.float32)
-    with pytest.raises(ValueError, match="attention backend 'cpu_flash' does not cap scores"):
-        tile_forward(q, k, v, Scores(SCALE, 0.7), True, "cpu_flash")
+    with pytest.raises(ValueError, match="attention backend 'cpu_flash' does not support capped scores"):
+        tile_forward(TileInputs(q, k, v, Scores(SCALE, 0.7), True), "cpu_flash")
 
 
 @pytest.mark.parametrize("num_queries,num_keys,causal", [(16, 16, True), (16, 24, False), (1, 24, False), (16, 2, False)])
@@ -135,24 +139,25 @@ def test_a_softcap_is_computed_by_a_row_that_knows_it() -> None:
 def test_operators_of_cuda_are_called_as_torch_declares_them(
     num_queries: int, num_keys: int, causal: bool, backend: str, num_kv: int, dtype: torch.dtype
 ) -> None:
-    # fake and meta tensors run no kernel: they check names, numbers and types of arguments, and give shapes and dtypes
+    # fake and meta tensors run no kernel: they check names, number and types of arguments, and give shapes and dtypes
     for device, mode in (("cuda", FakeTensorMode()), ("meta", nullcontext())):
         with mode:
-            # tokens outermost, as they lie in the book and where heads were gathered
+            # tokens outermost: the memory layout of the K/V book and of heads received from other ranks
             gradient, q = (torch.empty(num_queries, 8, 64, dtype=dtype, device=device).transpose(0, 1) for _ in range(2))
             k, v = (torch.empty(num_keys, num_kv, 64, dtype=dtype, device=device).transpose(0, 1) for _ in range(2))
-            out, lse = tile_forward(q, k, v, SCORES, causal, backend)
+            inputs = TileInputs(q, k, v, SCORES, causal)
+            out, lse = tile_forward(inputs, backend)
             assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (8, num_queries), torch.float32)
             if device == "meta":
-                # a document's part of a row's, as backward gets it; strides of fake tensors on CUDA cannot change without it
+                # backward gets the LSE as a view of a whole row's; fake tensors on CUDA cannot make such strides without CUDA
                 lse = torch.empty(8, num_queries + 5, device=device)[:, 5:]
-            found = tile_backward(gradient, q, k, v, out, lse, SCORES, causal, backend)
+            found = tile_backward(gradient, inputs, out, lse, backend)
             assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
             assert {x.device.type for x in (out, lse, *found)} == {device}
 
 
 class Calls(TorchDispatchMode):
-    """Collects the calls of attention operators with their arguments by the names of the schema."""
+    """Collects the calls of attention operators, with their arguments by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +165,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "attention" in operator.name():
-            # torch leaves out what equals its default
+            # torch leaves out arguments that equal their default
             call = {argument.name: argument.default_value for argument in operator._schema.arguments}
             self.found.append(call | dict(zip(call, args, strict=False)) | (kwargs or {}))
         return operator(*args, **(kwargs or {}))
@@ -172,9 +177,10 @@ def test_arguments_of_operators_of_cuda_are_at_their_places(backend: str, causal
     gradient, q, out = (torch.empty(8, 16, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
     k, v = (torch.empty(2, 16 if causal else 24, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
     lse = torch.empty(8, 16, device="meta")
+    inputs = TileInputs(q, k, v, SCORES, causal)
     with Calls() as calls:
-        tile_forward(q, k, v, SCORES, causal, backend)
-        tile_backward(gradient, q, k, v, out, lse, SCORES, causal, backend)
+        tile_forward(inputs, backend)
+        tile_backward(gradient, inputs, out, lse, backend)
     forward, backward = calls.found
     tensors = {"query": q, "key": k, "value": v}
     for call, expected in (forward, tensors), (backward, tensors | {"grad_out": gradient, "out": out, "logsumexp": lse}):
@@ -204,7 +210,7 @@ def test_arguments_of_operators_of_cuda_are_at_their_places(backend: str, causal
         (TURING, torch.float16, 64, "plain"),
     ],
 )
-def test_the_first_row_that_takes_a_tile_computes_it(
+def test_the_first_backend_that_accepts_a_tile_computes_it(
     capability: tuple[int, int], dtype: torch.dtype, head_dim: int, backend: str
 ) -> None:
     assert choose_backend("cuda", capability, dtype, head_dim).name == backend
@@ -230,17 +236,17 @@ def test_torch_s_own_switches_keep_cudnn_out() -> None:
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "meta"])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
-def test_every_tile_has_a_row(device_type: str, dtype: torch.dtype) -> None:
+def test_every_tile_has_a_backend(device_type: str, dtype: torch.dtype) -> None:
     for capability in ((0, 0), TURING, AMPERE, HOPPER):
         for head_dim in (1, 60, 64, 512):
             for num_keys in (1, 2):
                 assert choose_backend(device_type, capability, dtype, head_dim, num_keys) in BACKENDS
 
 
-def test_an_unknown_row_is_refused_by_name() -> None:
+def test_an_unknown_backend_is_refused_by_name() -> None:
     _, q, k, v = tile(3, 3, torch.float32)
     with pytest.raises(
         ValueError,
         match=r"no attention backend 'xformers'; choose one of cudnn, flash_attention_2, flash_attn_4, .*, cpu_flash, plain",
     ):
-        tile_forward(q, k, v, SCORES, True, "xformers")
+        tile_forward(TileInputs(q, k, v, SCORES, True), "xformers")
