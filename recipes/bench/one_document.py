@@ -38,6 +38,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 # in names of kernels that compute attention
@@ -110,7 +111,7 @@ class PlannedDocument:
         patch_model(model)
         engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model)))
         pool = GroupPool((1,), timeout_s=60.0)
-        executor = StepExecutor(model, pool, num_attention_layers(model), ids_1T.device, fp32_gradients=False, engine=engine)
+        executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, ids_1T.device, fp32_gradients=False)
         return cls(model, executor, engine, plan, ids_1T)
 
     @property
@@ -119,7 +120,7 @@ class PlannedDocument:
 
     def step(self) -> Tensor:
         """Forward and backward; the mean loss over the document's labels."""
-        return self.executor.run(self.plan, [self.inputs()], self.ids_1T.shape[1] - 1).loss
+        return self.executor.run(self.plan, [self.inputs()], self.ids_1T.shape[1] - 1, engine=self.engine).loss
 
     def inputs(self) -> list[ChunkInputs]:
         labels = next_tokens(self.ids_1T)

@@ -25,6 +25,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 NUM_TOKENS = 2048
@@ -254,7 +255,7 @@ def test_rounds_hold_and_work_with_what_is_predicted(name: str, shape: Shape, dt
         row["labels"] = [label % shape.vocabulary for label in row["labels"]]
     inputs = rank_inputs(plan, rows, 0)["chunks"]
     model = shape.build(dtype)
-    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), num_attention_layers(model), torch.device("cpu"))
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), timeout_s=1.0), torch.device("cpu"))
     rank_plan = plan.for_rank(0)
     executor.run(rank_plan, inputs, 1)
     peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1))

@@ -23,6 +23,7 @@ from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
 from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic, sent_bytes
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 
 
 def spec_of(case: ModelCase) -> ModelSpec:
@@ -55,7 +56,7 @@ def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]
     """Bytes of this rank in a forward alone, and in a step."""
     pool, model = group_pool(), build_model(case)
     patch_model(model)
-    executor = StepExecutor(model, pool, num_attention_layers(model), torch.device("cpu"))
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
     chunks, rank_plan = rank_inputs(plan, rows, pool.rank)["chunks"], plan.for_rank(pool.rank)
     with counted_bytes() as forward:
         executor.evaluate(rank_plan, chunks)

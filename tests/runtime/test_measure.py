@@ -13,6 +13,7 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.measure import (
     ChunkBench,
     Probe,
@@ -67,7 +68,7 @@ def test_the_largest_chunk_is_chosen_so_that_all_fit_into_the_time() -> None:
 def tiny_bench(pool: GroupPool, seconds: float) -> ChunkBench:
     model = build_model(ModelCase(dtype=torch.float32))
     patch_model(model)
-    executor = StepExecutor(model, pool, num_attention_layers(model), CPU)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, CPU)
     return ChunkBench(executor, 2, VOCAB_SIZE, time.monotonic() + seconds)
 
 

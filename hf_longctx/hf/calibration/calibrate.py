@@ -130,7 +130,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
 
 
 def _bench(model: PreTrainedModel, spec: ModelSpec, pool: GroupPool, device: torch.device, stop_at_s: float) -> ChunkBench:
-    executor = StepExecutor(model, pool, num_attention_layers(model), device)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, device)
     return ChunkBench(executor, spec.num_layers, spec.vocab_size, stop_at_s)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -133,14 +133,13 @@ class Specimen:
         lengths = np.array([len(row["input_ids"]) for row in rows])
         dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
         batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
-        executor = _TracedExecutor(
-            self.stage.model, self.pool, self.reduced.attention_calls, self.device, self._fp32_gradients, stage=self.stage
+        executor = StepExecutor(
+            _TracedStage.of(self.stage, trace, self._forwards(plan)), self.pool, self.device, self._fp32_gradients
         )
-        executor.trace, executor.waiting = trace, self._forwards(plan)
-        executor.engine = self._activations.engine(executor.model, rank_plan)
+        engine = self._activations.engine(self.stage.model, rank_plan)
         try:
             with trace.hooked():
-                result = executor.run(rank_plan, batch["chunks"], self._count(batch["num_label_tokens"]))
+                result = executor.run(rank_plan, batch["chunks"], self._count(batch["num_label_tokens"]), engine=engine)
         finally:
             self._activations.close()
         own = {site: module for site, module in self._own_sites.items() if site != EMBEDDING}
@@ -189,15 +188,23 @@ class Specimen:
         return {name: owners.get(id(p), ENDS) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-class _TracedExecutor(StepExecutor):
-    """Tells the trace which tokens run; `waiting` are those of all forwards to come."""
+@dataclass(frozen=True, kw_only=True)
+class _TracedStage(StageModel):
+    """A stage whose forwards tell the trace which tokens run; `waiting`: the tokens of every forward to come."""
 
     trace: HiddenTrace
     waiting: list[list[Part]]
 
-    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
+    @classmethod
+    def of(cls, stage: StageModel, trace: HiddenTrace, waiting: list[list[Part]]) -> _TracedStage:
+        """`stage`, traced."""
+        return cls(**{field.name: getattr(stage, field.name) for field in fields(stage)}, trace=trace, waiting=waiting)
+
+    def forward(
+        self, part: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
+    ) -> Tensor:
         with self.trace.recording(self.waiting.pop(0)):
-            return super().forward_chunk(chunk, context, part, hidden_1TC)
+            return super().forward(part, inputs, hidden_1TC, mask, context)
 
 
 def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> MeasuredErrors:

@@ -45,9 +45,10 @@ from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.stage_mixin import StagedMixin, check_trained
 from hf_longctx.plan.core.types import RankPlan
+from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.checks import forward_only
-from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
+from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 
 
 class LongContextMixin(PlannedDataMixin, StagedMixin):
@@ -126,15 +127,14 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         plan = inputs["step"].plan
         rank_plan = plan.for_rank(self._pool.rank)
         executor = self._training_executor()
-        executor.engine = self._activations.engine(executor.model, rank_plan)
+        engine = self._activations.engine(executor.model, rank_plan)
         with self._explained():
             if len(self._plans_of_step) > 1:
                 # experts are balanced over all of them, before the first of them runs
-                executor.route([(b["step"].plan.for_rank(self._pool.rank), b["chunks"]) for b in self._plans_of_step])
+                executor.route([(b["step"].plan.for_rank(self._pool.rank), b["chunks"]) for b in self._plans_of_step], engine)
             self._plans_of_step = []
-            result = executor.run(
-                rank_plan, inputs["chunks"], num_items_in_batch, self.accelerator.sync_gradients, plan.estimate.peak_bytes
-            )
+            reduce, predicted_bytes = self.accelerator.sync_gradients, plan.estimate.peak_bytes
+            result = executor.run(rank_plan, inputs["chunks"], num_items_in_batch, reduce, predicted_bytes, engine)
         self._report.step_done(plan, result)
         empty_steps = self.args.torch_empty_cache_steps
         if empty_steps is not None and self.state.global_step % empty_steps == 0:
@@ -162,8 +162,8 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         self.callback_handler.eval_dataloader = dataloader
         loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
         with self._explained():
-            for executor, rank_plan, batch in self._planned_forwards(dataloader):
-                loss_sum += float(executor.evaluate(rank_plan, batch["chunks"]))
+            for executor, forwards, batch in self._planned_forwards(dataloader):
+                loss_sum += float(executor.evaluate(*forwards))
                 num_label_tokens += self._sum_over_ranks(batch["num_label_tokens"])
                 num_samples += len(batch["step"].sequences)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -182,8 +182,8 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         parts = []
         try:
             with self._explained():
-                for executor, rank_plan, batch in self._planned_forwards(dataloader):
-                    scores = executor.score(rank_plan, batch["chunks"])
+                for executor, forwards, batch in self._planned_forwards(dataloader):
+                    scores = executor.score(*forwards)
                     parts.append(step_scores(batch["step"], batch["chunks"], scores, rows))
         finally:
             if not self.is_in_train:
@@ -191,24 +191,18 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
                 self._routers.close()
         return RowScores.joined(parts)
 
-    def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, RankPlan, dict[str, Any]]]:
-        """For every planned step of a set: the executor with its engine, this rank's plan without backward, and the batch."""
+    def _planned_forwards(
+        self, dataloader: DataLoader[Any]
+    ) -> Iterator[tuple[StepExecutor, tuple[RankPlan, PlanInputs, ActivationEngine | None], dict[str, Any]]]:
+        """For every planned step of a set: the executor, what it takes for the step's forwards, and the batch."""
         model = self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
-        executor = StepExecutor(
-            model,
-            self._pool,
-            self._num_attention_layers,
-            self.args.device,
-            stage=self._stage,
-            routers=self._routers.balance(model),
-        )
+        executor = StepExecutor(self._executed_stage(model), self._pool, self.args.device, routers=self._routers.balance(model))
         for batch in dataloader:
             # nothing waits for a backward, so nothing is asked of the host
             rank_plan = forward_only(batch["step"].plan.for_rank(self._pool.rank))
-            executor.engine = self._activations.engine(model, rank_plan)
-            yield executor, rank_plan, batch
+            yield executor, (rank_plan, batch["chunks"], self._activations.engine(model, rank_plan)), batch
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: plans return losses, not logits."""
@@ -329,16 +323,14 @@ class LongContextMixin(PlannedDataMixin, StagedMixin):
         model = self._placed_model()
         if self._executor is None or self._executor.model is not model:
             fp32_gradients = self.longctx_config.fp32_gradients
+            routers = self._routers.balance(model)
             self._executor = StepExecutor(
-                model,
-                self._pool,
-                self._num_attention_layers,
-                self.args.device,
-                fp32_gradients,
-                stage=self._stage,
-                routers=self._routers.balance(model),
+                self._executed_stage(model), self._pool, self.args.device, fp32_gradients, routers=routers
             )
         return self._executor
+
+    def _executed_stage(self, model: nn.Module) -> StageModel:
+        return whole_model(model, self._num_attention_layers) if self._stage is None else self._stage
 
     def _explained(self) -> AbstractContextManager[None]:
         timeout_s = self.longctx_config.collective_timeout_s

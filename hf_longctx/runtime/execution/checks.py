@@ -7,7 +7,7 @@ from dataclasses import replace
 from hf_longctx.plan.core.sharding import is_shared
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.execution.lent_round import alone, check_shared
+from hf_longctx.runtime.execution.lent_round import check_lending, without_helpers
 from hf_longctx.runtime.execution.round import layers_of
 
 # moves to the host and back are part of F and B, as activation policies say; keys and values go with their last reader
@@ -17,7 +17,7 @@ _EXECUTED = ("F", "B", "SF", "RF", "SB", "RB")
 def forward_only(plan: RankPlan) -> RankPlan:
     """The plan without what policies do for a backward, of which their tiles are left, and without helpers."""
     rounds = tuple(
-        (alone(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
+        (without_helpers(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
         for group, stage in plan.rounds
     )
     return replace(plan, rounds=rounds)
@@ -44,4 +44,4 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
             if action.kind not in _EXECUTED:
                 raise ValueError(f"action {action} is not executed yet; only {', '.join(_EXECUTED)} are")
         if is_shared(group):
-            check_shared(plan, group, has_all_stages)
+            check_lending(plan, group, has_all_stages)

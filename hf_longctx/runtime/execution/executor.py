@@ -1,108 +1,105 @@
-"""`StepExecutor.run`: the interpreter of a rank's plan, one method per action kind. Read after `plan/planner.py`.
+"""`StepExecutor.run`: runs a rank's plan, round by round. Read after `plan/planner.py`.
 
-It owns the model, the group pool and the gradient sums of a step: contexts are made per chunk, results leave
-through `StepResult`. Gradients are the sum over all ranks of the loss divided by the step's label tokens, whatever the plan.
+The executor owns the model, the group pool and the gradient sums of a step; rounds (`round.py`) execute the actions of one
+micro-batch each, and results leave through `StepResult`. Gradients are the sum over all ranks of the loss divided by the step's
+label tokens, whatever the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_longctx.plan.core.sharding import is_shared
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.activations.output_head import check_untouched
-from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import TokenScores, summed_cross_entropy, token_scores
+from hf_longctx.runtime.core.loss import TokenScores
 from hf_longctx.runtime.execution.checks import forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
-from hf_longctx.runtime.execution.lent_round import SharedRound
+from hf_longctx.runtime.execution.host import RoundHost
+from hf_longctx.runtime.execution.lent_round import LentRound
 from hf_longctx.runtime.execution.results import StepMemory, StepResult
 from hf_longctx.runtime.execution.round import Round
-from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
+from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters, TiedWeight
 from hf_longctx.runtime.parameters.sharded import parameters_of
-from hf_longctx.runtime.process_groups.pool import GroupPool
+from hf_longctx.runtime.process_groups.pool import GroupPool, sum_over_ranks
+
+# inputs[r][c]: this rank's shard of chunk c in round r
+PlanInputs = Sequence[Sequence[ChunkInputs]]
 
 
 class StepExecutor:
     """Runs rank plans of one model on the groups of one pool.
 
-    `model` is the plain, DDP-wrapped or sharded (`shard_model`) model; its attention must be the registered `longctx`
-    function, called `num_attention_layers` times per forward. `fp32_gradients`: gradients of weights in half precision add
-    up in fp32. `engine` executes activation policies; without one, plans that have any are refused. With a head, chunks whose
-    policy has `tile_tokens` make no logits, in evaluation too. `stage`: how a model that was cut into pipeline stages runs; its
-    parameters are those of `model`, and `num_attention_layers` is its own. `shared_stages`: every stage of a `model` that has all
-    of them, for plans with helpers; gradients then are summed over all ranks, and end the same on each, zeros where none arose.
-    `routers`: those of a mixture of experts whose balance is part of the loss (`runtime/routers.py`); plans of which some
-    forward comes behind a backward run all forwards once more for it, without gradients.
+    `stage`: the model, whole (`whole_model`) or one stage of a pipeline; its parameters may be plain, under DDP or sharded
+    (`shard_model`), and its attention must be the registered `longctx` function. fp32_gradients: gradients of weights in half
+    precision add up in fp32. all_stages: every stage of a model that has the weights of all of them, for plans with helpers;
+    `stage` is then one of them, and gradients are summed over all ranks and end the same on each, zeros where none arose.
+    routers: those of a mixture of experts whose balance is part of the loss (`execution/experts.py`); where some forward of a
+    plan comes after a backward, all forwards run once more for it, without gradients.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        stage: StageModel,
         pool: GroupPool,
-        num_attention_layers: int,
         device: torch.device,
         fp32_gradients: bool = True,
-        engine: ActivationEngine | None = None,
-        stage: StageModel | None = None,
-        shared_stages: Sequence[StageModel] = (),
+        all_stages: Sequence[StageModel] = (),
         routers: RouterBalance | None = None,
     ) -> None:
-        self.model, self.pool, self.device, self.engine, self.routers = model, pool, device, engine, routers
-        self.shared_stages = tuple(shared_stages)
-        if self.shared_stages:
-            stage = self.shared_stages[pool.stage]
-        self.stage = whole_model(model, num_attention_layers) if stage is None else stage
-        if routers is not None:
-            # the model would take a balance of its own, of a chunk
-            self.stage = replace(self.stage, off=("output_router_logits",))
-        self.parameters = parameters_of(model, fp32_gradients)
-        # of the step, until the first of its plans returns it
+        self.model, self.pool, self.device, self.routers = stage.model, pool, device, routers
+        self.all_stages = tuple(all_stages)
+        # with routers, the model would add a balance of its own, taken over one chunk
+        self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
+        self.parameters = parameters_of(stage.model, fp32_gradients)
+        # balance of the present step, until the first of its plans returns it
         self._router_loss: Tensor | None = None
-        self.no_mask = no_mask(device)
+        self._no_mask = no_mask(device)
 
     def run(
         self,
         plan: RankPlan,
-        inputs: Sequence[Sequence[ChunkInputs]],
+        inputs: PlanInputs,
         num_label_tokens: int,
         reduce: bool = True,
         predicted_bytes: int = 0,
+        engine: ActivationEngine | None = None,
     ) -> StepResult:
         """Forward and backward of every round; gradients end as the sum over all ranks, sharded as the parameters are.
 
-        `inputs[r][c]` is this rank's shard of chunk c in round r. `num_label_tokens` counts the label tokens of the step
-        over all ranks. `reduce`: false for every plan of an optimizer step but its last, whose reduction then covers the
-        gradients of all of them. `predicted_bytes`: what the plan was estimated to take, for the message where memory runs
-        out. Every rank of the pool must call it with its own path of the same plan. Raises ValueError by name for what this
-        version does not execute, torch.OutOfMemoryError naming the action that ran out of device memory. Of several plans of
-        a step with `routers`, `route` comes before the first.
+        num_label_tokens: label tokens of the step over all ranks. reduce: false for every plan of an optimizer step but its
+        last, whose reduction then covers the gradients of all of them. predicted_bytes: what the plan was estimated to take,
+        for the message where memory runs out. engine: executes activation policies; without one, plans that have any are
+        refused. With a head, chunks whose policy has `tile_tokens` make no logits.
+
+        Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what this version does
+        not execute, torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, a step of several
+        plans needs `route` before the first of them runs.
         """
         with self._forgetting_broken_steps():
-            return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes)
+            return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine)
 
     def _run(
         self,
         plan: RankPlan,
-        inputs: Sequence[Sequence[ChunkInputs]],
+        inputs: PlanInputs,
         num_label_tokens: int,
         reduce: bool,
         predicted_bytes: int,
+        engine: ActivationEngine | None,
     ) -> StepResult:
         self.parameters.check(plan.parameters)
-        self._check(plan)
-        is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce)
-        clock = StepClock(self.device)
+        self._check(plan, engine)
+        is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
+        host = self._host(num_label_tokens, engine)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         memory = StepMemory()
         if self.device.type == "cuda":
@@ -110,20 +107,17 @@ class StepExecutor:
         with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
-                where = f"step {plan.step}, round {index}"
                 if is_shared(group):
-                    shared = SharedRound(self, group, inputs[index], num_label_tokens, clock, index)
-                    total += shared.run(where, predicted_bytes)
-                    memory = memory.most(StepMemory(kv_book=shared.book_bytes))
-                    continue
-                current = Round(self, group, inputs[index], num_label_tokens, clock, index, stage, is_counted)
-                total += current.run(stage.actions, where, predicted_bytes)
+                    current: Round = LentRound(host, group, stage, inputs[index], index)
+                else:
+                    current = Round(host, group, stage, inputs[index], index, is_counted)
+                total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
                 memory = memory.most(current.memory)
-        self.settle_routers()
-        with clock.measure(-1, "reduce", "gradients"):
+        self._settle_routers()
+        with host.clock.measure(-1, "reduce", "gradients"):
             if reduce:
                 self._reduce()
-            self._sum_over_ranks(total)
+            sum_over_ranks(total, self.pool.everyone)
         router_loss, self._router_loss = self._router_loss, None
         router_load = None
         if self.routers is not None and router_loss is not None:
@@ -132,34 +126,33 @@ class StepExecutor:
             self.routers.forget()
         if self.device.type == "cuda":
             memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
-        return StepResult(total, clock, memory, router_loss, router_load)
+        return StepResult(total, host.clock, memory, router_loss, router_load)
 
-    def evaluate(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> Tensor:
-        """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only, as `run` otherwise."""
-        total = self._run_forwards(plan, inputs, "evaluation")
-        self._sum_over_ranks(total)
-        return total
+    def evaluate(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> Tensor:
+        """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only; else as `run`."""
+        total = self._run_forwards(plan, inputs, "evaluation", engine)
+        return sum_over_ranks(total, self.pool.everyone)
 
-    def score(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]]) -> list[dict[int, TokenScores]]:
-        """For every round the scores of this rank's shard of every chunk; none on stages before the last.
+    def score(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> list[dict[int, TokenScores]]:
+        """The scores of this rank's shard of every chunk, round by round; none on stages before the last.
 
-        Collective as `evaluate`.
+        Collective, as `evaluate`.
         """
         scores: list[dict[int, TokenScores]] = []
-        self._run_forwards(plan, inputs, "evaluation", scores=scores)
+        self._run_forwards(plan, inputs, "evaluation", engine, scores=scores)
         return scores
 
-    def route(self, plans: Sequence[tuple[RankPlan, Sequence[Sequence[ChunkInputs]]]]) -> None:
-        """Counts what all plans of an optimizer step route where, forwards only, before `run` runs the first of them.
+    def route(self, plans: Sequence[tuple[RankPlan, PlanInputs]], engine: ActivationEngine | None = None) -> None:
+        """Counts which experts the tokens of an optimizer step go to, in forwards of all its plans, before the first one runs.
 
-        Each plan comes with its inputs. Collective as `run`. Nothing to do for a model without a balance of its experts.
+        Each plan comes with its inputs. Collective, as `run`. Does nothing for a model without a balance of its experts.
         """
         if self.routers is None or self.routers.is_settled:
             return
         self.routers.forget()
         with self._forgetting_broken_steps():
             for plan, inputs in plans:
-                self._run_forwards(plan, inputs, "routing", is_counted=True)
+                self._run_forwards(plan, inputs, "routing", engine, is_counted=True)
             self._router_loss = self.routers.settle(self.pool.everyone)
 
     @contextmanager
@@ -173,99 +166,71 @@ class StepExecutor:
                 self.routers.forget()
             raise
 
-    def settle_routers(self) -> None:
-        """Before the first backward of a step, on every rank: the loads of its experts, if they are not known yet."""
+    def _settle_routers(self) -> None:
+        """Sums the loads of the experts over all ranks, if they are not known yet; before a step's first backward."""
         if self.routers is not None and not self.routers.is_settled:
             self._router_loss = self.routers.settle(self.pool.everyone)
 
-    def _begin_routing(self, plan: RankPlan, inputs: Sequence[Sequence[ChunkInputs]], is_whole_step: bool) -> bool:
+    def _begin_routing(self, plan: RankPlan, inputs: PlanInputs, is_whole_step: bool, engine: ActivationEngine | None) -> bool:
         """Whether the plan's own forwards count what is routed, since all of them come before its first backward."""
         if self.routers is None or self.routers.is_settled:
             return False
         if not is_whole_step:
             raise ValueError(
-                "the model balances its experts over a whole optimizer step, of which this is one plan of several; call route() "
-                "with all of them before the first one runs"
+                "the model balances its experts over a whole optimizer step, and this plan is one of several in its step; call "
+                "route() with all of them before the first one runs"
             )
         self.routers.forget()
         if not plan.forwards_first:
-            self.route([(plan, inputs)])
+            self.route([(plan, inputs)], engine)
         return plan.forwards_first
 
     @torch.no_grad()
     def _run_forwards(
         self,
         plan: RankPlan,
-        inputs: Sequence[Sequence[ChunkInputs]],
-        what: str,
+        inputs: PlanInputs,
+        purpose: str,
+        engine: ActivationEngine | None,
         is_counted: bool = False,
         scores: list[dict[int, TokenScores]] | None = None,
     ) -> Tensor:
-        """The forwards of a plan; this rank's summed cross-entropy, or zero where `scores` of tokens are asked for instead.
+        """Runs the forwards of a plan; returns this rank's summed cross-entropy, or zero and fills `scores` where it is given.
 
-        `what` they are for, in errors.
+        `purpose`: how errors call the run.
         """
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
-        self._check(plan)
-        clock = StepClock(self.device)
+        self._check(plan, engine)
+        host = self._host(1, engine)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (group, stage) in enumerate(plan.rounds):
             self.parameters.enter_round(plan.parameters)
             forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
-            current = Round(self, group, inputs[index], 1, clock, index, stage, is_counted)
-            if scores is not None:
-                current.scores = {}
+            current = Round(host, group, stage, inputs[index], index, is_counted, wants_scores=scores is not None)
+            total += current.run(forwards, f"{purpose} {plan.step}, round {index}")
+            if scores is not None and current.scores is not None:
                 scores.append(current.scores)
-            total += current.run(forwards, f"{what} {plan.step}, round {index}")
         self.parameters.free()
         return total
 
-    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
-        """Logits [1, T, V] of this rank's shard, or what leaves `part` of a pipeline, where `hidden_1TC` came in.
+    def _host(self, num_label_tokens: int, engine: ActivationEngine | None) -> RoundHost:
+        return RoundHost(
+            pool=self.pool,
+            stage=self.stage,
+            device=self.device,
+            parameters=self.parameters,
+            clock=StepClock(self.device),
+            num_label_tokens=num_label_tokens,
+            no_mask=self._no_mask,
+            engine=engine,
+            all_stages=self.all_stages,
+            routers=self.routers,
+            settle_routers=self._settle_routers,
+        )
 
-        Raises RuntimeError if some layer's attention did not get the plan.
-        """
-        with nullcontext() if context.activations is None else context.activations.running():
-            return self.stage.forward(part, chunk, hidden_1TC, self.no_mask, context)
-
-    def sum_chunk(
-        self,
-        chunk: ChunkInputs,
-        context: GroupContext,
-        tile_tokens: int = 0,
-        keep_gradients: bool = False,
-        part: int = 0,
-        hidden_1TC: Tensor | None = None,
-    ) -> Tensor:
-        """The summed cross-entropy of this rank's shard, a scalar: without logits if there are `tile_tokens` and a head.
-
-        `chunk` may be on the host. `keep_gradients`: its backward comes next. `part`, `hidden_1TC`: as for `forward_chunk`.
-        """
-        inputs = chunk.to(self.device)
-        head = self.engine.head if self.engine is not None else None
-        if head is None or not tile_tokens:
-            return summed_cross_entropy(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
-        # labels on the host tell which tiles have any, without waiting for the device
-        with head.summing(chunk.shift_labels, tile_tokens, keep_gradients):
-            loss = self.forward_chunk(inputs, context, part, hidden_1TC)
-        check_untouched(loss)
-        return loss
-
-    def score_chunk(
-        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
-    ) -> TokenScores:
-        """The scores of this rank's shard, with logits or without as `sum_chunk`."""
-        inputs = chunk.to(self.device)
-        head = self.engine.head if self.engine is not None else None
-        if head is None or not tile_tokens:
-            return token_scores(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
-        with head.scoring(chunk.shift_labels, tile_tokens) as scores:
-            self.forward_chunk(inputs, context, part, hidden_1TC)
-        return scores[0]
-
-    def _check(self, plan: RankPlan) -> None:
-        """Raises ValueError by name for a plan of other stages than the model's, and for what is not executed."""
+    def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:
+        """Raises ValueError for a plan of other stages than the model's, and naming what is not executed."""
         held = self.stage.num_stages, len(self.stage.attention_layers)
         for group, stage in plan.rounds:
             if (planned := (len(group.stages), len(stage.parts))) != held:
@@ -283,15 +248,15 @@ class StepExecutor:
                 raise ValueError(
                     f"{len(stage.parts)} interleaved parts of a stage need replicated parameters, not {plan.parameters}"
                 )
-        if self.routers is not None and self.shared_stages:
+        if self.routers is not None and self.all_stages:
             raise ValueError(
                 "a balance of experts is not executed together with helpers; set output_router_logits=False in the model's "
                 "config, or plan without helpers"
             )
-        refuse_unsupported(plan, self.engine, has_all_stages=bool(self.shared_stages))
+        refuse_unsupported(plan, engine, has_all_stages=bool(self.all_stages))
 
     def _reduce(self) -> None:
-        if self.shared_stages:
+        if self.all_stages:
             assert isinstance(self.parameters, ReplicatedParameters)
             self.parameters.complete()
             self.parameters.reduce(self.pool.everyone)
@@ -303,10 +268,6 @@ class StepExecutor:
         if not self.stage.tied or self.pool.links is None or self.pool.links.ends is None:
             return None
         return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.ends)
-
-    def _sum_over_ranks(self, total: Tensor) -> None:
-        if self.pool.everyone is not None:
-            dist.all_reduce(total, group=self.pool.everyone)
 
 
 def no_mask(device: torch.device) -> Tensor:

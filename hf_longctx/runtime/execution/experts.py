@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_longctx.runtime.core.binding import bound
+from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 
 class RouterBalance:
@@ -80,9 +81,7 @@ class RouterBalance:
 
         Collective over `group`, before the first backward of any of its ranks.
         """
-        if group is not None:
-            dist.all_reduce(self._sums_2E, group=group)
-        counts_E, probabilities_E = self._sums_2E
+        counts_E, probabilities_E = sum_over_ranks(self._sums_2E, group)
         num_rows = counts_E.sum().clamp(min=1) / self.num_chosen
         self._slopes_E = self.coefficient * self.num_experts * counts_E / num_rows**2
         return (self._slopes_E * probabilities_E).sum()

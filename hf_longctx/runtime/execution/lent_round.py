@@ -1,7 +1,7 @@
-"""One micro-batch whose first and last slices several pipeline stages share (SPPO, arXiv 2503.10377, section 6).
+"""Lent rounds: micro-batches whose first and last slices several pipeline stages share (SPPO, arXiv 2503.10377, section 6).
 
 Every rank has the weights of all stages, frozen ones and replicated adapters alike, and runs the order that
-`plan.sharding.shared_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline, hands every
+`plan.core.sharding.shared_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline, hands every
 sharing stage those of its tokens, collects what they make of them, and sends it on; backward hands gradients the same way
 back. At the ends of the model nothing travels: every rank has the token ids and the labels of its position.
 
@@ -14,31 +14,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import Piece, even_shards, shared_order, shared_pieces, sharing_stages
-from hf_longctx.plan.core.types import Action, Chunk, RankPlan, SequenceGroup
+from hf_longctx.plan.core.types import Action, Chunk, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice, document_tokens
 from hf_longctx.runtime.attention.lent_slice import SharedSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
-from hf_longctx.runtime.execution.out_of_memory import explained
+from hf_longctx.runtime.execution.host import RoundHost
+from hf_longctx.runtime.execution.results import StepMemory
+from hf_longctx.runtime.execution.round import Round
 from hf_longctx.runtime.execution.stage_model import StageModel
-from hf_longctx.runtime.process_groups.links import RoundMessages
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
-if TYPE_CHECKING:
-    from hf_longctx.runtime.execution.executor import StepExecutor
 
-
-def alone(group: SequenceGroup) -> SequenceGroup:
-    """The group without helpers: every stage runs its own chunks."""
+def without_helpers(group: SequenceGroup) -> SequenceGroup:
+    """The group with every stage running its own chunks alone."""
     stages = tuple(
         replace(stage, actions=tuple(replace(action, helpers=()) for action in stage.actions)) for stage in group.stages
     )
@@ -86,11 +83,14 @@ class Phases:
         return (self.front, (stage,), self.back)[self.phase(chunk)]
 
 
-def check_shared(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
-    """Raises ValueError naming what of a group with helpers is not executed. has_all_stages: on every rank."""
+def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
+    """Raises ValueError naming what this version does not execute of a group with helpers.
+
+    has_all_stages: whether every rank has the weights of all stages.
+    """
     if not has_all_stages:
         raise ValueError(
-            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `shared_stages`, or "
+            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `all_stages`, or "
             "plan without helpers"
         )
     if plan.parameters != "replicated":
@@ -127,116 +127,99 @@ def check_shared(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = Tr
             shared_pieces(group.chunks[action.chunk].num_tokens, group.degree, len(sharing_stages(action)))
 
 
-class SharedRound:
-    """A micro-batch of one rank. Every rank of all stages takes part; `check_shared` must have passed."""
+class LentRound(Round):
+    """A micro-batch whose slices other stages help with; every rank of all stages takes part. `check_lending` must have passed.
+
+    Received hidden states and outputs wait by (stage, chunk), since a rank runs chunks of several stages.
+    """
 
     def __init__(
-        self,
-        executor: StepExecutor,
-        group: SequenceGroup,
-        inputs: Sequence[ChunkInputs],
-        num_label_tokens: int,
-        clock: StepClock,
-        index: int,
+        self, host: RoundHost, group: SequenceGroup, stage: StagePlan, inputs: Sequence[ChunkInputs], index: int
     ) -> None:
-        self.executor, self.group, self.inputs = executor, group, inputs
-        self.num_label_tokens, self.clock, self.index = num_label_tokens, clock, index
-        self.stage = executor.pool.stage
-        self.phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
-        # (stage, chunk) -> what came in and what went out, between F and B
-        self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        super().__init__(host, group, stage, inputs, index)
+        self.phases = [Phases.of(each.actions, each.stage, len(group.chunks)) for each in group.stages]
+
+    def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """Forwards and backwards of this rank's stage and of those it helps; messages are sent and received inside of them."""
+        return shared_order(self.group)[self.stage.stage]
+
+    def _new_books(self) -> list[KVBook]:
         # one per stage, since a lent rank closes its part of a sequence before the stage does
-        self.books = [KVBook() for _ in group.stages]
-        self.book_bytes = 0
-        self.total = torch.zeros((), dtype=torch.float64, device=executor.device)
+        return [KVBook() for _ in self.group.stages]
 
-    def run(self, where: str, predicted_bytes: int = 0) -> Tensor:
-        """All that this rank's stage takes part in; its share of the step's loss, without a graph. `where`: for errors."""
-        links, own = self.executor.pool.links, self.executor.stage
-        assert links is not None
-
-        def shape_of(chunk: int) -> tuple[int, int, int]:
-            return 1, self.inputs[chunk].input_ids.shape[1], own.hidden_size
-
-        actions = self.group.stages[self.stage].actions
-        self.messages = RoundMessages(links, actions, shape_of, own.hidden_dtype, self.executor.device)
-        for action in shared_order(self.group)[self.stage]:
-            memory = explained(where, action, self.group, self.executor.device, predicted_bytes)
-            with self.clock.measure(self.index, action.kind, str(action)), memory:
-                if action.kind == "F":
-                    self._forward(action)
-                else:
-                    self._backward(action)
-            self.book_bytes = max(self.book_bytes, sum(book.num_bytes for book in self.books))
-        self.messages.finish()
-        assert not any(book.num_bytes for book in self.books), "a K/V book holds something behind its round"
-        return self.total
-
-    def _forward(self, action: Action) -> None:
-        model, rows = self.executor.shared_stages[action.stage], self._rows(action)
+    def _forward(self, action: Action, following: Action | None) -> None:
+        key, model, rows = (action.stage, action.chunk), self.host.all_stages[action.stage], self._rows(action)
         hidden_1SC = None
         if action.stage:
-            came_1TC = self.messages.receive(self._message("RF", action)) if action.stage == self.stage else None
-            hidden_1SC = rows.spread(came_1TC, self._like(action, model)).requires_grad_()
-        inputs = rows.of_inputs(self.inputs[action.chunk].to(self.executor.device))
-        output = model.forward(0, inputs, hidden_1SC, self.executor.no_mask, self._context(action))
+            hidden_1SC = self._spread("RF", action, rows, model).requires_grad_()
+            self.received[key] = hidden_1SC
+        inputs = rows.of_inputs(self.inputs[action.chunk].to(self.host.device))
+        output = model.forward(0, inputs, hidden_1SC, self.host.no_mask, self._context(action))
         if model.is_last(0):
-            output = step_loss(summed_cross_entropy(output, inputs.shift_labels), self.num_label_tokens)
+            output = step_loss(summed_cross_entropy(output, inputs.shift_labels), self.host.num_label_tokens)
             self.total += output.detach()
         else:
-            whole_1TC = rows.collect(output)
-            if whole_1TC is not None:
-                self.messages.send(self._message("SF", action), whole_1TC)
-        self.held[action.stage, action.chunk] = hidden_1SC, output
+            self._collect("SF", action, rows, output)
+        self.outputs[key] = output
+        self._note_memory()
 
-    def _backward(self, action: Action) -> None:
-        hidden_1SC, output = self.held.pop((action.stage, action.chunk))
-        model, rows = self.executor.shared_stages[action.stage], self._rows(action)
-        gradient_1SC = None
-        if not model.is_last(0):
-            came_1TC = self.messages.receive(self._message("RB", action)) if action.stage == self.stage else None
-            gradient_1SC = rows.spread(came_1TC, self._like(action, model))
-        # nothing is trained before the first stage's end under some adapters
+    def _backward(self, action: Action, following: Action | None) -> None:
+        key, model, rows = (action.stage, action.chunk), self.host.all_stages[action.stage], self._rows(action)
+        output = self.outputs.pop(key)
+        gradient_1SC = None if model.is_last(0) else self._spread("RB", action, rows, model)
+        # with adapters on later layers only, the first stages have nothing to train
         if output.requires_grad:
             output.backward(gradient_1SC)
-        self.executor.parameters.after_backward()
-        if hidden_1SC is not None:
-            assert hidden_1SC.grad is not None, f"{action}: no gradient of what came in"
-            whole_1TC = rows.collect(hidden_1SC.grad)
-            if whole_1TC is not None:
-                self.messages.send(self._message("SB", action), whole_1TC)
+        self.host.parameters.after_backward()
+        if action.stage:
+            gradient = self.received.pop(key).grad
+            assert gradient is not None, f"{action}: no gradient of what came in"
+            self._collect("SB", action, rows, gradient)
         if action.chunk == self._first_chunk(action.stage):
             self.books[action.stage].close(self.group.chunks[0].spans[0].sequence)
+        self._note_memory()
+
+    def _spread(self, kind: Literal["RF", "RB"], action: Action, rows: _Rows, model: StageModel) -> Tensor:
+        """This rank's rows of a message, which the slice's own stage receives and hands on."""
+        came_1TC = None
+        if action.stage == self.stage.stage:
+            assert self.messages is not None
+            came_1TC = self.messages.receive(replace(action, kind=kind, helpers=()))
+        none_10C = torch.empty((1, 0, model.hidden_size), dtype=model.hidden_dtype, device=self.host.device)
+        return rows.spread(came_1TC, none_10C)
+
+    def _collect(self, kind: Literal["SF", "SB"], action: Action, rows: _Rows, own_1SC: Tensor) -> None:
+        """Brings the rows of all ranks to the slice's own stage, which sends them on as one message."""
+        whole_1TC = rows.collect(own_1SC)
+        if whole_1TC is not None:
+            assert self.messages is not None
+            self.messages.send(replace(action, kind=kind, helpers=()), whole_1TC)
+
+    def _note_memory(self) -> None:
+        self.memory = self.memory.most(StepMemory(kv_book=sum(book.num_bytes for book in self.books)))
 
     def _first_chunk(self, stage: int) -> int:
         """The first chunk of `stage` that this rank runs."""
-        return self.phases[stage].first_back if stage > self.stage else 0
-
-    def _message(self, kind: str, action: Action) -> Action:
-        return replace(action, kind=kind, helpers=())  # type: ignore[arg-type]
-
-    def _like(self, action: Action, model: StageModel) -> Tensor:
-        """An empty row of the hidden states of no token."""
-        return torch.empty((1, 0, model.hidden_size), dtype=model.hidden_dtype, device=self.executor.device)
+        return self.phases[stage].first_back if stage > self.stage.stage else 0
 
     def _rows(self, action: Action) -> _Rows:
-        return _Rows.of(self.executor.pool, self.group, self.group.chunks[action.chunk], action)
+        return _Rows.of(self.host.pool, self.group, self.group.chunks[action.chunk], action)
 
     def _context(self, action: Action) -> GroupContext:
-        """Of a chunk that this rank runs for `action.stage`, alone or with others."""
-        pool, group, chunk, book = self.executor.pool, self.group, self.group.chunks[action.chunk], self.books[action.stage]
-        stages = sharing_stages(action)
+        """The context of a chunk that this rank runs for `action.stage`, alone or with other stages."""
+        pool, group, chunk, book = self.host.pool, self.group, self.group.chunks[action.chunk], self.books[action.stage]
+        own, stages = self.stage.stage, sharing_stages(action)
         context = pool.context(group, chunk, book)
         if len(stages) == 1:
             return context
         phases, (span,) = self.phases[action.stage], chunk.spans
         is_front = action.chunk < phases.first_alone
-        last = phases.first_alone - 1 if is_front and action.stage != self.stage else len(group.chunks) - 1
+        last = phases.first_alone - 1 if is_front and action.stage != own else len(group.chunks) - 1
         held = shared_pieces(chunk.num_tokens, group.degree, len(stages))
-        tokens = tuple(sum(piece.num_tokens for piece in pieces) for pieces in held[stages.index(self.stage)])
+        tokens = tuple(sum(piece.num_tokens for piece in pieces) for pieces in held[stages.index(own)])
         shared = SharedSlice(
             process_group=pool.sharing_group(stages),
-            index=stages.index(self.stage),
+            index=stages.index(own),
             owner=stages.index(action.stage),
             blocks=tuple(map(block_of, held)),
             part=Slice(0, span.sequence, span.start, span.stop, group.chunks[last].spans[0].stop),

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces, document_bounds, even_shards, rank_pieces, travelling_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
@@ -153,6 +154,13 @@ class GroupPool:
             ),
             book=KVBook() if book is None else book,
         )
+
+
+def sum_over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Adds `total` up over the ranks of `group`, in place, and returns it; None: this rank alone. Collective over the group."""
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 def sharing_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]]:

@@ -28,6 +28,7 @@ from hf_longctx.plan.planner import build_plan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOKENS = 8
@@ -82,7 +83,7 @@ def steps(num_chunks: int) -> tuple[Callable[[], object], Callable[[], object]]:
     placed = place_layout([[(1, (i,))] for i in range(num_chunks)], 1, 1, node_aligned=True)
     plan = build_plan(0, [TOKENS] * num_chunks, placed, {1: GroupShape(1)}, costs).for_rank(0)
     pool = GroupPool((1,), timeout_s=60.0)
-    executor = StepExecutor(planned_model, pool, num_attention_layers(planned_model), torch.device("cpu"))
+    executor = StepExecutor(whole_model(planned_model, num_attention_layers(planned_model)), pool, torch.device("cpu"))
     return (lambda: executor.run(plan, [[chunk]] * num_chunks, TOKENS * num_chunks)), bare
 
 

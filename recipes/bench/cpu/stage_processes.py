@@ -122,7 +122,7 @@ def _measure(
     model: Any = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="sdpa")).train()
     patch_model(model)
     cut_model(model, parts, pool.stage)
-    executor = StepExecutor(model, pool, 0, _CPU, fp32_gradients=False, stage=stage_model(model, parts, pool.stage))
+    executor = StepExecutor(stage_model(model, parts, pool.stage), pool, _CPU, fp32_gradients=False)
     inputs = [_inputs(plan, rows, pool.rank) for plan in plans]
     num_label_tokens = sum(len(row["labels"]) - 1 for row in rows)
     rounds = []

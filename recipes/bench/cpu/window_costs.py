@@ -27,6 +27,7 @@ from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import fit_coefficients
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.measure import ChunkBench, Probe, Timing
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -51,7 +52,7 @@ def measure(window: int, seconds: float) -> tuple[ModelSpec, tuple[Timing, ...]]
     """Timings of all probes for one model; the long documents are not used for a fit."""
     model = build_model(config_of(window), CPU, "float32")
     spec = model_spec(model)
-    executor = StepExecutor(model, GroupPool((1,), 60.0), num_attention_layers(model), CPU)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 60.0), CPU)
     bench = ChunkBench(executor, spec.num_layers, spec.vocab_size, time.monotonic() + seconds)
     return spec, bench.measure((*FITTED, *(Probe((length,), is_held_out=True) for length in LONG)))
 

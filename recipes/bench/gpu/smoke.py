@@ -45,6 +45,7 @@ from hf_longctx.runtime.attention.sequence_parallel import packed_attention
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import attention_backend, tile_backward, tile_forward
@@ -319,7 +320,7 @@ def check_step(device: torch.device) -> tuple[float, str]:
         ]
         for group, _ in plan.rounds
     ]
-    executor = StepExecutor(model, GroupPool((1,), timeout_s=60.0), num_attention_layers(model), device)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), timeout_s=60.0), device)
     executor.run(plan, inputs, count)
     found = [p.grad for p in model.parameters() if p.grad is not None]
     expected = [p.grad for p in plain.parameters() if p.grad is not None]

@@ -22,6 +22,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 TOLERANCE = 1e-12
@@ -86,9 +87,9 @@ def check(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[st
 def lone_step(model: Any, plan: StepPlan) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of a one-rank plan in this process."""
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), OutputHead(output_head(model)))
-    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), CPU, engine=engine)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU)
     num_labels = sum(label != -100 for row in ROWS for label in row["labels"][1:])
-    result = executor.run(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"], num_labels)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"], num_labels, engine=engine)
     return float(result.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

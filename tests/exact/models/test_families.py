@@ -16,6 +16,7 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LENGTHS = [30, 7, 17, 1]
@@ -36,10 +37,10 @@ def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
     model = build_model(case)
     patch_model(model)
     engine = ActivationEngine(layer_modules(model))
-    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), torch.device("cpu"), engine=engine)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), torch.device("cpu"))
     plan = with_policies(sliced_plan(LENGTHS, SLICES), (recomputing(0.5, 0.5), recomputing()), 16)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 

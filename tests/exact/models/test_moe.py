@@ -31,6 +31,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CPU = torch.device("cpu")
@@ -52,9 +53,9 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Any, has_engine: bool = Fal
     patch_model(model)
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**22)) if has_engine else None
     routers = router_balance(model, CPU)
-    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), CPU, engine=engine, routers=routers)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU, routers=routers)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
     return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -88,7 +89,9 @@ def test_a_step_that_raised_leaves_no_balance_to_the_next(monkeypatch: pytest.Mo
     plan, rows, others = sliced_plan(LENGTHS, WHOLE), random_rows(LENGTHS), random_rows(LENGTHS, seed=1)
     model = build_model(case_of("mixtral", balance=BALANCE))
     patch_model(model)
-    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), CPU, routers=router_balance(model, CPU))
+    executor = StepExecutor(
+        whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU, routers=router_balance(model, CPU)
+    )
 
     def run(own: Any) -> StepResult:
         num_labels = sum(label != -100 for row in own for label in row["labels"][1:])
@@ -181,7 +184,7 @@ def test_routing_runs_again_only_where_a_backward_comes_before_a_forward(words: 
     patch_model(model)
     calls: list[int] = []
     model.model.layers[0].mlp.gate.register_forward_hook(lambda module, inputs, outputs: calls.append(len(outputs[0])))
-    executor = StepExecutor(model, GroupPool((1,), 1.0), 2, CPU, routers=router_balance(model, CPU))
+    executor = StepExecutor(whole_model(model, 2), GroupPool((1,), 1.0), CPU, routers=router_balance(model, CPU))
     result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], 1)
     assert sum(calls) == num_passes * sum(LENGTHS)
     assert result.router_load is not None and 1 <= float(result.router_load) <= 4 / 2
@@ -196,7 +199,7 @@ def two_steps(case: ModelCase, plans_json: list[str]) -> tuple[str, list[Any]]:
     """What is said to a plan of several without `route`; losses and gradients of two steps of all plans."""
     pool, plans, model = group_pool(), [plan_from_json(text) for text in plans_json], build_model(case)
     patch_model(model)
-    executor = StepExecutor(model, pool, 2, CPU, routers=router_balance(model, CPU))
+    executor = StepExecutor(whole_model(model, 2), pool, CPU, routers=router_balance(model, CPU))
     count = sum(label != -100 for rows in ROWS for row in rows for label in row["labels"][1:])
     work = [(p.for_rank(pool.rank), rank_inputs(p, rows, pool.rank)["chunks"]) for p, rows in zip(plans, ROWS, strict=True)]
     with pytest.raises(ValueError, match=r"call route\(\)") as refused:
@@ -228,7 +231,7 @@ def test_grouped_products_stay_close_to_fp64(dtype: torch.dtype, tolerance: floa
     model = build_model(case_of("qwen3_moe", balance=BALANCE, dtype=dtype))
     model.set_experts_implementation("grouped_mm")
     patch_model(model)
-    executor = StepExecutor(model, GroupPool((1,), 1.0), 2, CPU, routers=router_balance(model, CPU))
+    executor = StepExecutor(whole_model(model, 2), GroupPool((1,), 1.0), CPU, routers=router_balance(model, CPU))
     plan = sliced_plan(LENGTHS, SLICES, MIXED)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     loss = float(executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels).loss)

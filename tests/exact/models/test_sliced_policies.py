@@ -33,6 +33,7 @@ from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import TileInputs
 
@@ -132,10 +133,11 @@ def counted_pairs() -> Iterator[list[int]]:
 def policy_step(model: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[StepResult, dict[str, Tensor], int]:
     """A step of a one-rank plan in this process: its result, its gradients, and the pairs that ran."""
     tier = HostTier.on(CPU, 2**24)
-    executor = StepExecutor(model, GroupPool((1,), 1.0), NUM_LAYERS, CPU, engine=ActivationEngine(layer_modules(model), tier))
+    engine = ActivationEngine(layer_modules(model), tier)
+    executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     with counted_pairs() as pairs:
-        result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+        result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
     assert tier.stored_bytes == 0
     return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sum(pairs)
 

@@ -12,6 +12,7 @@ from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 
 CASE = ModelCase(promoted=True)
@@ -31,7 +32,7 @@ def two_steps(plans_json: list[str], shard_ranks: int) -> list[tuple[float, dict
     patch_model(model)
     if shard_ranks:
         shard_model(model, model._no_split_modules, mesh(shard_ranks))
-    executor = StepExecutor(model, pool, 2, torch.device("cpu"))
+    executor = StepExecutor(whole_model(model, 2), pool, torch.device("cpu"))
     count = sum(label != -100 for rows in ROWS for row in rows for label in row["labels"][1:])
     steps = []
     for _ in range(2):

@@ -20,7 +20,8 @@ from hf_longctx.runtime.activations import projection_record
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import rows
-from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import no_mask
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import TileInputs
 
@@ -74,7 +75,7 @@ class EngineStep:
         patch_model(self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model)
         self.engine = ActivationEngine(layer_modules(self.model), tier)
         layers = num_attention_layers(self.model)
-        self.executor = StepExecutor(self.model, GroupPool((1,), timeout_s=1.0), layers, CPU, engine=self.engine)
+        self.pool, self.whole = GroupPool((1,), timeout_s=1.0), whole_model(self.model, layers)
         self.plan = plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1)
         self.num_labels = sum(label != -100 for row in self.rows for label in row["labels"][1:])
         self.documents = [span.num_tokens for span in self.plan.micro_batches[0].groups[0].chunks[0].spans]
@@ -84,8 +85,9 @@ class EngineStep:
         (chunk,) = rank_inputs(self.plan, self.rows, 0)["chunks"][0]
         (group,) = self.plan.micro_batches[0].groups
         activations = self.engine.begin(ActivationPolicy(0, 0, layers, tile_tokens))
-        context = replace(self.executor.pool.context(group, group.chunks[0]), activations=activations)
-        logits = self.executor.forward_chunk(chunk, context)
+        context = replace(self.pool.context(group, group.chunks[0]), activations=activations)
+        with activations.running():
+            logits = self.whole.forward(0, chunk, None, no_mask(CPU), context)
         loss = torch.nn.functional.cross_entropy(logits[0], chunk.shift_labels[0], ignore_index=-100, reduction="sum")
         return loss / self.num_labels, activations
 

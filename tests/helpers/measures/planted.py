@@ -19,7 +19,7 @@ from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention
 from hf_longctx.runtime.attention import ring, sequence_parallel
 from hf_longctx.runtime.attention.kv_book import KVBook
-from hf_longctx.runtime.execution import executor
+from hf_longctx.runtime.execution import executor, host
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
@@ -85,7 +85,7 @@ def _mean_per_rank(num_ranks: int) -> Iterator[None]:
         return F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum") / (labels != -100).sum().clamp(min=1)
 
     with ExitStack() as both:
-        both.enter_context(replaced(executor, "summed_cross_entropy", mean))
+        both.enter_context(replaced(host, "summed_cross_entropy", mean))
         both.enter_context(replaced(round_module, "step_loss", lambda loss, count: loss / num_ranks))
         yield
 
@@ -120,10 +120,10 @@ def _late_shift() -> Any:
 def _reversed_rounds(rank: int) -> Any:
     original = executor.StepExecutor.run
 
-    def run(self: Any, plan: Any, inputs: Any, num_label_tokens: int) -> Any:
+    def run(self: Any, plan: Any, inputs: Any, num_label_tokens: int, **settings: Any) -> Any:
         if rank == 1:
             plan, inputs = replace(plan, rounds=plan.rounds[::-1]), inputs[::-1]
-        return original(self, plan, inputs, num_label_tokens)
+        return original(self, plan, inputs, num_label_tokens, **settings)
 
     return replaced(executor.StepExecutor, "run", run)
 

@@ -43,8 +43,8 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     head = OutputHead(output_head(model)) if has_policies and pool.stage == plan.num_stages - 1 else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**26), head) if has_policies else None
-    executor = StepExecutor(model, pool, 0, CPU, True, engine, stage_model(model, ranges, pool.stage))
+    executor = StepExecutor(stage_model(model, ranges, pool.stage), pool, CPU)
     rank_plan, inputs = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
-    executor.run(rank_plan, inputs, 1)
-    peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1))
+    executor.run(rank_plan, inputs, 1, engine=engine)
+    peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1, engine=engine))
     return peak, result.memory

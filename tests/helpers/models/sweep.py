@@ -34,6 +34,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -134,8 +135,8 @@ def replayed(half: float) -> LayerPolicy:
 
 
 def lone_step(model: Any, plan: StepPlan, engine: ActivationEngine | None = None) -> Step:
-    executor = StepExecutor(model, GroupPool((1,), 1.0), num_attention_layers(model), CPU, engine=engine)
-    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows(), 0)["chunks"], num_labels())
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows(), 0)["chunks"], num_labels(), engine=engine)
     return float(result.loss), gradients_of(model)
 
 
@@ -222,7 +223,7 @@ def group_step(name: str, ulysses: int, is_sharded: bool) -> Step:
     )
     if is_sharded:
         shard_model(model, tuple(model._no_split_modules or ()), mesh(2))
-    executor = StepExecutor(model, pool, num_attention_layers(model), CPU)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, CPU)
     result = executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows(), pool.rank)["chunks"], num_labels())
     return float(result.loss), gradients_of(model)
 

@@ -96,7 +96,7 @@ def _steps(
     model = adapted(build_model(case)) if lora else build_model(case)
     patch_model(model)
     stages = shared_stages_of(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
-    executor = StepExecutor(model, pool, 0, CPU, case.fp32_gradients, shared_stages=stages)
+    executor = StepExecutor(stages[pool.stage], pool, CPU, case.fp32_gradients, all_stages=stages)
     chunks = rank_inputs(plan, rows, pool.rank)["chunks"]
     num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
     optimizer = new_optimizer(model)

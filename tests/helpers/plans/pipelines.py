@@ -141,10 +141,10 @@ def stage_step_on_rank(
     head = OutputHead(output_head(model)) if has_policies and is_last else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), head) if has_policies else None
     routers = router_balance(model, CPU)
-    executor = StepExecutor(model, pool, 0, CPU, case.fp32_gradients, engine, stage, routers=routers)
+    executor = StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers)
     batch = rank_inputs(plan, rows, pool.rank)
     num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
-    result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)
+    result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens, engine=engine)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     words = [interval.name for interval in result.intervals() if interval.round >= 0]
     return float(result.loss), gradients, words, result.memory

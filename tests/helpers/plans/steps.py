@@ -34,6 +34,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -119,10 +120,10 @@ def step_on_rank(
         engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model))) if has_policies else None
         cpu = torch.device("cpu")
         layers, routers = num_attention_layers(model), router_balance(model, cpu)
-        executor = StepExecutor(wrapped, pool, layers, cpu, case.fp32_gradients, engine, routers=routers)
+        executor = StepExecutor(whole_model(wrapped, layers), pool, cpu, case.fp32_gradients, routers=routers)
         batch = rank_inputs(plan, rows, pool.rank)
         num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
-        result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens)
+        result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens, engine=engine)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return float(result.loss), gradients
 

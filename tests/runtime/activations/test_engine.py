@@ -29,7 +29,8 @@ from hf_longctx.runtime.activations import engine as engine_module
 from hf_longctx.runtime.activations.engine import ActivationEngine, LayerModules
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.attention import rows as rows_module
-from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import TileInputs
 
@@ -122,13 +123,13 @@ def step(
     """One step of one rank under the policies, which leaves its gradients on the model; the loss and the work."""
     patch_model(model)
     engine = ActivationEngine(layers or layer_modules(model))
-    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), num_attention_layers(model), CPU, engine=engine)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), timeout_s=1.0), CPU)
     lengths = [len(row["input_ids"]) for row in rows]
     plan = with_policies(plan or plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1), policies, tile_tokens)
     with counted(model) as work:
         work.documents = [span.num_tokens for chunk in plan.micro_batches[0].groups[0].chunks for span in chunk.spans]
         num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-        result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+        result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
     engine.unbind()
     return float(result.loss), work
 
@@ -260,14 +261,15 @@ def test_a_second_backward_recomputes_and_stays_right() -> None:
     model = build_model(ModelCase(promoted=True))
     patch_model(model)
     engine = ActivationEngine(layer_modules(model))
-    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU, engine=engine)
     rows = random_rows([23])
     plan = plan_of([[(1, (0,))]], [23], 1)
     (chunk,) = rank_inputs(plan, rows, 0)["chunks"][0]
     (group,) = plan.micro_batches[0].groups
     policy = ActivationPolicy(0, 0, (recomputing(0.5, 0.5),) * 2, 8)
-    context = replace(executor.pool.context(group, group.chunks[0]), activations=engine.begin(policy))
-    loss = executor.forward_chunk(chunk, context).square().sum()
+    pool, activations = GroupPool((1,), timeout_s=1.0), engine.begin(policy)
+    context = replace(pool.context(group, group.chunks[0]), activations=activations)
+    with activations.running():
+        loss = whole_model(model, 2).forward(0, chunk, None, no_mask(CPU), context).square().sum()
     loss.backward(retain_graph=True)
     first = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -339,10 +341,10 @@ def test_adapters_match() -> None:
     model = adapted()
     patch_model(model.base_model.model)
     engine = ActivationEngine(layer_modules(model))
-    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU, engine=engine)
+    executor = StepExecutor(whole_model(model, 2), GroupPool((1,), timeout_s=1.0), CPU)
     plan = with_policies(plan_of([[(1, (0, 1, 2, 3))]], LENGTHS, 1), (recomputing(0.5, 0.5), recomputing()), 8)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
     assert float(result.loss) == pytest.approx(expected_loss, rel=TOLERANCE)
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert trained.keys() == expected.keys()
@@ -441,11 +443,11 @@ def test_a_model_whose_layers_do_not_pass_the_door_is_refused() -> None:
     model = build_model(ModelCase(promoted=True))
     patch_model(model)
     engine = ActivationEngine(layer_modules(model))
-    executor = StepExecutor(model.eval(), GroupPool((1,), timeout_s=1.0), num_attention_layers(model), CPU, engine=engine)
+    executor = StepExecutor(whole_model(model.eval(), num_attention_layers(model)), GroupPool((1,), timeout_s=1.0), CPU)
     plan = plan_of([[(1, (0,))]], [13], 1)
     ((group, stage),) = plan.for_rank(0).rounds
     stage = replace(stage, activations=(ActivationPolicy(0, 0, (recomputing(),) * 2),))
     plan = replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
     batch = rank_inputs(plan, random_rows([13]), 0)
     with pytest.raises(RuntimeError, match="0 of 2 layers ran under the activation policy"):
-        executor.run(plan.for_rank(0), batch["chunks"], 12)
+        executor.run(plan.for_rank(0), batch["chunks"], 12, engine=engine)

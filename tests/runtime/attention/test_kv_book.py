@@ -27,6 +27,7 @@ from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.execution.checks import refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores
 
@@ -89,7 +90,7 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) ->
     """A step of a one-rank plan in this process, through collator and executor."""
     model = model if model is not None else patched_model(case)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-    executor = StepExecutor(model, GroupPool((1,), 1.0), NUM_LAYERS, CPU)
+    executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
     result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
     return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -416,7 +417,7 @@ def test_evaluation_matches_and_holds_no_gradients() -> None:
         original(book, *args, **kwargs)
         books.append(book)
 
-    executor = StepExecutor(patched_model(ModelCase()), GroupPool((1,), 1.0), NUM_LAYERS, CPU)
+    executor = StepExecutor(whole_model(patched_model(ModelCase()), NUM_LAYERS), GroupPool((1,), 1.0), CPU)
     with patch.object(KVBook, "__init__", init):
         total = executor.evaluate(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"])
     mean, _ = reference_step(build_model(ModelCase()), rows)
@@ -439,7 +440,7 @@ def test_slices_keep_no_more_for_backward_than_one_chunk() -> None:
             return tensor
 
         plan = sliced_plan([96], [[span] for span in cut(0, [96 // num_slices] * num_slices)])
-        executor = StepExecutor(model, GroupPool((1,), 1.0), NUM_LAYERS, CPU)
+        executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
         inputs = rank_inputs(plan, random_rows([96]), 0)["chunks"]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             executor.run(plan.for_rank(0), inputs, 90)

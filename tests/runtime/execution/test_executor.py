@@ -22,7 +22,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.checks import refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
@@ -96,7 +96,7 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
         "free": ({"actions": actions("0F0 0B0 0FREE0")}, "action 0FREE0 is not executed yet"),
         "helpers": (
             {"actions": actions("0F0@1:0 0B0@1:0")},
-            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `shared_stages`",
+            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `all_stages`",
         ),
     }
 
@@ -125,7 +125,7 @@ def test_policies_that_keep_everything_are_executed() -> None:
 
 
 def executor_of(model: Any) -> StepExecutor:
-    return StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU)
+    return StepExecutor(whole_model(model, 2), GroupPool((1,), timeout_s=1.0), CPU)
 
 
 def patched_model(case: ModelCase | None = None) -> Any:
@@ -157,8 +157,8 @@ def test_a_plan_of_other_stages_than_the_model_s_is_refused(planned: tuple[int, 
     schedule = "interleaved" if num_parts > 1 else "1f1b"
     plan = pipeline_plan([8] * 4, [[(1, chunks)]], num_stages, schedule, num_layers, num_parts)
     model = torch.nn.Linear(1, 1)
-    stage = None if "into 1" in message else StageModel(model, 0, 2, (2,), 8, torch.float32)
-    executor = StepExecutor(model, GroupPool((1,), timeout_s=1.0), 4, CPU, stage=stage)
+    stage = whole_model(model, 4) if "into 1" in message else StageModel(model, 0, 2, (2,), 8, torch.float32)
+    executor = StepExecutor(stage, GroupPool((1,), timeout_s=1.0), CPU)
     with pytest.raises(ValueError) as refused:
         executor.run(plan.for_rank(0), [], 1)
     assert message in str(refused.value)
@@ -276,7 +276,7 @@ def evaluated_on_rank(plan_json: str, rows: list[dict[str, list[int]]]) -> tuple
     """The summed loss, and whether evaluation left gradients behind."""
     pool, plan = group_pool(), plan_from_json(plan_json)
     model = patched_model()
-    executor = StepExecutor(model, pool, 2, CPU)
+    executor = StepExecutor(whole_model(model, 2), pool, CPU)
     total = executor.evaluate(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"])
     return float(total), any(p.grad is not None for p in model.parameters())
 
@@ -305,8 +305,8 @@ def tiled_plan(lengths: list[int], chunks: list[tuple[Span, ...]], words: str, t
     return validate_plan(replace(plan, micro_batches=(MicroBatch((group,)),)))
 
 
-def tiled_executor(model: Any, has_head: bool = True) -> tuple[StepExecutor, list[int]]:
-    """An executor with an engine, and how many tokens the head got in each of its runs."""
+def tiled_executor(model: Any, has_head: bool = True) -> tuple[StepExecutor, ActivationEngine, list[int]]:
+    """An executor, its engine, and how many tokens the head got in each of its runs."""
     seen: list[int] = []
     original = model.lm_head.forward
 
@@ -316,7 +316,7 @@ def tiled_executor(model: Any, has_head: bool = True) -> tuple[StepExecutor, lis
 
     model.lm_head.forward = forward
     engine = ActivationEngine(layer_modules(model), head=OutputHead(output_head(model)) if has_head else None)
-    return StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU, engine=engine), seen
+    return StepExecutor(whole_model(model, 2), GroupPool((1,), timeout_s=1.0), CPU), engine, seen
 
 
 WHOLE = [(Span(0, 0, 13),), (Span(1, 0, 5), Span(2, 0, 9))]
@@ -338,9 +338,9 @@ def test_losses_in_tiles_match_and_the_head_runs_as_often_as_needed(
 ) -> None:
     expected_loss, gradients = reference_step(build_model(ModelCase()), ROWS)
     model = patched_model()
-    executor, seen = tiled_executor(model)
+    executor, engine, seen = tiled_executor(model)
     plan = tiled_plan([13, 5, 9], chunks, words, 5)
-    result = executor.run(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"], NUM_LABELS)
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"], NUM_LABELS, engine=engine)
     assert float(result.loss) == pytest.approx(expected_loss, rel=TOLERANCE)
     assert max(relative_error(p.grad, gradients[name]) for name, p in model.named_parameters()) <= TOLERANCE
     assert seen == expected
@@ -349,14 +349,14 @@ def test_losses_in_tiles_match_and_the_head_runs_as_often_as_needed(
 @pytest.mark.parametrize("has_head,expected", [(True, [5, 5, 3, 5, 5, 4]), (False, [13, 14])])
 def test_an_evaluation_is_tiled_where_there_is_a_head(has_head: bool, expected: list[int]) -> None:
     mean, _ = reference_step(build_model(ModelCase()), ROWS)
-    executor, seen = tiled_executor(patched_model(), has_head)
+    executor, engine, seen = tiled_executor(patched_model(), has_head)
     plan = tiled_plan([13, 5, 9], WHOLE, "0F0 0F1 0B1 0B0", 5)
-    total = executor.evaluate(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"])
+    total = executor.evaluate(plan.for_rank(0), rank_inputs(plan, ROWS, 0)["chunks"], engine)
     assert float(total) == pytest.approx(mean * NUM_LABELS, rel=TOLERANCE)
     assert seen == expected
 
 
 def test_without_tile_tokens_the_loss_is_taken_from_logits() -> None:
-    executor, seen = tiled_executor(patched_model())
-    executor.run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS)
+    executor, engine, seen = tiled_executor(patched_model())
+    executor.run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS, engine=engine)
     assert seen == [18, 9]

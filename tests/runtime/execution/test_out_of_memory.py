@@ -11,6 +11,7 @@ from helpers.plans.steps import plan_of, rank_inputs
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 LENGTHS = [13, 5, 9]
@@ -41,7 +42,7 @@ def executor_that_fails(num_tokens: int, in_backward: bool) -> StepExecutor:
     model = build_model(ModelCase())
     patch_model(model)
     model.model.layers[1].mlp = Exhausted(model.model.layers[1].mlp, num_tokens, in_backward)
-    return StepExecutor(model, GroupPool((1,), timeout_s=1.0), 2, CPU)
+    return StepExecutor(whole_model(model, 2), GroupPool((1,), timeout_s=1.0), CPU)
 
 
 @pytest.mark.parametrize("in_backward,action", [(False, "0F0"), (True, "0B0")])

@@ -18,6 +18,7 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 
 # operators whose result has to come to the host, or that pin memory
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "_pin_memory", "masked_select", "unique")
@@ -39,7 +40,7 @@ def operators_of_a_step(plan: StepPlan, rows: list[dict[str, list[int]]], bug: b
     """What this rank runs in the second step of a run; making a group or waiting for a device raises."""
     pool, model = group_pool(), build_model(ModelCase())
     patch_model(model)
-    runner = StepExecutor(model, pool, num_attention_layers(model), torch.device("cpu"))
+    runner = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
     chunks, rank_plan = rank_inputs(plan, rows, pool.rank)["chunks"], plan.for_rank(pool.rank)
     runner.run(rank_plan, chunks, 10)
 

@@ -24,6 +24,7 @@ from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import ShardedParameters, shard_mesh, shard_model
 
 MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_round")
@@ -199,7 +200,7 @@ def collectives_of_a_step(plan_json: str, rows: list[dict[str, list[int]]], shar
     model = build_model(ModelCase(dtype=torch.float32))
     patch_model(model)
     shard_model(model, model._no_split_modules, mesh(shard_ranks))
-    executor = StepExecutor(model, pool, 2, torch.device("cpu"))
+    executor = StepExecutor(whole_model(model, 2), pool, torch.device("cpu"))
     chunks = rank_inputs(plan, rows, pool.rank)["chunks"]
     calls: Counter[str] = Counter()
     original = torch.distributed.all_reduce
@@ -260,8 +261,10 @@ def refusals() -> list[str]:
     plain, sharded = build_model(ModelCase()), build_model(ModelCase())
     shard_model(sharded, sharded._no_split_modules, mesh(2))
     tries = (
-        lambda: StepExecutor(plain, pool, 2, torch.device("cpu")).run(plan_of_mode("sharded").for_rank(0), [], 1),
-        lambda: StepExecutor(sharded, pool, 2, torch.device("cpu")).evaluate(plan_of_mode("replicated").for_rank(0), []),
+        lambda: StepExecutor(whole_model(plain, 2), pool, torch.device("cpu")).run(plan_of_mode("sharded").for_rank(0), [], 1),
+        lambda: StepExecutor(whole_model(sharded, 2), pool, torch.device("cpu")).evaluate(
+            plan_of_mode("replicated").for_rank(0), []
+        ),
         lambda: shard_model(plain, ("NoSuchLayer",), mesh(2)),
         lambda: shard_mesh("cpu", 3, 1.0),
     )

@@ -1,0 +1,87 @@
+"""Services of a step that its micro-batches run on: groups, the stage's model, the forward of a chunk and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.output_head import check_untouched
+from hf_longctx.runtime.attention.context import GroupContext
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.clock import StepClock
+from hf_longctx.runtime.core.loss import TokenScores, summed_cross_entropy, token_scores
+from hf_longctx.runtime.execution.experts import RouterBalance
+from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
+from hf_longctx.runtime.parameters.sharded import ShardedParameters
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundHost:
+    """Everything a round takes from its step; one per plan that runs.
+
+    engine: executes the plan's activation policies, and sums losses without logits where it has a head. all_stages: every
+    stage of the model, for plans in which ranks help other stages than their own. routers: those whose balance is part of the
+    loss; settle_routers sums what they counted over all ranks, once, before the first backward.
+    """
+
+    pool: GroupPool
+    stage: StageModel
+    device: torch.device
+    parameters: ReplicatedParameters | ShardedParameters
+    clock: StepClock
+    num_label_tokens: int
+    no_mask: Tensor
+    engine: ActivationEngine | None = None
+    all_stages: tuple[StageModel, ...] = ()
+    routers: RouterBalance | None = None
+    settle_routers: Callable[[], None] = lambda: None
+
+    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
+        """Logits [1, T, V] of this rank's shard from the last part; hidden states for the next one from every other part.
+
+        hidden_1TC: hidden states of the part before. Raises RuntimeError if some layer's attention did not get the plan.
+        """
+        with nullcontext() if context.activations is None else context.activations.running():
+            return self.stage.forward(part, chunk, hidden_1TC, self.no_mask, context)
+
+    def sum_chunk(
+        self,
+        chunk: ChunkInputs,
+        context: GroupContext,
+        tile_tokens: int,
+        keep_gradients: bool,
+        part: int,
+        hidden_1TC: Tensor | None,
+    ) -> Tensor:
+        """The summed cross-entropy of this rank's shard, a scalar; without logits if the engine has a head and `tile_tokens`.
+
+        `chunk` may be on the host. keep_gradients: the chunk's backward comes next, so the head keeps its gradients.
+        """
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return summed_cross_entropy(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
+        # labels on the host tell which tiles have any, without waiting for the device
+        with head.summing(chunk.shift_labels, tile_tokens, keep_gradients):
+            loss = self.forward_chunk(inputs, context, part, hidden_1TC)
+        check_untouched(loss)
+        return loss
+
+    def score_chunk(
+        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
+    ) -> TokenScores:
+        """The scores of this rank's shard; with or without logits, as `sum_chunk`."""
+        inputs = chunk.to(self.device)
+        head = self.engine.head if self.engine is not None else None
+        if head is None or not tile_tokens:
+            return token_scores(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
+        with head.scoring(chunk.shift_labels, tile_tokens) as scores:
+            self.forward_chunk(inputs, context, part, hidden_1TC)
+        return scores[0]
