@@ -14,10 +14,10 @@ from test_sliced_policies import replayed
 
 from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.schedule import in_flight
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, StepPlan
 from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 # families of four and three slices, and a whole sequence; the longest has more slices than there are stages
@@ -57,7 +57,7 @@ def check_memory(pool, case: ModelCase, plan: StepPlan) -> list:
         stage, position = plan.place(rank)
         assert words == planned_words(plan, rank)
         own = plan.for_rank(rank).rounds
-        assert most_waiting(words) == max(in_flight(one) for _, one in own)
+        assert most_waiting(words) == max(most_in_flight(one.actions) for _, one in own)
         assert judged.in_flight[stage] >= most_waiting(words)
         book = max(round_bytes(spec, group, one, group.positions.index(position)).book for group, one in own)
         assert memory.kv_book == book

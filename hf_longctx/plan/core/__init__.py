@@ -1,1 +1,1 @@
-"""Types of a plan, the specs of model, cluster and settings it is made from, and the checks it must pass."""
+"""The plan as data: its types, its JSON, the checks it must pass, and the model, cluster and settings it is made from."""

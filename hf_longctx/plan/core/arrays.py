@@ -1,4 +1,4 @@
-"""Array types of the planner."""
+"""Type aliases for the numpy arrays of the planner, for annotations in every folder of `plan`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,5 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
-
-
 IntArray = NDArray[np.int64]
-
-
 BoolArray = NDArray[np.bool_]

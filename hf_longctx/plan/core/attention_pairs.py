@@ -1,12 +1,12 @@
-"""How many query-key pairs attention computes, in layers that see everything before a token and in layers with windows.
+"""Count the query-key pairs that attention computes, in layers with full causal attention and in layers with sliding windows.
 
-Token x of a sequence, counted from 0 and taken as a continuum, sees x tokens before it, or w under a window of w. So the tokens
-[a, b) have this many pairs, with (x)+ for what of x is above zero:
+The cost model prices attention by these pairs. Tokens are treated as a continuum: the token at position x of a sequence sees x
+tokens, or at most w under a window of w. The tokens [a, b) then have this many pairs, where (x)+ = max(x, 0):
 
     full:    (b^2 - a^2) / 2            window w:    (b^2 - a^2) / 2  -  ((b - w)+^2 - (a - w)+^2) / 2
 
-which for whole tokens is sum of min(i, w) over i in (a, b] but for half a pair of every token that the window does not cut. Both
-are convex and grow with b: a longer sequence takes more seconds, and more of them for every token.
+The exact count over whole tokens, sum of min(i, w) over i in (a, b], is larger by half a pair for every token that the window
+does not cut. Both formulas are convex and increasing in b: a longer sequence takes more seconds, and more seconds per token.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Tokens = TypeVar("Tokens", float, FloatArray)
 
 @dataclass(frozen=True, slots=True)
 class AttentionPairs:
-    """Query-key pairs of a layer, on average over some layers.
+    """Query-key pairs of one layer, averaged over a set of layers.
 
-    windows: (window, share of the layers) of those with windows, ascending; the other layers see everything.
+    windows: (window in tokens, share of the layers that have it), ascending; the remaining layers have full attention.
     """
 
     windows: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, windows: Windows) -> AttentionPairs:
-        """Those of layers with these windows."""
+        """Pairs of a set of layers, given the window of each."""
         counts = Counter(window for window in windows if window is not None)
         return cls(tuple((window, count / len(windows)) for window, count in sorted(counts.items())))
 
     def seen(self, start: Tokens, stop: Tokens) -> Tokens:
-        """How many tokens each of the tokens [start, stop) of a sequence sees, on average over these, of which there are some."""
+        """Number of tokens that a token in [start, stop) of a sequence sees, averaged over that range; `stop` > `start`."""
         tokens = (start + stop) / 2
         for window, share in self.windows:
             first, last = _above_zero(start - window), _above_zero(stop - window)
@@ -50,11 +50,11 @@ class AttentionPairs:
         return tokens
 
     def of_span(self, start: float, stop: float) -> float:
-        """Pairs of the tokens [start, stop) of a sequence."""
+        """Number of pairs whose query is one of the tokens [start, stop) of a sequence."""
         return (stop - start) * self.seen(start, stop) if stop > start else 0.0
 
     def of_chunk(self, chunk: Chunk) -> float:
-        """Pairs of all spans of a chunk."""
+        """Number of pairs of all spans of a chunk."""
         return sum(self.of_span(span.start, span.stop) for span in chunk.spans)
 
 
@@ -67,7 +67,7 @@ FULL = AttentionPairs()
 
 @dataclass(frozen=True, slots=True)
 class SpanRates:
-    """Seconds of tokens of one sequence: of a query-key pair, of a token, and how many pairs there are."""
+    """Seconds per query-key pair and per token of one sequence, with the rule that counts its pairs."""
 
     pair_s: float
     token_s: float
@@ -78,8 +78,8 @@ class SpanRates:
         return (stop - start) * (self.pair_s * self.pairs.seen(start, stop) + self.token_s)
 
     def tokens_in(self, seconds: float) -> float:
-        """How many tokens of the front of a sequence take so many seconds, more than none; some rate must be above zero."""
-        # between windows seconds are a quadratic of the tokens: full_s of them squared, and slope_s of each at its start
+        """Number of tokens at the front of a sequence that take `seconds` > 0, as a fraction; some rate must be above zero."""
+        # between two window lengths, t more tokens take slope_s * t + full_s * t^2 / 2
         start, full_s, slope_s = 0, self.pair_s, self.token_s
         for window, share in self.pairs.windows:
             width = window - start
@@ -88,5 +88,5 @@ class SpanRates:
                 break
             seconds -= until_s
             start, slope_s, full_s = window, slope_s + full_s * width, max(0.0, full_s - share * self.pair_s)
-        # the root in the form that holds without a square too
+        # the root of the quadratic in the form that also holds for full_s = 0
         return start + 2 * seconds / (slope_s + math.sqrt(slope_s * slope_s + 2 * full_s * seconds))

@@ -1,4 +1,8 @@
-"""Hardware of a run: one device, its links, and how many there are."""
+"""The hardware that a run is planned for: one device with its links, and how many of them there are.
+
+The cost model turns these rates into seconds. They come from a hardware profile (`plan/cost/profiles.py`), from a measurement,
+or from the generic guesses below.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HardwareSpec:
-    """One rank's device, its links to ranks of its node, and its share of the network. Rates are sustained, not peak.
+    """One rank's device, its links to other ranks of its node, and its share of the network. Rates are sustained, not peak.
 
-    message_s: seconds that one exchange costs beside its bytes. kernel_s: seconds to start one kernel. backward_matmul,
-    backward_attention: backward's time over forward's at equal tokens. copy_bytes_per_s: to and from the host, whose memory
-    has host_bytes for each rank (0: unknown). exchange_bytes_per_s: (ranks, rate) of all-to-alls that were measured; other
-    sizes follow from links and network. source: where the numbers come from; none for a guess.
+    message_s: fixed seconds of one exchange, whatever its bytes. kernel_s: seconds to start one kernel. backward_matmul,
+    backward_attention: time of the backward pass divided by that of the forward, for the same tokens. copy_bytes_per_s: copies
+    between device and host. host_bytes: host memory available to each rank (0: unknown). exchange_bytes_per_s: measured
+    all-to-alls as (number of ranks, rate); rates for other numbers of ranks follow from link and network. source: where the
+    numbers come from; empty for a guess.
     """
 
     name: str
@@ -31,20 +36,18 @@ class HardwareSpec:
     source: str = ""
 
 
-# what formulas of bytes leave of a device for workspace, fragmentation and the process itself
+# share of a device that predicted bytes may fill; the rest is for workspace, fragmentation and the process itself
 USABLE_SHARE = 0.8
 
 
-# a guess that only has to rank plans until the run has measured its own coefficients
+# guessed rates, good enough to rank plans until the run has measured its own coefficients
 GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9, 1e9, 2e-4)
-
-
 GENERIC_GPU = HardwareSpec("generic gpu", 2e14, 1.5e14, 40 * 2**30, 1e11, 2.5e10, 3e-5)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """All ranks of the job, `ranks_per_node` of them on each node."""
+    """All ranks of the job, `ranks_per_node` on each node, all with the same hardware."""
 
     num_ranks: int
     ranks_per_node: int

@@ -1,4 +1,7 @@
-"""Settings of the planner."""
+"""Settings of the planner, and the degrees that sequence groups may have.
+
+`hf/` derives them from the user's `LongContextConfig`, and `sim/` from the options of the command line.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,23 @@ from typing import Literal
 from hf_longctx.plan.core.types import LayerRange
 
 Solver = Literal["auto", "greedy", "lp", "milp", "static"]
-
-
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "lp", "milp", "static")
 
-
-# how groups of two or more ranks share attention; "auto" is the cheapest of the others for every degree and step
+# how groups of two or more ranks share attention; "auto" picks the cheapest of the others for every degree and step
 GroupMethod = Literal["auto", "ulysses", "ring", "hybrid"]
-
-
 GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 
-
+# ranks of a usual node
 _NODE_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationBudget:
-    """Room for what chunks save and work with, beside weights, gradients and optimizer states.
+    """Memory of one rank for saved activations and workspace, after weights, gradients and optimizer states.
 
-    kept_tokens: up to so many tokens on a rank everything is kept; beyond them layers are recomputed or offloaded.
-    device_bytes, host_bytes: of one rank (0 on the host: nothing is offloaded). tile_tokens: token tile of norms, MLP and loss
-    in chunks of more (0: untiled).
+    kept_tokens: a rank with at most this many tokens keeps all activations; with more, layers are recomputed or offloaded.
+    device_bytes, host_bytes: memory of one rank (host_bytes 0: nothing is offloaded). tile_tokens: chunks with more tokens
+    than this run norms, MLP and loss in tiles of so many (0: untiled).
     """
 
     kept_tokens: int
@@ -39,25 +37,25 @@ class ActivationBudget:
 
     def __post_init__(self) -> None:
         if min(self.kept_tokens, self.device_bytes, self.host_bytes, self.tile_tokens) < 0:
-            raise ValueError(f"{self} must not have negative numbers")
+            raise ValueError(f"{self} has a negative number; every field must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """What a plan may use.
+    """Limits that a plan must keep, and how hard the planner searches within them.
 
-    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. activations: how
-    chunks above what is wholly kept make room (None: everything is kept, whatever its size). stages: the layers of every
-    pipeline stage, part by part (none: no pipeline).
-    degrees: allowed sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best).
-    micro_batch_trials: how many numbers of micro-batches are tried, from the fewest that fit. solver_time_limit_s: what
-    solvers "lp" and "milp" may take for one step, beside the greedy layout that they start from.
-    one_micro_batch: everything runs at once or not at all, for a caller that makes one forward per plan.
+    tokens_per_rank: most tokens a rank holds at once, so a group of d ranks takes at most d times as many. degrees: allowed
+    sizes of sequence groups, ascending. static_degree: the one degree of solver "static" (0: the best one).
+    micro_batch_trials: how many numbers of micro-batches are tried, starting at the fewest that fit. one_micro_batch: put
+    everything into one micro-batch or fail, for a caller that makes one forward per plan. solver_time_limit_s: seconds that
+    solvers "lp" and "milp" may take for one step, not counting the greedy layout that they start from. activations: memory
+    that decides which activations are recomputed or offloaded (None: all are kept). stages: layer ranges of every pipeline
+    stage, one range for each model part (empty: no pipeline).
 
-    What goes beyond FlexSP can be switched off: time_aware (micro-batches are cut by time as well as by tokens, and
-    sequences move between them to fill their slack), nested (where parameters allow it, ranks change groups inside a step
-    and wait for their partners alone), node_aligned (a group that fits into a node does not leave it). The fourth, integer
-    degrees, is a matter of `degrees`.
+    Three extensions of FlexSP can be switched off. time_aware: cut micro-batches by time as well as by tokens, and move
+    sequences between them to fill idle time. nested: where parameters allow it, ranks change groups inside a step and wait
+    for the partners of their next group only. node_aligned: a group that fits into a node stays inside one. The fourth
+    extension, degrees that are not powers of two, is chosen by `degrees`.
     """
 
     tokens_per_rank: int
@@ -75,7 +73,7 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:
-            raise ValueError(f"tokens_per_rank is {self.tokens_per_rank}; a rank must hold at least one token")
+            raise ValueError(f"tokens_per_rank is {self.tokens_per_rank}; it must be at least 1")
         if not self.degrees or list(self.degrees) != sorted(set(self.degrees)) or self.degrees[0] < 1:
             raise ValueError(f"degrees {self.degrees} must be positive, ascending and without repeats, for example (1, 2, 4)")
         if self.solver not in SOLVERS:
@@ -83,45 +81,45 @@ class PlannerConfig:
         if self.static_degree and self.static_degree not in self.degrees:
             raise ValueError(f"static_degree {self.static_degree} is not among the degrees {self.degrees}")
         if self.micro_batch_trials < 1:
-            raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least one is needed")
+            raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; it must be at least 1")
         if not self.solver_time_limit_s > 0:
             raise ValueError(f"solver_time_limit_s is {self.solver_time_limit_s}; give a positive number of seconds")
 
 
 def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> None:
-    """Raises ValueError unless groups of every degree can run `method` on `num_ranks` ranks.
+    """Raise ValueError unless groups of every degree can run `method` on `num_ranks` ranks.
 
-    A ring takes any degree, so "auto" and "hybrid" do too. Ulysses groups start at a multiple of their degree, so that a
-    fixed pool of process groups serves every plan, which needs powers of two or all ranks at once; and every rank gets at
-    least one head.
+    A ring works with any degree, and therefore so do "auto" and "hybrid". Ulysses needs a power of two or all ranks at once:
+    its groups start at a multiple of their degree, so that a fixed pool of process groups serves every plan. It also needs at
+    least one head for every rank.
     """
     for degree in degrees:
         if degree > num_ranks:
-            raise ValueError(f"degree {degree} needs {degree} ranks, the run has {num_ranks}; lower `degrees` or start more")
+            raise ValueError(f"degree {degree} needs {degree} ranks, but the run has {num_ranks}; lower `degrees` or start more")
         if method == "ulysses" and degree & (degree - 1) and degree != num_ranks:
             raise ValueError(
-                f"degree {degree} is neither a power of two nor all {num_ranks} ranks, and Ulysses takes no other; use method "
-                f"'auto', 'hybrid' or 'ring'"
+                f"degree {degree} is neither a power of two nor all {num_ranks} ranks, as Ulysses requires; use method 'auto', "
+                f"'hybrid' or 'ring'"
             )
         if method == "ulysses" and degree > num_heads:
             raise ValueError(
-                f"degree {degree} exceeds the model's {num_heads} attention heads, and Ulysses gives every rank at least one; "
-                f"lower `degrees` to {num_heads} or less, or use method 'auto', 'hybrid' or 'ring'"
+                f"degree {degree} exceeds the model's {num_heads} attention heads, but Ulysses needs at least one head for every "
+                f"rank; lower `degrees` to {num_heads} or less, or use method 'auto', 'hybrid' or 'ring'"
             )
 
 
 def default_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> tuple[int, ...]:
-    """Powers of two and all ranks, as far as `check_degrees` allows them."""
+    """Powers of two, and all ranks, that `check_degrees` allows."""
     powers = {1 << bit for bit in range(num_ranks.bit_length())} | {num_ranks}
     limit = min(num_ranks, num_heads) if method == "ulysses" else num_ranks
     return tuple(sorted(degree for degree in powers if degree <= limit))
 
 
 def all_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> tuple[int, ...]:
-    """`default_degrees`, every number of ranks up to 8, and multiples of 8 (of a usual node) up to 64.
+    """`default_degrees`, every number of ranks up to 8 (a usual node), and multiples of 8 up to 64.
 
-    More would take the planner longer and gain little. Ulysses takes no others than the default ones, which `check_degrees`
-    says by name.
+    More degrees would take the planner longer and gain little. Ulysses supports the default degrees only; for the others
+    `check_degrees` raises an error that says so.
     """
     inside, nodes = range(1, min(_NODE_RANKS, num_ranks) + 1), range(_NODE_RANKS, min(64, num_ranks) + 1, _NODE_RANKS)
     return tuple(sorted({*default_degrees(num_ranks, num_heads, method), *inside, *nodes}))

@@ -1,8 +1,8 @@
-"""Plans to JSON and back, with a schema version and a digest. Readers refuse unknown fields and versions.
+"""Write plans as JSON and read them back, with a schema version and a digest. Readers refuse unknown fields and versions.
 
-Two spellings keep hand-written plans short: actions are one blank-separated string ("0F0 0F1 0B1 0B0"), and spans are
-[sequence, start, stop] triples. Everything else is an object with the field names of `plan.types`; fields that hold their
-default may be left out.
+The runtime sends plans between ranks in this form, and the command line stores them. Two spellings keep hand-written plans
+short: actions are one blank-separated string ("0F0 0F1 0B1 0B0"), and spans are [sequence, start, stop] triples. Everything
+else is an object with the field names of `plan/core/types.py`; fields that hold their default may be left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hf_longctx.plan.core.types import (
 
 SCHEMA_VERSION = 1
 
-# field -> type of its tuple's items; a field that is not named holds plain numbers or strings
+# field -> type of the items in its tuple; fields not listed hold plain numbers or strings
 _CHILDREN: dict[type, dict[str, type]] = {
     StepPlan: {"micro_batches": MicroBatch},
     MicroBatch: {"groups": SequenceGroup},
@@ -57,10 +57,10 @@ def plan_to_json(plan: StepPlan, indent: int | None = None) -> str:
 
 
 def plan_from_json(text: str) -> StepPlan:
-    """The plan written as `text`.
+    """The plan that the JSON `text` describes.
 
     Raises ValueError for another schema version, an unknown or missing field, or a value of the wrong kind. The result is
-    well-formed but not validated: call `validate_plan`.
+    well-formed but not validated: call `validate_plan` on it.
     """
     data = json.loads(text)
     if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA_VERSION:
@@ -73,7 +73,7 @@ def plan_from_json(text: str) -> StepPlan:
 
 
 def plan_digest(plan: StepPlan) -> str:
-    """16 hexadecimal digits over everything but the estimate."""
+    """Hash of everything in the plan but its estimate, as 16 hexadecimal digits; all ranks of a run compare it."""
     identity = dataclasses.replace(plan, estimate=Estimate())
     return hashlib.sha256(plan_to_json(identity).encode()).hexdigest()[:16]
 
@@ -129,7 +129,7 @@ def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
 
 
 def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
-    """A number, a string or a tuple of integers, checked against the field's annotation."""
+    """Decode a number, a string or a list of integers, checked against the field's annotation."""
     annotation = str(kind.__annotations__[name])
     if annotation == "int":
         return _integer(value, path)

@@ -1,14 +1,14 @@
-"""Which token of a chunk lies at which position of its group, and which heads: one rule for collator, runtime and planner.
+"""Decide which tokens and heads of a chunk each rank of a group holds: one rule for collator, runtime and planner.
 
-A group is a ring of blocks (`GroupShape`). Every document is cut into 2b pieces for b blocks, and one block holds pieces i
-and 2b - 1 - i (zigzag), so that all blocks have about the same number of causal query-key pairs in every document; one
-block alone holds whole documents in span order. Inside a block the tokens are cut into contiguous shards that differ by at
-most one token, longer shards first. So Ulysses has contiguous shards, a ring has zigzag pieces, a hybrid has both.
+A group is a ring of blocks (`GroupShape`). With b > 1 blocks every document is cut into 2b pieces, and one block holds pieces
+i and 2b - 1 - i (zigzag), so that all blocks have about the same number of causal query-key pairs in every document. A single
+block holds whole documents in span order. Within a block the tokens are cut into contiguous shards that differ by at most one
+token, longer shards first. So Ulysses ranks hold contiguous shards, ring ranks hold zigzag pieces, and hybrids combine both.
 
-A rank without a token would crash HF layers (they reject empty tensors), so blocks are filled up with dummy tokens until
-every rank has one: each is a document of its own, without loss, behind the real tokens.
+HF layers reject empty tensors, so blocks are filled up with dummy tokens until every rank has one token. Each dummy is a
+document of its own, after the real tokens, and has no loss.
 
-A slice that several pipeline stages share is cut at every position again, in zigzag over these stages.
+If several pipeline stages share a slice, the shard of every position is cut again, in zigzag over these stages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens [start, stop) of a chunk's document, lying from `first` on among the tokens of one rank.
+    """Tokens [start, stop) of one document of a chunk, stored from index `first` on in the tokens of one rank.
 
-    Documents are numbered as the chunk's spans; dummy tokens are the documents behind them. `start` counts from the start
-    of the document's span.
+    Documents are numbered like the chunk's spans; dummy tokens are further documents after them. `start` counts from the
+    start of the document's span.
     """
 
     document: int
@@ -39,19 +39,19 @@ class Piece:
 
     @property
     def tokens(self) -> slice:
-        """The piece among the tokens of its rank."""
+        """Index range of the piece in the tokens of its rank."""
         return slice(self.first, self.first + self.num_tokens)
 
 
 def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:
-    """What every rank of a group holds of the padded chunk, in the order of its tokens; never nothing."""
+    """Pieces of the padded chunk that every rank of a group holds, in the order of its tokens; at least one token each."""
     if shape.ulysses == 1:
         return block_pieces(chunk, shape)
-    return tuple(part for block in block_pieces(chunk, shape) for part in _split_block(block, shape.ulysses))
+    return tuple(shard for block in block_pieces(chunk, shape) for shard in _split_block(block, shape.ulysses))
 
 
 def block_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:
-    """What every block of a group holds of the padded chunk: at least one token for each of its ranks."""
+    """Pieces of the padded chunk that every block of a group holds: at least one token for each of its ranks."""
     blocks, held = _whole_documents(chunk) if shape.num_blocks == 1 else _zigzag_pieces(chunk, shape.num_blocks)
     dummy = len(chunk.spans)
     for block, count in zip(blocks, held, strict=True):
@@ -72,25 +72,25 @@ def _zigzag_pieces(chunk: Chunk, num_blocks: int) -> tuple[list[list[Piece]], li
     held = [0] * num_blocks
     for document, span in enumerate(chunk.spans):
         least, odd = divmod(span.num_tokens, 2 * num_blocks)
-        # the odd tokens go where fewest are, so that blocks stay within one token of each other
+        # the remaining tokens go to the blocks with the fewest, so that blocks stay within one token of each other
         longer = sorted((held[index] + extra, index) for index in range(num_blocks) for extra in (0, 1))[:odd]
         sizes = [least] * (2 * num_blocks)
         for tokens, index in longer:
             pair = (index - document) % num_blocks
-            # a block's second odd token is in its late piece
+            # a block's second extra token goes into its late piece
             sizes[pair if tokens == held[index] else 2 * num_blocks - 1 - pair] += 1
         cuts = (0, *accumulate(sizes))
         for pair in range(num_blocks):
             index = (pair + document) % num_blocks
-            for place in (pair, 2 * num_blocks - 1 - pair):
-                if cuts[place] < cuts[place + 1]:
-                    blocks[index].append(Piece(document, cuts[place], cuts[place + 1], held[index]))
-                    held[index] += cuts[place + 1] - cuts[place]
+            for piece in (pair, 2 * num_blocks - 1 - pair):
+                if cuts[piece] < cuts[piece + 1]:
+                    blocks[index].append(Piece(document, cuts[piece], cuts[piece + 1], held[index]))
+                    held[index] += cuts[piece + 1] - cuts[piece]
     return blocks, held
 
 
 def even_shards(count: int, num_ranks: int) -> tuple[int, ...]:
-    """How many of `count` tokens or heads each rank of a block gets: at most one apart, larger shares first."""
+    """Number of the `count` tokens or heads that each rank gets: at most one apart, larger shares first."""
     base, remainder = divmod(count, num_ranks)
     return tuple(base + (index < remainder) for index in range(num_ranks))
 
@@ -114,14 +114,17 @@ class HeadShare:
 
 
 def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShare, ...]:
-    """Contiguous query heads per rank, spread as evenly as possible, and their KV heads.
+    """Contiguous query heads of each rank, spread as evenly as possible, and the KV heads that they read.
 
-    Raises ValueError when KV heads do not divide query heads or a rank would get no head.
+    Raises ValueError if the query heads are not a multiple of the KV heads or a rank would get no head.
     """
     if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     if num_ranks > num_heads:
-        raise ValueError(f"{num_ranks} ranks share {num_heads} heads, but Ulysses needs at least one head per rank")
+        raise ValueError(
+            f"{num_ranks} ranks share {num_heads} heads, but Ulysses needs at least one head per rank; use smaller groups or "
+            f"a ring"
+        )
     per_kv = num_heads // num_kv_heads
     shares, start = [], 0
     for count in even_shards(num_heads, num_ranks):
@@ -132,7 +135,7 @@ def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[Head
 
 
 def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, ...]]:
-    """A block's tokens in contiguous shards, one per rank; the block holds at least as many tokens as ranks."""
+    """Cut a block's tokens into contiguous shards, one per rank; the block holds at least as many tokens as ranks."""
     ranks, waiting = [], list(reversed(block))
     for room in even_shards(sum(piece.num_tokens for piece in block), num_ranks):
         shard, held = [], 0
@@ -148,10 +151,10 @@ def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, 
 
 
 def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piece, ...], ...]:
-    """Of every block the pieces whose keys some other block's queries see, lying from 0 on; the rest never leaves its block."""
+    """Pieces of every block whose keys a query of another block sees, renumbered from 0; the others never leave their block."""
     if len(blocks) == 1:
         return ((),)
-    # per document the last start, and the last start outside the block that has it
+    # for each document the start of its last piece, and of its last piece outside the block that has this one
     last: dict[int, tuple[int, int]] = {}
     elsewhere: dict[int, int] = {}
     for index, block in enumerate(blocks):
@@ -176,9 +179,9 @@ def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piec
 
 
 def seen_pieces(keys: tuple[Piece, ...], queries: tuple[Piece, ...], first_seen: Callable[[int], int]) -> tuple[Piece, ...]:
-    """What the queries of another block see of a block's pieces, lying from 0 on: of each its last tokens, all or none.
+    """Keys of one block that queries of another block see: all, the last tokens or none of each piece, renumbered from 0.
 
-    first_seen: the first key that the query at a position of its document sees; keys before its position are seen from there on.
+    first_seen: position of a query in its document -> position of the first key that it sees.
     """
     starts: dict[int, list[int]] = {}
     for query in queries:
@@ -194,37 +197,37 @@ def seen_pieces(keys: tuple[Piece, ...], queries: tuple[Piece, ...], first_seen:
 
 
 def longest_document(blocks: tuple[tuple[Piece, ...], ...]) -> int:
-    """Tokens of the longest document that lies in these blocks."""
+    """Number of tokens of the longest document in these blocks."""
     return max((piece.stop for block in blocks for piece in block), default=0)
 
 
 def held_tokens(pieces: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:
-    """Tokens of every rank, dummy tokens included."""
+    """Number of tokens of every rank, dummy tokens included."""
     return tuple(sum(piece.num_tokens for piece in rank) for rank in pieces)
 
 
 def shard_tokens(chunk: Chunk, shape: GroupShape) -> tuple[int, ...]:
-    """`held_tokens` of `rank_pieces`, without laying out documents where they need not be."""
+    """Number of tokens of every rank: `held_tokens(rank_pieces(...))`, computed without laying out documents if possible."""
     if shape.num_blocks == 1:
         return even_shards(max(chunk.num_tokens, shape.degree), shape.degree)
     return held_tokens(rank_pieces(chunk, shape))
 
 
 def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
-    """Cumulative document lengths (`cu_seqlens`), starting at 0, of a block that holds whole documents."""
+    """Cumulative document lengths (`cu_seqlens`), starting at 0, of a block that holds whole documents only."""
     return (0, *accumulate(piece.num_tokens for piece in pieces))
 
 
 def shared_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-    """What `[stage][position]` holds of a slice of so many tokens that stages share: its position's shard, in zigzag over them.
+    """Pieces that `[stage][position]` holds of a slice shared by stages: the shard of its position, cut in zigzag over stages.
 
-    `start` counts from the start of the slice. Raises ValueError where a rank would get no token.
+    `start` counts from the start of the slice. Raises ValueError if a rank would get no token.
     """
     shards = even_shards(num_tokens, num_positions)
     if min(shards) < num_stages:
         raise ValueError(
             f"a slice of {num_tokens} tokens cannot be shared by {num_stages} stages of {num_positions} rank(s); give it at "
-            f"least {num_stages * num_positions} tokens or no helpers"
+            f"least {num_stages * num_positions} tokens, or no helpers"
         )
     by_position = []
     for first, count in zip((0, *accumulate(shards)), shards, strict=False):
@@ -236,25 +239,26 @@ def shared_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple
 
 
 def is_shared(group: SequenceGroup) -> bool:
-    """Whether stages share chunks of the group."""
+    """Whether stages share any chunk of the group (actions with helpers)."""
     return any(action.helpers for stage in group.stages for action in stage.actions)
 
 
 def sharing_stages(action: Action) -> tuple[int, ...]:
-    """The stages whose ranks run an action, in order."""
+    """Stages whose ranks run an action together, in order."""
     return tuple(sorted({action.stage, *(stage for stage, _ in action.helpers)}))
 
 
 def shared_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
-    """For every stage the forwards and backwards that its ranks take part in, its own and others', in the order they do.
+    """Forwards and backwards that the ranks of every stage run, their own and those they help with, in order.
 
-    First slices that are shared with later stages, then own ones, then those shared with earlier stages; backward in reverse.
+    Slices shared with later stages come first, then slices that are not shared, then those shared with earlier stages; the
+    backwards run in reverse.
     """
 
-    def place(action: Action) -> tuple[int, int, int]:
+    def order(action: Action) -> tuple[int, int, int]:
         phase = 1 if not action.helpers else 0 if action.helpers[0][0] > action.stage else 2
         return phase, action.stage, action.chunk
 
-    actions = sorted((action for stage in group.stages for action in stage.actions), key=place)
+    actions = sorted((action for stage in group.stages for action in stage.actions), key=order)
     passes = [action for action in actions if action.kind == "F"] + [action for action in actions[::-1] if action.kind == "B"]
     return tuple(tuple(action for action in passes if stage.stage in sharing_stages(action)) for stage in group.stages)

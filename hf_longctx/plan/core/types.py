@@ -1,9 +1,10 @@
-"""The plan: one frozen tree of plain data for every mechanism of the package.
+"""The plan of one training step: a frozen tree of plain data in which every mechanism of the package is expressed.
 
-step > micro-batch > sequence group > stage (actions). A rank's work is one path per micro-batch.
+The tree is step > micro-batch > sequence group > stage (with its actions). In every micro-batch a rank takes part in one group,
+as one stage of it. The planner writes plans, the runtime executes them.
 
-If a value cannot be JSON it is not part of a plan: no tensors, devices, process groups or callables here. Sizes are in
-tokens, layers and bytes; seconds appear only in `Estimate`, which is not part of a plan's identity (its digest).
+A plan holds only what JSON can: no tensors, devices, process groups or callables. Sizes are in tokens, layers and bytes;
+seconds appear only in `Estimate`, which is not part of a plan's identity (its digest).
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The unit of one forward on one stage; `index` is its place in its group. No spans: the dummy chunk.
+    """The tokens of one forward on one stage; `index` numbers the chunks of a group. The dummy chunk has no spans.
 
-    A slice holds one span of a long sequence, a pack holds whole sequences, a hybrid starts with a tail slice.
+    A slice holds one span of a long sequence, a pack holds whole sequences, and a hybrid holds the last slice of a long
+    sequence followed by whole short ones.
     """
 
     index: int
@@ -54,7 +56,7 @@ class Chunk:
 
     @property
     def prefix_tokens(self) -> int:
-        """Earlier tokens of the first span's sequence, whose keys and values this chunk must find."""
+        """Number of earlier tokens of the first span's sequence; their keys and values come from earlier chunks."""
         return self.spans[0].start if self.spans else 0
 
 
@@ -62,10 +64,10 @@ class Chunk:
 class Action:
     """One instruction of one stage for one chunk.
 
-    F, B compute; SF, RF send and receive activations to and from the next part; SB, RB send and receive gradients; D2H,
-    H2D move saved tensors to and from the host; FREE drops a chunk's keys and values. `part` is the stage's layer range
-    (interleaving). `helpers` are (stage, position) pairs of idle ranks that share the chunk's tokens (SPPO's multiplexed
-    sequence partitioning).
+    F and B compute. SF sends activations to the next part of the model and RF receives them from the previous one; SB and RB
+    do the same for gradients in the other direction. D2H and H2D copy saved tensors to and from the host; FREE drops a chunk's
+    keys and values. `part` is the index of one of the stage's layer ranges (more than one with interleaving). `helpers` are
+    (stage, position) pairs of otherwise idle ranks that share the chunk's tokens (SPPO's multiplexed sequence partitioning).
     """
 
     kind: ActionKind
@@ -101,7 +103,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class TensorShare:
-    """Where the saved tensors of one class go: shares of a chunk's tokens, front to back, that sum to 1."""
+    """Shares of a chunk's tokens whose saved tensors of one class are recomputed, offloaded or kept; they sum to 1.
+
+    The shares are consecutive token ranges in the order of the fields, from the front of the chunk on.
+    """
 
     tensor_class: TensorClass
     recompute: float = 0.0
@@ -114,7 +119,7 @@ class TensorShare:
         return self.recompute + self.nvme + self.host + self.device
 
     def cuts(self, num_tokens: int) -> tuple[int, int, int]:
-        """Where of `num_tokens` tokens the recomputed, the NVMe and the host part end; the device has the rest."""
+        """Token indices at which the recomputed, the NVMe and the host share of `num_tokens` end; the device has the rest."""
         ends = (self.recompute, self.recompute + self.nvme, self.recompute + self.nvme + self.host)
         first, second, third = (min(num_tokens, round(end * num_tokens)) for end in ends)
         return first, second, third
@@ -122,12 +127,12 @@ class TensorShare:
 
 @dataclass(frozen=True, slots=True)
 class LayerPolicy:
-    """Where one layer's saved tensors go. A class that is not named stays on the device."""
+    """Shares of every class of one layer's saved tensors. A class without a share stays on the device."""
 
     shares: tuple[TensorShare, ...] = ()
 
     def share(self, tensor_class: TensorClass) -> TensorShare:
-        """The share of one class, named or not."""
+        """The share of one class; everything on the device if none is given."""
         named = (share for share in self.shares if share.tensor_class == tensor_class)
         return next(named, TensorShare(tensor_class, device=1.0))
 
@@ -138,9 +143,9 @@ class LayerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ActivationPolicy:
-    """Policies of one chunk on one part, layer by layer; layers beyond the list keep everything.
+    """Policies of one chunk on one model part, layer by layer; layers beyond the list keep everything.
 
-    `tile_tokens` is the token tile of norms, MLP and loss inside a layer; 0 means untiled.
+    `tile_tokens`: norms, MLP and loss run in tiles of this many tokens; 0 means untiled.
     """
 
     chunk: int
@@ -159,7 +164,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What one stage does for one sequence group. No activation policy for a chunk means: keep everything."""
+    """Layers, actions and activation policies of one stage for one sequence group. A chunk without a policy keeps everything."""
 
     stage: int
     parts: tuple[LayerRange, ...]
@@ -173,9 +178,9 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """How `degree` ranks share attention: blocks of `ulysses` neighbours share heads, and the blocks stand in a ring.
+    """How `degree` ranks share attention: blocks of `ulysses` neighbours split the heads, and the blocks form a ring.
 
-    The pure methods are its ends: one block of all ranks is Ulysses, blocks of one rank are a ring.
+    One block of all ranks is plain Ulysses; blocks of one rank are a plain ring.
     """
 
     degree: int
@@ -194,9 +199,9 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """Ranks that share the tokens of their chunks. `positions` lie on the "sp" axis; they are not global ranks.
+    """Ranks that share the tokens of their chunks. `positions` count within a stage (the "sp" axis), not over the job.
 
-    `ulysses_degree` belongs to method "hybrid" alone: how many neighbours share heads inside the ring.
+    `ulysses_degree` is for method "hybrid" only: the number of neighbours that split heads within each block of the ring.
     """
 
     positions: tuple[int, ...]
@@ -211,10 +216,13 @@ class SequenceGroup:
 
     @property
     def shape(self) -> GroupShape:
-        """Degree and method in one; raises ValueError for a hybrid whose blocks do not divide its ranks."""
+        """Degree and method together; raises ValueError for a hybrid whose blocks do not divide its ranks."""
         ulysses = {"local": 1, "ulysses": self.degree, "ring": 1, "hybrid": self.ulysses_degree}[self.method]
         if ulysses < 1 or self.degree % ulysses:
-            raise ValueError(f"a hybrid group of {self.degree} ranks cannot have blocks of {ulysses} ranks")
+            raise ValueError(
+                f"a hybrid group of {self.degree} ranks cannot have blocks of {ulysses} ranks; ulysses_degree must divide "
+                f"{self.degree}"
+            )
         return GroupShape(self.degree, ulysses)
 
     @property
@@ -224,7 +232,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One round of sequence groups. All ranks of a stage enter and leave it together unless parameters are replicated."""
+    """Sequence groups that run at the same time. All ranks of a stage start and end together unless parameters are replicated."""
 
     groups: tuple[SequenceGroup, ...]
 
@@ -241,9 +249,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the planner expects of a plan. Not part of the plan's digest.
+    """Predicted time and memory of a plan, and how the plan was found. Not part of the plan's digest.
 
-    `cost_source` says where the cost coefficients came from ("default" until something was measured).
+    `cost_source`: where the cost coefficients come from ("default" until something was measured).
     """
 
     step_s: float = 0.0
@@ -257,9 +265,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's path through a step: its group and stage in every micro-batch it takes part in.
+    """One rank's path through a step: its group and stage in every micro-batch that it takes part in.
 
-    forwards_first: the plan's property of that name, which a rank cannot see of its own path.
+    forwards_first: the property of the whole plan, which a rank cannot derive from its own path.
     """
 
     rank: int
@@ -271,10 +279,10 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything all ranks do for one optimizer update. `rank = stage * ranks_per_stage + position`.
+    """Everything that all ranks do for one optimizer update. `rank = stage * ranks_per_stage + position`.
 
-    shard_ranks: with sharded parameters, blocks of so many consecutive positions share one copy and run every micro-batch
-    together; 0: all positions of a stage.
+    shard_ranks: with sharded parameters, this many consecutive positions share one copy of them and run every micro-batch
+    together; 0: all positions of a stage do.
     """
 
     step: int
@@ -288,7 +296,7 @@ class StepPlan:
 
     @property
     def block_ranks(self) -> int:
-        """How many consecutive positions enter and leave micro-batches together."""
+        """Number of consecutive positions that start and end micro-batches together."""
         return 1 if self.parameters == "replicated" else self.shard_ranks or self.ranks_per_stage
 
     @property
@@ -302,7 +310,7 @@ class StepPlan:
 
     @property
     def forwards_first(self) -> bool:
-        """Whether every rank runs all its forwards before any backward, and waits for no other rank's backward before."""
+        """Whether every rank runs all its forwards first, without waiting for a backward of another rank meanwhile."""
         if self.num_stages > 1 or len(self.micro_batches) > 1:
             return False
         kinds = ("".join(action.kind for action in group.stages[0].actions) for group in self.micro_batches[0].groups)
@@ -311,11 +319,11 @@ class StepPlan:
     def place(self, rank: int) -> tuple[int, int]:
         """Stage and position of global rank `rank`."""
         if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank {rank} is not in this plan of {self.num_ranks} ranks")
+            raise ValueError(f"rank {rank} is not in this plan, which has {self.num_ranks} ranks")
         return divmod(rank, self.ranks_per_stage)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The rounds of global rank `rank`, in order."""
+        """The group and stage of global rank `rank` in each of its micro-batches, in order."""
         stage, position = self.place(rank)
         rounds = tuple(
             (group, group.stages[stage])

@@ -1,11 +1,16 @@
-"""Every invariant of a plan, proved before anyone acts. A violation prints the schedule grid with the action marked.
+"""Check every invariant of a plan before any rank executes it. An error prints the schedule grid with the action marked.
 
-What is checked: spans cover every planned token once; groups of a micro-batch are disjoint and cover every rank of the
-stage (with replicated parameters they may leave ranks out, with parameters sharded in blocks whole blocks, but every rank takes
-part in the step); slices of a sequence
-are in order inside one group and their backward runs in reverse; every forward precedes its backward; sends and receives
-match in order on every link; parts and policies fit the stage's layers; under sharded parameters all groups of a
-micro-batch run the same order of action kinds.
+The planner validates every plan it makes, and the command line every plan it reads. The invariants:
+
+- spans cover every token of every sequence once
+- groups of a micro-batch are disjoint; every rank takes part in the step
+- groups of a micro-batch cover every rank of the stage, but with replicated parameters they may leave ranks out, and with
+  parameters sharded in blocks of ranks they may leave whole blocks out
+- slices of a sequence are in order within one group, and their backwards run in reverse order
+- every forward precedes its backward
+- sends and receives between two stages come in the same order
+- model parts and policies fit the layers of the stage
+- with sharded parameters all groups of a micro-batch run the same order of action kinds
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ _SHARE_TOLERANCE = 1e-6
 
 
 def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
-    """`plan` itself when every invariant holds, else PlanError. `limit_bytes` > 0 also bounds the predicted peak."""
+    """Return `plan` if every invariant holds, else raise PlanError. `limit_bytes` > 0 also bounds the predicted peak."""
     _check_shape(plan)
     _check_cover(plan)
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -37,14 +42,14 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0) -> StepPlan:
     _check_same_layers(plan)
     if limit_bytes and plan.estimate.peak_bytes > limit_bytes:
         raise PlanError(
-            f"the plan of step {plan.step} is predicted to need {plan.estimate.peak_bytes / 2**30:.2f} GiB on a rank, the "
+            f"the plan of step {plan.step} is predicted to need {plan.estimate.peak_bytes / 2**30:.2f} GiB on a rank, but the "
             f"limit is {limit_bytes / 2**30:.2f} GiB; lower tokens_per_rank or allow larger degrees"
         )
     return plan
 
 
 def describe_plan(plan: StepPlan) -> str:
-    """The whole plan as text: a line per micro-batch and group, with its chunks and schedule."""
+    """The whole plan as text: a line for every micro-batch and group, with chunks and schedule."""
     lines = [
         f"step {plan.step}: {len(plan.lengths)} sequences, {sum(plan.lengths)} tokens, {plan.num_stages} stage(s) x "
         f"{plan.ranks_per_stage} rank(s), parameters {plan.parameters}, layout {plan.layout}, digest {plan_digest(plan)}"
@@ -64,13 +69,15 @@ def describe_plan(plan: StepPlan) -> str:
 
 def _check_shape(plan: StepPlan) -> None:
     if plan.num_stages < 1 or plan.ranks_per_stage < 1:
-        raise PlanError(f"a plan needs at least one stage and one rank, not {plan.num_stages} x {plan.ranks_per_stage}")
+        raise PlanError(
+            f"the plan has {plan.num_stages} stage(s) of {plan.ranks_per_stage} rank(s); it needs at least one stage and one rank"
+        )
     if plan.parameters not in PARAMETERS:
         raise PlanError(f"parameters {plan.parameters!r} is not one of {', '.join(PARAMETERS)}")
     if plan.shard_ranks < 0 or (plan.shard_ranks and plan.ranks_per_stage % plan.shard_ranks):
         raise PlanError(f"shard_ranks {plan.shard_ranks} does not divide the {plan.ranks_per_stage} ranks of a stage")
     if plan.shard_ranks and plan.parameters == "replicated":
-        raise PlanError(f"shard_ranks {plan.shard_ranks} belongs to sharded parameters; these are replicated")
+        raise PlanError(f"shard_ranks {plan.shard_ranks} is for sharded parameters, but these are replicated; set it to 0")
     if not plan.micro_batches:
         raise PlanError("a plan needs at least one micro-batch")
     for sequence, length in enumerate(plan.lengths):
@@ -85,19 +92,21 @@ def _check_cover(plan: StepPlan) -> None:
             for chunk in group.chunks:
                 for span in chunk.spans:
                     if not 0 <= span.sequence < len(plan.lengths):
-                        raise PlanError(f"{span} names sequence {span.sequence} of {len(plan.lengths)}")
+                        raise PlanError(f"{span} names sequence {span.sequence}, but the plan has {len(plan.lengths)} sequences")
                     if not 0 <= span.start < span.stop <= plan.lengths[span.sequence]:
-                        raise PlanError(f"{span} is empty or outside its {plan.lengths[span.sequence]} tokens")
+                        raise PlanError(
+                            f"{span} is empty or outside its sequence, which has {plan.lengths[span.sequence]} tokens"
+                        )
                     covered[span.sequence].append((span.start, span.stop))
     for sequence, length in enumerate(plan.lengths):
-        place = 0
+        reached = 0
         for start, stop in sorted(covered[sequence]):
-            if start != place:
-                fault = "planned twice" if start < place else "never planned"
-                raise PlanError(f"sequence {sequence}: tokens {min(start, place)} to {max(start, place)} are {fault}")
-            place = stop
-        if place != length:
-            raise PlanError(f"sequence {sequence}: tokens {place} to {length} are never planned")
+            if start != reached:
+                fault = "planned twice" if start < reached else "never planned"
+                raise PlanError(f"sequence {sequence}: tokens {min(start, reached)} to {max(start, reached)} are {fault}")
+            reached = stop
+        if reached != length:
+            raise PlanError(f"sequence {sequence}: tokens {reached} to {length} are never planned")
 
 
 def _check_positions(plan: StepPlan, index: int, micro_batch: MicroBatch) -> None:
@@ -107,37 +116,42 @@ def _check_positions(plan: StepPlan, index: int, micro_batch: MicroBatch) -> Non
         if not positions or list(positions) != sorted(set(positions)):
             raise PlanError(f"micro-batch {index}: positions {positions} are empty, repeated or not ascending")
         if not 0 <= positions[0] <= positions[-1] < plan.ranks_per_stage:
-            raise PlanError(f"micro-batch {index}: positions {positions} leave 0..{plan.ranks_per_stage - 1}")
+            raise PlanError(
+                f"micro-batch {index}: positions {positions} are not all within 0..{plan.ranks_per_stage - 1}, the stage's ranks"
+            )
         if shared := taken & set(positions):
             raise PlanError(f"micro-batch {index}: position {min(shared)} is in two groups")
         taken |= set(positions)
     block = plan.block_ranks
     blocks = {position // block for position in taken}
-    if idle := sorted({place for b in blocks for place in range(b * block, (b + 1) * block)} - taken):
+    if idle := sorted({position for b in blocks for position in range(b * block, (b + 1) * block)} - taken):
         raise PlanError(
-            f"micro-batch {index}: positions {idle} have no group; with {plan.parameters} parameters every rank takes part "
-            f"in every micro-batch of its block of {block} (give it a group with the dummy chunk)"
+            f"micro-batch {index}: positions {idle} have no group; with {plan.parameters} parameters every rank must take part "
+            f"in every micro-batch of its block of {block} ranks; give it a group with the dummy chunk"
         )
 
 
 def _check_every_rank(plan: StepPlan) -> None:
     busy = {position for mb in plan.micro_batches for group in mb.groups for position in group.positions}
     if idle := sorted(set(range(plan.ranks_per_stage)) - busy):
-        raise PlanError(f"positions {idle} take part in no micro-batch of the step; give them the dummy chunk")
+        raise PlanError(f"positions {idle} take part in no micro-batch of the step; give them a group with the dummy chunk")
 
 
 def _check_group(plan: StepPlan, name: str, group: SequenceGroup) -> None:
     if group.method not in METHODS:
         raise PlanError(f"{name}: method {group.method!r} is not one of {', '.join(METHODS)}")
     if (group.method == "local") != (group.degree == 1):
-        raise PlanError(f"{name}: method {group.method!r} does not fit {group.degree} rank(s); one rank is 'local'")
+        raise PlanError(f"{name}: method {group.method!r} does not fit {group.degree} rank(s); 'local' means exactly one rank")
     block = group.ulysses_degree
     if group.method != "hybrid" and block:
-        raise PlanError(f"{name}: ulysses_degree {block} belongs to method 'hybrid', not to {group.method!r}")
+        raise PlanError(f"{name}: ulysses_degree {block} is for method 'hybrid', not {group.method!r}; set it to 0")
     if group.method == "hybrid" and not (1 < block < group.degree and group.degree % block == 0):
-        raise PlanError(f"{name}: ulysses_degree {block} must divide the {group.degree} ranks of a hybrid group and lie between")
+        raise PlanError(
+            f"{name}: ulysses_degree {block} of a hybrid group must divide its {group.degree} ranks, be more than 1 and less "
+            f"than {group.degree}"
+        )
     if [chunk.index for chunk in group.chunks] != list(range(len(group.chunks))) or not group.chunks:
-        raise PlanError(f"{name}: chunk indices must be 0, 1, ... in order, at least one")
+        raise PlanError(f"{name}: chunk indices must be 0, 1, ... in order, with at least one chunk")
     if [stage.stage for stage in group.stages] != list(range(plan.num_stages)):
         raise PlanError(f"{name}: needs one stage plan for each of the {plan.num_stages} stages, in order")
     _check_slices(plan, name, group)
@@ -148,13 +162,16 @@ def _check_group(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 
 
 def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
-    """Slices are in order, in one group, alone or at the head of their chunk."""
+    """Check that slices of a sequence are in order, all in this group, and each the first span of its chunk."""
     reached: dict[int, int] = {}
     for chunk in group.chunks:
-        for place, span in enumerate(chunk.spans):
-            partial = span.start > 0 or span.stop < plan.lengths[span.sequence]
-            if partial and place > 0:
-                raise PlanError(f"{name}: chunk {chunk.index} holds a slice of sequence {span.sequence} behind another span")
+        for index, span in enumerate(chunk.spans):
+            is_slice = span.start > 0 or span.stop < plan.lengths[span.sequence]
+            if is_slice and index > 0:
+                raise PlanError(
+                    f"{name}: chunk {chunk.index} holds a slice of sequence {span.sequence} after another span; a slice must "
+                    f"come first in its chunk"
+                )
             if span.start != reached.get(span.sequence, 0):
                 raise PlanError(
                     f"{name}: chunk {chunk.index} starts sequence {span.sequence} at token {span.start}, but its earlier "
@@ -164,49 +181,49 @@ def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 
 
 def _check_layers(name: str, group: SequenceGroup) -> None:
-    """All parts in virtual order (part 0 of every stage, part 1 of every stage, ...) are the model's layers, in a row."""
+    """Check that part 0 of every stage, then part 1 of every stage, and so on, hold the model's layers without a gap."""
     num_parts = {len(stage.parts) for stage in group.stages}
     if len(num_parts) != 1 or 0 in num_parts:
         raise PlanError(f"{name}: every stage needs the same number of parts, at least one; found {sorted(num_parts)}")
-    place = 0
+    next_layer = 0
     for part in range(num_parts.pop()):
         for stage in group.stages:
             layers = stage.parts[part]
-            if layers.num_layers < 1 or layers.first_layer != place:
+            if layers.num_layers < 1 or layers.first_layer != next_layer:
                 raise PlanError(
                     f"{name}: part {part} of stage {stage.stage} holds layers {layers.first_layer} to "
-                    f"{layers.first_layer + layers.num_layers}, expected at least one layer from {place} on"
+                    f"{layers.first_layer + layers.num_layers}, expected at least one layer from {next_layer} on"
                 )
-            place += layers.num_layers
+            next_layer += layers.num_layers
 
 
 def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
     seen: set[tuple[int, int]] = set()
-    # layers alike are one object for many chunks
+    # equal layer policies are often one object for many chunks; check it once
     checked: set[int] = set()
     for policy in stage.activations:
         where = f"{name}: policy of chunk {policy.chunk}, part {policy.part} on stage {stage.stage}"
-        known = 0 <= policy.chunk < len(group.chunks) and 0 <= policy.part < len(stage.parts)
-        if not known or (policy.chunk, policy.part) in seen:
-            raise PlanError(f"{where} names an unknown chunk or part, or stands twice")
+        is_known = 0 <= policy.chunk < len(group.chunks) and 0 <= policy.part < len(stage.parts)
+        if not is_known or (policy.chunk, policy.part) in seen:
+            raise PlanError(f"{where} names an unknown chunk or part, or is given twice")
         seen.add((policy.chunk, policy.part))
         if len(policy.layers) > stage.parts[policy.part].num_layers:
-            raise PlanError(f"{where} has {len(policy.layers)} layers, the part has {stage.parts[policy.part].num_layers}")
+            raise PlanError(f"{where} has {len(policy.layers)} layers, but the part has {stage.parts[policy.part].num_layers}")
         if policy.tile_tokens < 0:
-            raise PlanError(f"{where} has tile_tokens {policy.tile_tokens}; 0 means untiled")
+            raise PlanError(f"{where} has tile_tokens {policy.tile_tokens}; it must be 0 (untiled) or more")
         fresh = [layer for layer in policy.layers if id(layer) not in checked]
         checked.update(map(id, fresh))
         for share in (share for layer in fresh for share in layer.shares):
             if share.tensor_class not in TENSOR_CLASSES:
                 raise PlanError(f"{where}: tensor class {share.tensor_class!r} is not one of {', '.join(TENSOR_CLASSES)}")
-            parts = (share.recompute, share.nvme, share.host, share.device)
+            shares = (share.recompute, share.nvme, share.host, share.device)
             # written so that NaN fails too
-            if not (min(parts) >= 0 and abs(share.total - 1) <= _SHARE_TOLERANCE):
-                raise PlanError(f"{where}: shares {parts} of {share.tensor_class} must be >= 0 and sum to 1")
+            if not (min(shares) >= 0 and abs(share.total - 1) <= _SHARE_TOLERANCE):
+                raise PlanError(f"{where}: shares {shares} of {share.tensor_class} must be >= 0 and sum to 1")
 
 
 def _check_same_layers(plan: StepPlan) -> None:
-    """A stage holds the same layers in every group and micro-batch: a plan moves tokens, never weights."""
+    """Check that a stage holds the same layers in every group and micro-batch: a plan moves tokens, never weights."""
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
     expected = [stage.parts for stage in groups[0].stages]
     for group in groups:
@@ -225,5 +242,5 @@ def _check_same_order(index: int, micro_batch: MicroBatch, block: int, block_ran
         grids = "\n".join(f" group {group.positions}\n{schedule_grid(group)}" for group in groups)
         raise PlanError(
             f"micro-batch {index}: with sharded parameters all groups must run F and B in the same order, because every "
-            f"forward gathers parameters over all ranks that share them\n{grids}"
+            f"forward and backward gathers parameters over all ranks that share them\n{grids}"
         )

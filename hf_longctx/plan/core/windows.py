@@ -1,31 +1,35 @@
-"""Which layers of a model let a token see the last few tokens only, by its `config.json` as transformers understands it."""
+"""Read from a model's `config.json` which layers have sliding-window attention, following the rules of transformers.
+
+Called for plans from a `config.json` (`plan/core/model_spec.py`) and from a loaded config (`hf/models/windows.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# one entry for each layer, None where all tokens before are seen; empty where that holds for every layer
+# window in tokens of each layer, None for full attention; empty if no layer has a window
 Windows = tuple[int | None, ...]
 
-# by what a config calls a layer, the field with the tokens that it sees at most
+# name of a layer type in a config -> field with the most tokens that attention of such a layer sees
 _FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-# types of config.json whose `sliding_window` is switched on by `use_sliding_window`
+# model types whose `sliding_window` counts only if `use_sliding_window` is set
 _SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
-# in which every so many-th layer sees everything where `layer_types` is not given; `sliding_window_pattern` says another number
+# model types without `layer_types` -> n: every n-th layer has full attention, unless `sliding_window_pattern` gives another n
 _EVERY = {
     **{"gemma2": 2, "gpt_oss": 2, "vaultgemma": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4},
     **{"gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6},
 }
-# in which all layers from `max_window_layers` on have a window, or all layers
+# model types whose layers have a window from layer `max_window_layers` on
 _FROM_A_LAYER_ON = ("dots1", "qwen2", "qwen3")
+# model types in which every layer has a window
 _ALL_LAYERS = ("minimax", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")
 
 
 def config_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
-    """The tokens that attention of each layer sees at most, its own included.
+    """Most tokens that attention of each layer sees, a token itself included.
 
-    Where neither the layers nor the type of the model say which of them have the window, none is taken to have it.
+    If neither `layer_types` nor the model type says which layers have the window, none is taken to have it.
     """
     kinds = config.get("layer_types") or _kinds(config, num_layers)
     sizes = {kind: config.get(field) for kind, field in _FIELDS.items()}
@@ -35,12 +39,12 @@ def config_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
 
 
 def plain_windows(windows: list[int | None]) -> Windows:
-    """The same with no entries where no layer has a window."""
+    """The windows as a tuple, empty if no layer has one."""
     return tuple(windows) if any(windows) else ()
 
 
 def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What transformers makes of a config without `layer_types`."""
+    """Layer types that transformers derives from a config without `layer_types`."""
     kind, layers = config.get("model_type"), range(num_layers)
     if kind in _ALL_LAYERS:
         is_sliding = [True for _ in layers]

@@ -159,7 +159,7 @@ def test_all_degrees_are_every_number_of_ranks_unless_the_method_has_none(ranks,
     assert ranks(4).run(degrees_of_run, {"degrees": "all"}, str(tmp_path)) == [(1, 2, 3, 4)] * 4
     assert ranks(4).run(degrees_of_run, {}, str(tmp_path)) == [(1, 2, 4)] * 4
     for found in ranks(4).run(degrees_of_run, {"degrees": "all", "method": "ulysses"}, str(tmp_path)):
-        assert "degree 3 is neither a power of two nor all 4 ranks, and Ulysses takes no other; use method 'auto'" in found
+        assert "degree 3 is neither a power of two nor all 4 ranks, as Ulysses requires; use method 'auto'" in found
 
 
 def test_room_counts_the_exchanges_of_groups_and_what_is_kept_does_not() -> None:

@@ -1,4 +1,4 @@
-"""Query-key pairs under windows are those that a mask has, and all seconds of attention go with them."""
+"""Query-key pairs counted under windows equal those of a causal mask, and the cost model prices attention by them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ONE = GroupShape(1)
 
 
 def masked_pairs(windows: tuple[int | None, ...], start: int, stop: int) -> float:
-    """Pairs of the rows [start, stop) of causal masks, the mean over layers; a token's pair with itself counts half.
+    """Pairs of the rows [start, stop) of causal masks, averaged over layers; a token's pair with itself counts half.
 
-    Where a window cuts a row, the half pair at its near end is made up for by the half that it cuts at its far end.
+    In a row that a window cuts, the half pair that the window adds at the far end makes up for it: such a row counts in full.
     """
     rows, columns = np.arange(start, stop)[:, None], np.arange(stop)[None, :]
     total = 0.0
@@ -44,11 +44,11 @@ def test_pairs_of_a_span_are_those_of_masks(windows: tuple[int | None, ...], sta
 
 
 def test_pairs_by_hand() -> None:
-    # 4 tokens after 10 earlier ones: 4 * (10 + 2); a whole sequence of 6: 6 * 3
+    # 4 tokens after 10 earlier ones have 4 * (10 + 2) pairs; a whole sequence of 6 tokens has 6 * 3
     chunk = Chunk(1, (Span(3, 10, 14), Span(4, 0, 6)))
     assert FULL.of_chunk(chunk) == 48 + 18
     assert FULL.of_chunk(Chunk(0)) == 0
-    # under a window of 4: 4 * 4, and 4 * 2 + 2 * 4; of three layers two have it
+    # under a window of 4 they have 4 * 4 and 4 * 2 + 2 * 4; then two of three layers have this window
     assert AttentionPairs.of((4, 4)).of_chunk(chunk) == 16 + 16
     assert AttentionPairs.of((4, None, 4)).of_chunk(chunk) == pytest.approx((48 + 18 + 2 * 32) / 3)
 
@@ -56,10 +56,10 @@ def test_pairs_by_hand() -> None:
 @given(WINDOWS, st.lists(st.integers(0, 200), min_size=2, max_size=6, unique=True))
 def test_slices_have_as_many_pairs_as_the_whole_sequence(windows: tuple[int | None, ...], bounds: list[int]) -> None:
     pairs, bounds = AttentionPairs.of(windows), sorted(bounds)
-    parts = [pairs.of_span(start, stop) for start, stop in pairwise(bounds)]
-    assert sum(parts) == pytest.approx(pairs.of_span(bounds[0], bounds[-1]))
-    # convex, and more for more tokens: what planners and solvers take for granted
-    density = [part / (stop - start) for part, (start, stop) in zip(parts, pairwise(bounds), strict=True)]
+    counts = [pairs.of_span(start, stop) for start, stop in pairwise(bounds)]
+    assert sum(counts) == pytest.approx(pairs.of_span(bounds[0], bounds[-1]))
+    # planner and solvers rely on this count being convex and increasing
+    density = [count / (stop - start) for count, (start, stop) in zip(counts, pairwise(bounds), strict=True)]
     assert all(earlier <= later + 1e-9 for earlier, later in pairwise(density)) and min(density) > 0
 
 
@@ -78,7 +78,7 @@ def test_slices_are_cut_the_more_evenly_the_more_layers_have_windows() -> None:
     sizes = [[stop - start for start, stop in pairwise(slice_bounds(10_000, 8, each))] for each in rates]
     spread = [max(each) / min(each) for each in sizes]
     assert spread[0] > 5 and spread[0] > spread[1] > spread[2] and spread[2] < 1.01
-    # pairs of the mixed layers: half a triangle, and half a band of 10
+    # one layer of each kind: half of a full triangle plus half of a band of 10
     triangle, band = 10_000**2 / 2, 10 * 10_000 - 50
     assert rates[1].of_span(0, 10_000) == (triangle + band) / 2
 
@@ -86,7 +86,7 @@ def test_slices_are_cut_the_more_evenly_the_more_layers_have_windows() -> None:
 def test_layers_are_priced_by_their_own_windows() -> None:
     costs = replace(cost_model("attention", 1), model=replace(MODEL, windows=(20, 20, None, None)))
     chunk, front, back = Chunk(0, (Span(0, 30, 130),)), (LayerRange(0, 2),), (LayerRange(2, 2),)
-    # of a layer, at 1e-6 s for a pair of all four
+    # seconds of one layer, at 1e-6 s for a pair in all four layers
     banded_s, full_s = 1e-6 * 100 * 20 / 4, 1e-6 * 100 * 80 / 4
     base_s = cost_model("linear", 1).part_s(chunk, ONE, False, 2, has_head=True) + 2 * 1e-3 / 4
     for parts, layer_s in ((front, banded_s), (back, full_s), ((), (banded_s + full_s) / 2)):
@@ -95,7 +95,7 @@ def test_layers_are_priced_by_their_own_windows() -> None:
     slots = layer_slots(costs, chunk, ONE)
     again_s = [next(item for item in slot.saved if item.tensor_class == "attention_output").recompute_s for slot in slots]
     assert again_s == pytest.approx([banded_s, banded_s, full_s, full_s])
-    # the front half of the rows: half of a band, and 50 * (30 + 25) of the 100 * 80 pairs where all is seen
+    # the front half of the rows has half of the band's pairs, and 50 * (30 + 25) of the 100 * 80 pairs of full attention
     halves_s = [item.recompute_part_s(0.5) for slot in slots for item in slot.saved if item.tensor_class == "attention_output"]
     assert halves_s == pytest.approx([banded_s / 2, banded_s / 2, full_s * 2750 / 8000, full_s * 2750 / 8000])
     assert [slot.forward_s - slots[0].forward_s for slot in slots] == pytest.approx([0, 0, full_s - banded_s, full_s - banded_s])

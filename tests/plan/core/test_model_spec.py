@@ -164,7 +164,7 @@ def test_the_default_degrees_are_powers_of_two_and_all_ranks(num_ranks: int, num
 @pytest.mark.parametrize(
     ("degrees", "num_ranks", "num_heads", "message"),
     [
-        ((1, 8), 4, 32, "degree 8 needs 8 ranks, the run has 4; lower `degrees`"),
+        ((1, 8), 4, 32, "degree 8 needs 8 ranks, but the run has 4; lower `degrees`"),
         ((3,), 6, 32, "degree 3 is neither a power of two nor all 6 ranks"),
         ((1, 2, 6), 8, 32, "degree 6 is neither a power of two nor all 8 ranks"),
         ((1, 4), 4, 2, "degree 4 exceeds the model's 2 attention heads.*lower `degrees` to 2"),

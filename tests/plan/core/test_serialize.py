@@ -1,4 +1,4 @@
-"""Promises of the JSON spelling: nothing is lost, equal plans have equal digests, and mistakes are named with their place."""
+"""Plans as JSON: nothing is lost, equal plans have equal digests, and errors name the field that is wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_plan_survives_json_and_json_survives_a_plan(name: str) -> None:
     plan = fixture(name)
     assert plan_from_json(plan_to_json(plan)) == plan
     assert plan_from_json(plan_to_json(plan, indent=2)) == plan
-    # the hand-written text leaves out defaults, as the writer does, so even the text's content is the same
+    # the hand-written files leave out defaults, as the writer does, so both have the same JSON content
     assert json.loads(plan_to_json(plan)) == json.loads(fixture_text(name))
 
 
@@ -74,7 +74,7 @@ def _changed(value: Any) -> Any:
             "qkv": "mlp",
             "mlp": "qkv",
         }
-        # anything else is an action string: drop its last action
+        # every other string is a list of actions: drop the last one
         return swaps[value] if value in swaps else " ".join(value.split()[:-1])
     return value + 1
 
@@ -102,7 +102,7 @@ def test_the_digest_changes_with_the_order_of_actions_and_of_micro_batches() -> 
 
 
 def test_fields_that_hold_their_default_may_be_left_out() -> None:
-    # "part": 0 and an empty list of activations are defaults of the hand-written plan
+    # an empty list of activations and "part": 0 are defaults
     assert edited("flexsp", micro_batches__0__groups__0__stages__0__activations=[]) == fixture("flexsp")
     assert '"part"' not in plan_to_json(fixture("sppo"))
 

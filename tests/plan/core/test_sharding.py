@@ -1,4 +1,4 @@
-"""Promises of the one rule that says which token lies where: nothing lost, nobody empty, nobody far ahead."""
+"""Sharding of a chunk over a group: no token is lost, no rank is empty, and no rank holds or computes much more than another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_pieces_cover_every_token_once_and_no_rank_is_empty(lengths: list[int], 
     real = [(document, token) for document, length in enumerate(lengths) for token in range(length)]
     dummies = found[len(real) :]
     assert found[: len(real)] == real
-    # every dummy token is a document of its own, behind the real ones
+    # every dummy token is a document of its own, after the real ones
     assert dummies == [(document, 0) for document in range(len(lengths), len(lengths) + len(dummies))]
     assert min(held_tokens(pieces)) >= 1
     for rank in pieces:
@@ -72,7 +72,7 @@ def test_a_block_is_filled_only_up_to_one_token_per_rank(lengths: list[int], sha
 def test_zigzag_gives_all_blocks_the_same_pairs(lengths: list[int], num_blocks: int, ulysses: int) -> None:
     blocks = block_pieces(chunk_of(lengths), GroupShape(num_blocks * ulysses, ulysses))
     pairs = [sum((p.stop + p.start + 1) * p.num_tokens / 2 for p in block) for block in blocks]
-    # a token more or less at each cut of each document
+    # cuts may move by one token in every document
     assert max(pairs) - min(pairs) <= 4 * sum(lengths)
 
 
@@ -129,7 +129,7 @@ def test_contiguous_shards_differ_by_at_most_one_token(num_tokens: int, degree: 
 def test_by_hand() -> None:
     # documents of 5 and 4 tokens on two contiguous shards of 5 and 4
     assert rank_pieces(chunk_of([5, 4]), GroupShape(2, 2)) == ((Piece(0, 0, 5, 0),), (Piece(1, 0, 4, 0),))
-    # zigzag over two: quarters 0 and 3 of the first document on rank 0; of the second, on rank 1
+    # zigzag over two: rank 0 holds quarters 0 and 3 of the first document, rank 1 those of the second
     assert rank_pieces(chunk_of([8, 4]), GroupShape(2)) == (
         (Piece(0, 0, 2, 0), Piece(0, 6, 8, 2), Piece(1, 1, 2, 4), Piece(1, 2, 3, 5)),
         (Piece(0, 2, 4, 0), Piece(0, 4, 6, 2), Piece(1, 0, 1, 4), Piece(1, 3, 4, 5)),
@@ -162,7 +162,7 @@ def test_no_rank_holds_more_than_an_even_share(lengths: list[int], shape: tuple[
     pieces = rank_pieces(chunk_of(lengths), GroupShape(degree, ulysses))
     total = max(sum(lengths), degree)
     held = held_tokens(pieces)
-    # dummy tokens fill blocks that short documents left out
+    # with fewer tokens, dummy tokens may fill blocks that got none of the short documents
     if sum(lengths) >= 2 * degree:
         assert sum(held) == sum(lengths)
         assert max(held) <= -(-total // degree)
@@ -183,7 +183,7 @@ def test_shared_pieces_keep_every_token_at_its_position(num_positions: int, num_
 
 
 def test_shared_pieces_by_hand() -> None:
-    # shards [0, 9) and [9, 17) on two stages: quarters 0 and 3, quarters 1 and 2; the odd token is the first stage's
+    # shards [0, 9) and [9, 17): the first stage holds quarters 0 and 3, the second quarters 1 and 2; the first gets the odd token
     assert shared_pieces(17, 2, 2) == (
         ((Piece(0, 0, 3, 0), Piece(0, 7, 9, 3)), (Piece(0, 9, 11, 0), Piece(0, 15, 17, 2))),
         ((Piece(0, 3, 5, 0), Piece(0, 5, 7, 2)), (Piece(0, 11, 13, 0), Piece(0, 13, 15, 2))),

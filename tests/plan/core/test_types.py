@@ -1,4 +1,4 @@
-"""Promises of the plan's types: actions as text, derived sizes, a rank's path, identity."""
+"""Types of a plan: actions as text, derived sizes, a rank's path through a step, and identity."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_stage_counts_the_layers_of_all_parts() -> None:
     assert StagePlan(0, (LayerRange(0, 2), LayerRange(8, 3)), ()).num_layers == 5
 
 
-def test_a_share_sums_its_four_places() -> None:
+def test_the_total_of_a_share_is_the_sum_of_its_four_fields() -> None:
     assert TensorShare("mlp", recompute=0.125, nvme=0.25, host=0.5, device=0.0625).total == 0.9375
 
 

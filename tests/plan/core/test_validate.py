@@ -1,4 +1,4 @@
-"""Every invariant: hand-written plans keep them all, and for each one a plan that breaks it is refused by name."""
+"""Check every invariant of a plan: the hand-written plans keep all of them, and a plan that breaks one is refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_group(plan: StepPlan, **changes: Any) -> StepPlan:
 
 
 def with_stage(plan: StepPlan, stage: int, **changes: Any) -> StepPlan:
-    """As `with_group`, for one stage of that group."""
+    """`plan` with fields of one stage of that group replaced."""
     stages = list(plan.micro_batches[0].groups[0].stages)
     stages[stage] = dataclasses.replace(stages[stage], **changes)
     return with_group(plan, stages=tuple(stages))
@@ -96,13 +96,19 @@ def test_an_empty_sequence_is_refused(length: int) -> None:
 
 
 def test_a_span_of_an_unknown_sequence_is_refused() -> None:
-    refused(edited("flexsp", **{f"{_GROUP}__chunks__0__spans__1": [10, 0, 3000]}), "names sequence 10 of 10")
-    refused(edited("flexsp", **{f"{_GROUP}__chunks__0__spans__1": [-1, 0, 3000]}), "names sequence -1 of 10")
+    refused(
+        edited("flexsp", **{f"{_GROUP}__chunks__0__spans__1": [10, 0, 3000]}), "names sequence 10, but the plan has 10 sequences"
+    )
+    refused(
+        edited("flexsp", **{f"{_GROUP}__chunks__0__spans__1": [-1, 0, 3000]}), "names sequence -1, but the plan has 10 sequences"
+    )
 
 
 @pytest.mark.parametrize("span", [[1, 0, 3001], [1, -1, 3000], [1, 5, 5], [1, 9, 3]])
 def test_an_empty_span_or_one_outside_its_sequence_is_refused(span: list[int]) -> None:
-    refused(edited("flexsp", **{f"{_GROUP}__chunks__0__spans__1": span}), "is empty or outside its 3000 tokens")
+    refused(
+        edited("flexsp", **{f"{_GROUP}__chunks__0__spans__1": span}), "is empty or outside its sequence, which has 3000 tokens"
+    )
 
 
 def test_a_token_planned_twice_is_refused() -> None:
@@ -132,7 +138,10 @@ def test_positions_must_ascend_without_repeats(positions: list[int]) -> None:
 
 @pytest.mark.parametrize("positions", [[3, 4], [-1, 0]])
 def test_positions_must_lie_on_the_stage(positions: list[int]) -> None:
-    refused(edited("flexsp", **{f"{_FLEXSP_SECOND}__0__positions": positions}), r"micro-batch 1: positions .* leave 0\.\.3")
+    refused(
+        edited("flexsp", **{f"{_FLEXSP_SECOND}__0__positions": positions}),
+        r"micro-batch 1: positions .* are not all within 0\.\.3",
+    )
 
 
 def test_a_position_in_two_groups_of_a_micro_batch_is_refused() -> None:
@@ -184,9 +193,9 @@ def test_a_group_needs_a_plan_for_every_stage_in_order() -> None:
 
 
 def test_a_slice_stands_at_the_head_of_its_chunk() -> None:
-    # the tail of sequence 0 behind the short sequence 2
+    # the last slice of sequence 0 after the short sequence 2
     plan = edited("infinipipe", **{f"{_GROUP}__chunks__2__spans": [[2, 0, 1200], [0, 46000, 60000]]})
-    refused(plan, "chunk 2 holds a slice of sequence 0 behind another span")
+    refused(plan, "chunk 2 holds a slice of sequence 0 after another span")
 
 
 def test_slices_of_a_sequence_are_in_order() -> None:
@@ -237,7 +246,7 @@ def test_all_stages_have_the_same_number_of_parts() -> None:
 
 
 def test_the_grid_marks_the_action_at_fault() -> None:
-    message = refused(swapped(fixture("seq1f1b"), 0, "0B2", "0B1"), "0B1 runs before the slice behind it")
+    message = refused(swapped(fixture("seq1f1b"), 0, "0B2", "0B1"), "0B1 runs before the next slice of its sequence")
     assert message.count(">") == message.count("<") == 1
     assert ">0B1<" in message
     grid = message.splitlines()[1:]
@@ -289,18 +298,20 @@ def test_a_forward_precedes_its_backward() -> None:
 
 
 def test_slices_run_forward_in_order() -> None:
-    message = refused(swapped(fixture("seq1f1b"), 0, "0F0", "0F1"), r"0F1 runs before the slice in front of it \(chunk 0\)")
+    message = refused(
+        swapped(fixture("seq1f1b"), 0, "0F0", "0F1"), r"0F1 runs before the previous slice of its sequence \(chunk 0\)"
+    )
     assert ">0F1<" in message
 
 
 def test_slices_run_backward_in_reverse() -> None:
-    message = refused(swapped(fixture("sppo"), 0, "0B3", "0B2"), r"0B2 runs before the slice behind it \(chunk 3\)")
+    message = refused(swapped(fixture("sppo"), 0, "0B3", "0B2"), r"0B2 runs before the next slice of its sequence \(chunk 3\)")
     assert ">0B2<" in message
 
 
 def test_a_hybrid_chunk_waits_for_the_slices_of_its_tail() -> None:
-    # chunk 4 = the tail of sequence 1 and two short ones; chunk 3 = the first slice of sequence 1
-    refused(swapped(fixture("infinipipe"), 1, "1B4", "1B3"), r"1B3 runs before the slice behind it \(chunk 4\)")
+    # chunk 4 holds the last slice of sequence 1 and two short sequences; chunk 3 holds the first slice of sequence 1
+    refused(swapped(fixture("infinipipe"), 1, "1B4", "1B3"), r"1B3 runs before the next slice .* \(chunk 4\)")
 
 
 def test_packs_may_run_backward_in_any_order() -> None:
@@ -318,7 +329,7 @@ def test_packs_may_run_backward_in_any_order() -> None:
         ("0F0@1:0,1:1", "0F0@1:0,1:0", "names a helper twice"),
         ("0F0@1:0,1:1", "0F0@0:0", "helper stage 0, which must be another stage"),
         ("0F0@1:0,1:1", "0F0@2:0", "helper stage 2, which must be another stage"),
-        ("0F0@1:0,1:1", "0F0@1:2", "helper position 2 of 2"),
+        ("0F0@1:0,1:1", "0F0@1:2", "helper position 2, but a stage has 2"),
     ],
 )
 def test_helpers_are_ranks_of_other_stages_and_share_only_compute(old: str, new: str, message: str) -> None:
@@ -339,15 +350,15 @@ def test_a_policy_of_an_unknown_chunk_or_part_is_refused(changes: dict[str, int]
 
 def test_two_policies_of_one_chunk_are_refused() -> None:
     policy = fixture("layer_first").micro_batches[0].groups[0].stages[0].activations[0]
-    refused(with_stage(fixture("layer_first"), 0, activations=(policy, policy)), "stands twice")
+    refused(with_stage(fixture("layer_first"), 0, activations=(policy, policy)), "is given twice")
 
 
 def test_a_policy_fits_the_layers_of_its_part() -> None:
     policy = ActivationPolicy(chunk=0, layers=(LayerPolicy(),) * 5)
-    refused(with_stage(fixture("layer_first"), 0, activations=(policy,)), "has 5 layers, the part has 4")
+    refused(with_stage(fixture("layer_first"), 0, activations=(policy,)), "has 5 layers, but the part has 4")
     # part 1 has two layers although the stage has four
     policy = ActivationPolicy(chunk=0, part=1, layers=(LayerPolicy(),) * 3)
-    refused(with_stage(fixture("interleaved"), 0, activations=(policy,)), "has 3 layers, the part has 2")
+    refused(with_stage(fixture("interleaved"), 0, activations=(policy,)), "has 3 layers, but the part has 2")
 
 
 def test_a_negative_tile_is_refused() -> None:
@@ -384,7 +395,7 @@ def test_an_unknown_tensor_class_is_refused() -> None:
 
 
 def test_gradients_are_received_in_the_order_they_are_sent() -> None:
-    # both packs are free to run backward in any order, but the two ends of the link must agree
+    # packs may run backward in any order, but sender and receiver must use the same one
     path = "micro_batches__0__groups__1__stages__0__actions"
     plan = edited("pp_sp_replicas", **{path: "0F0 0SF0 0F1 0SF1 0RB1 0B1 0RB0 0B0"})
     message = refused(
@@ -427,14 +438,14 @@ def test_receives_precede_and_sends_follow_their_compute(stage: int, first: str,
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:
-    # stage 0 waits for the gradient of chunk 0 before it sends chunk 1; stage 1 needs chunk 1 first
+    # stage 0 waits for the gradient of chunk 1 before it sends chunk 1 to stage 1
     plan = with_actions(fixture("pp_sp_replicas"), 0, "0F0 0SF0 0F1 0RB1 0SF1 0B1 0RB0 0B0")
     message = refused(plan, "waits for ever: deadlock")
     assert ">0RB1<" in message
 
 
 def test_a_deadlock_between_parts_is_found() -> None:
-    # part 1 of chunk 0 comes back to stage 0 only after stage 1 ran part 0 of it
+    # stage 0 can receive chunk 0 for its part 1 only after stage 1 has run part 0 of that chunk
     words = "0.1RF0 0F0 0SF0 0F1 0SF1 0.1F0 0.1SF0 0.1RF1 0.1F1 0.1SF1 0.1RB0 0.1B0 0.1SB0 0.1RB1 0.1B1 0.1SB1 0RB0 0B0 0RB1 0B1"
     assert ">0.1RF0<" in refused(with_actions(fixture("interleaved"), 0, words), "waits for ever: deadlock")
 
@@ -495,7 +506,7 @@ def test_sharded_parameters_need_one_order_of_kinds_in_all_groups() -> None:
         changes["micro_batches__2__groups__2__chunks__0"] = {"index": 0}
         return edited("flexsp", **changes)
 
-    # different chunks in a different order are fine as long as the kinds agree
+    # groups may run their chunks in different orders as long as F and B alternate in the same way
     validate_plan(plan("sharded", "0F1 0F0 0B0 0B1"))
     validate_plan(plan("gathered_per_round", "0F0 0B0 0F1 0B1"))
     message = refused(plan("sharded", "0F0 0B0 0F1 0B1"), "micro-batch 1: with sharded parameters all groups must run F and B")
@@ -520,7 +531,7 @@ def test_sharded_parameters_need_equal_numbers_of_chunks_in_all_groups() -> None
 def test_the_predicted_peak_stays_within_the_limit() -> None:
     plan = fixture("flexsp")
     assert validate_plan(plan, limit_bytes=30 * 2**30) is plan
-    with pytest.raises(PlanError, match=r"need 30\.00 GiB on a rank, the limit is 29\.00 GiB; lower tokens_per_rank"):
+    with pytest.raises(PlanError, match=r"need 30\.00 GiB on a rank, but the limit is 29\.00 GiB; lower tokens_per_rank"):
         validate_plan(plan, limit_bytes=29 * 2**30)
 
 

@@ -10,9 +10,10 @@ from helpers.plans.pipeline_cases import chunks_of, family_shapes, makespan, pla
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.schedule import in_flight, schedule_grid
-from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span, StagePlan
+from hf_longctx.plan.core.schedule import schedule_grid
+from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.pipeline.orders import SCHEDULES, Schedule, compute_actions, families, layer_ranges, pipelined
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
@@ -23,7 +24,7 @@ def seconds(action: Action) -> float:
 
 
 def in_flight_of(stages: tuple[tuple[Action, ...], ...]) -> list[int]:
-    return [in_flight(StagePlan(stage, (), actions)) for stage, actions in enumerate(stages)]
+    return [most_in_flight(actions) for actions in stages]
 
 
 def words(actions: tuple[Action, ...]) -> str:

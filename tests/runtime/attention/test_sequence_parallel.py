@@ -61,7 +61,7 @@ def test_six_heads_of_two_kv_heads_on_four_ranks_by_hand() -> None:
 
 
 def test_kv_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 query heads are no multiple of 4 KV heads"):
+    with pytest.raises(ValueError, match="6 query heads are not a multiple of 4 KV heads"):
         head_shares(6, 4, 2)
 
 
