@@ -2,7 +2,8 @@
 
     python recipes/evaluate.py outputs/demo
 
-Reads CHECKPOINT/held_out.json as written by recipes/sft.py. Exit status 1 if the losses differ by more than 1e-5.
+Reads held_out.json, which recipes/sft.py writes into the checkpoint folder. Exits with status 1 if the losses differ by more
+than 1e-5.
 """
 
 from __future__ import annotations

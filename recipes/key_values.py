@@ -1,7 +1,8 @@
-"""Documents of keys and values in noise, which a tiny model learns to look up in minutes: made up, one token a character.
+"""Made-up documents of keys and values hidden in noise; a tiny model learns to look the values up in minutes.
 
-A capital letter and the small letter behind it are a key and its value; every key stands twice with the same value, and the
-second value is the answer. Token ids are those of UTF-8 bytes (`tokenizer: bytes`).
+`sft.py` uses them as the dataset and needle task `key-values`, `pretrain_copy.py` to train the base of the demo. A capital
+letter is a key, and the small letter after it its value. Every key occurs twice with the same value, and the second value is
+the answer. One token is one character, with the ids of UTF-8 bytes (`tokenizer: bytes`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from typing import Any
 
 import datasets
 
-# before the bytes come padding, end and unknown
+# token ids 0, 1 and 2 are padding, end and unknown
 _FIRST_BYTE = 3
 _KEYS, _VALUES, _NOISE = (
     [ord(letter) + _FIRST_BYTE for letter in letters]
     for letters in (string.ascii_uppercase, string.ascii_lowercase, "0123456789 .,;:-+")
 )
 _NO_LABEL = -100
-# the length that the committed base was trained for, and four times it
+# length that the base in `recipes/copy_base` was trained for, and the length to which the demo extends it
 BASE_TOKENS, EXTENDED_TOKENS = 128, 512
 
 
 def key_value_document(length: int, chance: random.Random) -> dict[str, list[int]]:
-    """Up to 26 keys, each twice anywhere in noise; labels on the second values only."""
+    """Makes a document of noise with up to 26 keys, each at two random places; labels on the second values only."""
     ids, labels = [chance.choice(_NOISE) for _ in range(length)], [_NO_LABEL] * length
     keys = chance.sample(_KEYS, min(len(_KEYS), length // 10))
     places = chance.sample(range(length // 2 - 1), 2 * len(keys))
@@ -38,7 +39,7 @@ def key_value_document(length: int, chance: random.Random) -> dict[str, list[int
 
 
 def copy_document(length: int, chance: random.Random) -> dict[str, list[int]]:
-    """Random letters and noise that repeat themselves; labels on the repetitions. From it a model learns to look back."""
+    """Makes a document that repeats a random text; labels on the repetitions. From these a model learns to look back."""
     period = [chance.choice(_KEYS + _VALUES + _NOISE) for _ in range(chance.randrange(4, length // 2 + 1))]
     ids = (period * (length // len(period) + 1))[:length]
     unknown = len(period) + 1
@@ -46,14 +47,17 @@ def copy_document(length: int, chance: random.Random) -> dict[str, list[int]]:
 
 
 def key_value_rows(num_documents: int, chance: random.Random) -> datasets.Dataset:
-    """Documents of the base's length up to four times it, more short ones than long ones."""
+    """Makes documents of the base's length up to four times that length, more short ones than long ones."""
     ratio = EXTENDED_TOKENS / BASE_TOKENS
     lengths = [round(BASE_TOKENS * ratio ** chance.random()) for _ in range(num_documents)]
     return datasets.Dataset.from_list([key_value_document(length, chance) for length in lengths])
 
 
 def key_value_needle(length: int, depth: float, chance: random.Random) -> tuple[list[int], int]:
-    """A needle document: one key's value at the depth among up to 25 others, asked for at the end (see `NeedleTask`)."""
+    """Makes a needle document for `NeedleTask`: a key with its value at the given depth, and its value asked for at the end.
+
+    Up to 25 other keys stand elsewhere.
+    """
     ids = [chance.choice(_NOISE) for _ in range(length)]
     num_places = length // 2 - 1
     keys = chance.sample(_KEYS, min(len(_KEYS), length // 10))

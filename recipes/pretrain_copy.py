@@ -1,8 +1,8 @@
-"""Pretrain the tiny base of `recipes/configs/extend_demo.yaml`, which looks values up at up to 128 tokens.
+"""Pretrain the tiny base model of `recipes/configs/extend_demo.yaml`, which looks up values in documents of up to 128 tokens.
 
     python recipes/pretrain_copy.py recipes/copy_base
 
-Two layers, a quarter of a million weights. Some minutes on one CPU core.
+The model has two layers and a quarter of a million weights; training takes some minutes on one CPU core.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _TOKENS_PER_STEP, _WARMUP_STEPS, _HIGHEST_RATE = 2048, 50, 3e-3
 def main() -> None:
     """Trains and saves; prints the loss every 100 steps."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the checkpoint goes")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("folder", type=Path, help="folder to write the checkpoint into")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     arguments = parser.parse_args()
     set_seed(0)
     model, chance = Qwen2ForCausalLM(base_config()), random.Random(0)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def base_config() -> Qwen2Config:
-    """Biases of queries and keys make a head that looks one token back easy to find."""
+    """Config of the base model: a Qwen2, whose query and key biases make it easy to learn a head that looks one token back."""
     return Qwen2Config(
         vocab_size=259,
         hidden_size=96,
@@ -62,7 +62,10 @@ def base_config() -> Qwen2Config:
 
 
 def batch_loss(model: Qwen2ForCausalLM, done: float, chance: random.Random) -> torch.Tensor:
-    """The mean loss of fresh documents: short copies first, at the end keys and values at full length."""
+    """Mean loss of a batch of new documents; these change from short copies to keys and values at full length as `done` grows.
+
+    `done` is the share of the training that is over.
+    """
     length = BASE_TOKENS if done > 0.5 else BASE_TOKENS // 2 if done > 0.2 else BASE_TOKENS // 4
     is_copy = [chance.random() < 1 - 1.5 * done for _ in range(_TOKENS_PER_STEP // length)]
     rows = [(copy_document if copies else key_value_document)(length, chance) for copies in is_copy]

@@ -1,7 +1,7 @@
-"""Settings of a recipe: one YAML file, overridden by `--key value` pairs, checked by `HfArgumentParser`.
+"""Reads the settings of a recipe: one YAML file, then `--key value` pairs that override it.
 
-The parser reads either a file or a command line. Here the file's entries become the front of the command line, so that
-argparse checks names, types and choices of both, and the later word wins.
+`HfArgumentParser` checks them, but it reads either a file or a command line. So the file's entries are put in front of the
+command line: argparse then checks names, types and choices of both, and what comes later wins.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-# settings that a shipped file may point with at what lies beside it
+# settings whose value may be a path that starts with recipes/: outside the repository it is looked up in the package
 _PATHS = ("model_name_or_path", "tokenizer", "chat_template")
 
 
 def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = None) -> tuple[Any, ...]:
-    """One instance of each dataclass from `[CONFIG.yaml] [--key value ...]` (default: the command line).
+    """Reads one instance of each dataclass from the words `[CONFIG.yaml] [--key value ...]` (default: the command line).
 
     Exits with argparse's message for an unknown key, a wrong type or a wrong choice.
     """
@@ -28,14 +28,14 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
     if words and words[0].endswith((".yaml", ".yml")):
         words = [*_words_of_file(Path(words[0])), *words[1:]]
     elif late := [word for word in words if word.endswith((".yaml", ".yml"))]:
-        raise SystemExit(f"{late[0]} stands behind other settings; give the YAML file first")
+        raise SystemExit(f"{late[0]} comes after other settings; give the YAML file first")
     parser = _Parser(dataclasses, allow_abbrev=False)
     try:
         *settings, unknown = parser.parse_args_into_dataclasses(
             args=words, look_for_args_file=False, return_remaining_strings=True
         )
     except ValueError as error:
-        # a dataclass refused its values: the message is made for the user, the traceback is not
+        # a dataclass refused its values with a message for the user, who does not need the traceback
         raise SystemExit(f"settings: {error}") from error
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
@@ -45,28 +45,28 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
 
 
 class _Parser(HfArgumentParser):
-    """Errors in one line: the usage of some two hundred settings would bury them."""
+    """Prints errors in one line, because the usage text of some two hundred settings would bury them."""
 
     def error(self, message: str) -> NoReturn:
         raise SystemExit(f"settings: {message} (--help lists all settings)")
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key may stand once; the plain loader lets the later one win in silence."""
+    """Loads YAML and refuses a key that occurs twice; PyYAML's loader would silently take the later one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} occurs twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def _words_of_file(path: Path) -> list[str]:
     if not path.is_file():
-        raise SystemExit(f"{path}: no such file; give a YAML file with one setting per line, for example max_length: 4096")
+        raise SystemExit(f"{path} does not exist; give a YAML file with one setting per line, for example max_length: 4096")
     try:
         settings = yaml.load(path.read_text(), Loader=_UniqueKeys) or {}
     except yaml.YAMLError as error:
@@ -78,7 +78,7 @@ def _words_of_file(path: Path) -> list[str]:
         # a setting without a value keeps its default
         if value is not None:
             values = [_shipped(word) if key in _PATHS else word for word in _words_of_value(value)]
-            # a value like --- would be taken for a setting
+            # argparse would take a value like --- for a setting
             words += [f"--{key}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [f"--{key}", *values]
     return words
 
@@ -92,6 +92,6 @@ def _words_of_value(value: Any) -> list[str]:
 
 
 def _shipped(path: str) -> str:
-    """`recipes/...` in the package if it is not in the current folder; any other path as it is."""
+    """Resolves `recipes/...` inside the package if it is not in the current folder; returns any other path as it is."""
     shipped = Path(__file__).parent / Path(path).relative_to("recipes") if path.startswith("recipes/") else None
     return str(shipped) if shipped is not None and shipped.exists() and not Path(path).exists() else path

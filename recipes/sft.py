@@ -2,7 +2,7 @@
 
     accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/sft.py recipes/configs/demo.yaml [--key value ...]
 
-Settings are those of `RecipeArguments` below, of `LongContextConfig` and of `transformers.TrainingArguments`.
+Its settings are the fields of `RecipeArguments` below, of `LongContextConfig` and of `transformers.TrainingArguments`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from hf_longctx.recipes.key_values import key_value_needle
 from hf_longctx.recipes.settings import read_settings
 from hf_longctx.recipes.sources import KEY_VALUES, Documents, Source, check_sources, load_tokens
 
-# short forms of the keys of one entry of `datasets`
+# setting that goes with `dataset` -> the key of an entry of `datasets` that means the same
 _SHORT_FORMS = {
     "dataset_config": "config",
     "dataset_split": "split",
@@ -62,12 +62,12 @@ _NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass
 class RecipeArguments:
-    """What is trained on what."""
+    """Settings of the recipe: the model, the data, and what to evaluate."""
 
     model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint on the hub or a local folder."})
     model_config: str | None = field(
         default=None,
-        metadata={"help": "A config as JSON with model_type: start from random weights instead of a checkpoint."},
+        metadata={"help": "Model config as JSON, with model_type: starts from random weights instead of a checkpoint."},
     )
     config_overrides: str | None = field(
         default=None,
@@ -76,65 +76,78 @@ class RecipeArguments:
     rope_scaling: Literal["yarn", "linear", "dynamic", "longrope", "none"] | None = field(
         default=None,
         metadata={
-            "help": "How positions are scaled where max_length is above the checkpoint's: yarn, linear, dynamic, longrope (by "
-            "the checkpoint's own factors), or none (more positions as they are, with a warning). Default: such a max_length is "
-            "refused, unless the checkpoint's positions are dynamic."
+            "help": "How to scale positions if max_length is above the checkpoint's limit: yarn, linear, dynamic, longrope (with "
+            "the checkpoint's own factors), or none (use more positions unscaled, with a warning). Default: refuse such a "
+            "max_length, unless the checkpoint's positions are dynamic."
         },
     )
     dtype: Literal["float32", "bfloat16"] = field(
         default="float32",
-        metadata={"help": "Of weights, optimizer states and saved tensors; bfloat16 takes half the memory and rounds updates."},
+        metadata={
+            "help": "Type of weights, optimizer states and activations; bfloat16 takes half the memory and rounds updates."
+        },
     )
     lora_rank: int = field(
         default=0,
-        metadata={"help": "Train LoRA adapters of this rank (in float32) over frozen weights. 0: all weights are trained."},
+        metadata={"help": "Train LoRA adapters of this rank (in float32) over frozen weights. 0: train all weights."},
     )
     lora_alpha: float | None = field(
-        default=None, metadata={"help": "What adapters add is scaled by this over their rank. Default: twice the rank."}
+        default=None, metadata={"help": "The adapters' output is scaled by lora_alpha / lora_rank. Default: twice the rank."}
     )
     lora_targets: list[str] | None = field(
-        default=None, metadata={"help": "Names of the Linear modules that get adapters. Default: all but the output head."}
+        default=None, metadata={"help": "Names of the Linear modules to adapt. Default: all except the output head."}
     )
     load_in_4bit: bool = field(
         default=False,
-        metadata={"help": "Freeze the linear weights below the adapters in four bits (QLoRA: NF4, scales in eight bits)."},
+        metadata={"help": "Keep the frozen linear weights under the adapters in four bits (QLoRA: NF4, scales in eight bits)."},
     )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Tokenizer on the hub or a local folder; 'bytes' for UTF-8 bytes. Default: the model's."}
     )
     chat_template: str | None = field(
         default=None,
-        metadata={"help": "Jinja file with generation markers that replaces the tokenizer's chat template, also when saved."},
+        metadata={"help": "Jinja file with generation markers; replaces the tokenizer's chat template, also in the checkpoint."},
     )
     dataset: str | None = field(
         default=None,
-        metadata={"help": "Dataset on the hub, a local file or folder, 'python-stdlib' or 'key-values' (made up)."},
+        metadata={"help": "Dataset on the hub, a local file or folder, 'python-stdlib', or 'key-values' (made-up documents)."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub dataset."})
     dataset_split: str | None = field(default=None, metadata={"help": "Split to train on. Default: train."})
     text_column: list[str] | None = field(
-        default=None, metadata={"help": "Column with the text of a document; several are joined. Default: text."}
+        default=None, metadata={"help": "Column with the text of a document; several columns are joined. Default: text."}
     )
-    column_separator: str | None = field(default=None, metadata={"help": "What joins several columns. Default: an empty line."})
+    column_separator: str | None = field(default=None, metadata={"help": "Text between joined columns. Default: an empty line."})
     messages_column: str | None = field(
-        default=None, metadata={"help": "Column with conversations, role and content or from and value: loss on the assistant."}
+        default=None,
+        metadata={
+            "help": "Column with conversations, whose messages have role and content, or from and value. Loss on what the "
+            "assistant says only."
+        },
     )
-    prompt_column: str | None = field(default=None, metadata={"help": "Column with prompts, together with completion_column."})
-    completion_column: str | None = field(default=None, metadata={"help": "Column with what follows a prompt: loss on this."})
+    prompt_column: str | None = field(default=None, metadata={"help": "Column with prompts; needs completion_column."})
+    completion_column: str | None = field(
+        default=None, metadata={"help": "Column with completions of the prompts; loss on these."}
+    )
     datasets: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Instead of dataset: several of them. Each has a path and, where needed, config, split, max_documents, the "
-            "column settings above, and weight, its share of the documents of the mix."
+            "help": "Several datasets, instead of dataset. Each entry has a path and, if needed, config, split, max_documents, "
+            "the column settings above, and weight, its share of the documents in the mix."
         },
     )
     mix_until: Literal["first_exhausted", "all_exhausted"] = field(
         default="first_exhausted",
-        metadata={"help": "Weights without repeating a document, or until every document is used, others repeating."},
+        metadata={
+            "help": "How large a weighted mix is: first_exhausted takes no document twice; all_exhausted takes every document, "
+            "and repeats those of the other datasets."
+        },
     )
-    max_document_chars: int | None = field(default=None, metadata={"help": "Leave out texts of more characters."})
-    max_documents: int | None = field(default=None, metadata={"help": "Use only so many documents, drawn by seed."})
-    eval_documents: int = field(default=0, metadata={"help": "Documents held out for the loss before and after training."})
+    max_document_chars: int | None = field(default=None, metadata={"help": "Leave out texts with more characters."})
+    max_documents: int | None = field(default=None, metadata={"help": "Use at most this many documents, drawn by seed."})
+    eval_documents: int = field(
+        default=0, metadata={"help": "Number of documents to hold out for the loss before and after training."}
+    )
     eval_dataset: str | None = field(
         default=None,
         metadata={"help": "Hold out this dataset instead: a path with the columns of dataset, or an entry as in datasets."},
@@ -142,37 +155,35 @@ class RecipeArguments:
     needle_lengths: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Lengths in tokens of documents that hide something and ask for it at the end: a grid before and after "
-            "training, with pictures, and the held-out loss by position."
+            "help": "Lengths in tokens of needle documents, which hide something and ask for it at the end. Evaluates a grid of "
+            "them before and after training, with pictures, and the held-out loss by position."
         },
     )
     needle_depths: list[float] | None = field(
-        default=None, metadata={"help": "Where in them it is hidden, from 0 to 1. Default: 0, 0.25, 0.5, 0.75 and 1."}
+        default=None, metadata={"help": "Where the needle is hidden, from 0 to 1. Default: 0, 0.25, 0.5, 0.75 and 1."}
     )
-    needle_documents: int = field(default=4, metadata={"help": "Documents for every length and depth."})
+    needle_documents: int = field(default=4, metadata={"help": "Number of documents for every length and depth."})
     needle_task: Literal["passkeys", "key-values"] = field(
-        default="passkeys", metadata={"help": "What is hidden: a pass key in text, or what the dataset key-values looks like."}
+        default="passkeys", metadata={"help": "What to hide: a pass key in text, or a key's value as in the dataset key-values."}
     )
     needle_base: bool = field(
         default=False,
-        metadata={"help": "Measure the checkpoint as it is too, without rope_scaling: each rank loads all of it once more."},
+        metadata={"help": "Also measure the checkpoint without rope_scaling; every rank loads it whole, a second time."},
     )
-    expected_world_size: int | None = field(default=None, metadata={"help": "Stop at once unless this many ranks were started."})
+    expected_world_size: int | None = field(default=None, metadata={"help": "Stop at the start unless this many ranks run."})
 
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_config is None):
-            raise ValueError("give either model_name_or_path (a checkpoint) or model_config (random weights), not both or none")
+            raise ValueError("give exactly one of model_name_or_path (a checkpoint) and model_config (random weights)")
         self._check_adapters()
         if self.rope_scaling is not None and self.model_config is not None:
-            raise ValueError(
-                "rope_scaling extends a checkpoint; give model_config the max_position_embeddings that it should have"
-            )
+            raise ValueError("rope_scaling extends a checkpoint; with model_config, set max_position_embeddings in it instead")
         for name in ("model_config", "config_overrides"):
             _from_json(getattr(self, name) or "{}", name)
         if (self.dataset is None) == (self.datasets is None):
             raise ValueError(
-                "give either dataset (a hub name, a local file or folder, or 'python-stdlib') or datasets (a list of entries "
-                "with a path), not both or none"
+                "give exactly one of dataset (a hub name, a local file or folder, or 'python-stdlib') and datasets (a list of "
+                "entries with a path)"
             )
         if given := [name for name in _SHORT_FORMS if self.datasets is not None and getattr(self, name) is not None]:
             raise ValueError(f"{given[0]} belongs to dataset; with datasets, give {_SHORT_FORMS[given[0]]} in its entries")
@@ -190,11 +201,11 @@ class RecipeArguments:
         if self.needle_lengths is None and (is_changed or self.needle_depths is not None):
             raise ValueError("needle settings have no effect without needle_lengths; give lengths, or leave them out")
         if self.needle_base and self.rope_scaling is None:
-            raise ValueError("needle_base compares with a checkpoint without rope_scaling; set rope_scaling, or leave it out")
+            raise ValueError("needle_base compares with the checkpoint without rope_scaling; set rope_scaling, or leave it out")
         sources = [*self.sources, *([self.eval_source] if self.eval_source is not None else [])]
         is_made_up = self.needle_task == KEY_VALUES or any(source.path == KEY_VALUES for source in sources)
         if is_made_up and self.tokenizer != "bytes":
-            raise ValueError(f"{KEY_VALUES} are made of bytes, tokenizer is {self.tokenizer}; set tokenizer: bytes")
+            raise ValueError(f"{KEY_VALUES} are made of bytes, but tokenizer is {self.tokenizer}; set tokenizer: bytes")
 
     def _check_adapters(self) -> None:
         if self.lora_rank < 0:
@@ -203,12 +214,12 @@ class RecipeArguments:
             if getattr(self, name) is not None and not self.lora_rank:
                 raise ValueError(f"{name} has no effect without adapters; set lora_rank, or leave it out")
         if self.load_in_4bit and not self.lora_rank:
-            raise ValueError("load_in_4bit freezes weights, so that nothing is left to train; set lora_rank, or leave it out")
+            raise ValueError("load_in_4bit freezes all weights, so nothing is left to train; set lora_rank, or leave it out")
         if self.load_in_4bit and find_spec("bitsandbytes") is None:
             raise ValueError("load_in_4bit needs bitsandbytes, which is not installed; pip install 'hf_longctx[qlora]'")
         if self.lora_rank and self.model_config is not None:
             raise ValueError(
-                "lora_rank saves adapters without the weights below, which model_config makes at random; give a model"
+                "lora_rank saves adapters only, and random weights from model_config would be lost; give model_name_or_path"
             )
         if self.lora_alpha is not None and self.lora_alpha <= 0:
             raise ValueError(f"lora_alpha is {self.lora_alpha}; give more than 0 or leave it out")
@@ -222,7 +233,7 @@ class RecipeArguments:
 
     @property
     def eval_source(self) -> Source | None:
-        """The dataset that is held out, if it is one of its own."""
+        """The dataset to hold out, if `eval_dataset` names one."""
         if self.eval_dataset is None:
             return None
         if self.eval_dataset.lstrip().startswith("{"):
@@ -241,10 +252,10 @@ def main() -> None:
     set_seed(args.seed)
     if args.process_index:
         datasets.disable_progress_bars()
-        # what is left out of the data is said once
+        # rank 0 alone reports what is left out of the data
         logging.getLogger("hf_longctx").setLevel(logging.ERROR)
     tokenizer = load_tokenizer(recipe)
-    # data before the model: its errors are cheap to find
+    # load data before the model, because errors in it are found faster
     documents = load_documents(recipe, tokenizer, args)
     say(args, "\n".join(documents.lines))
     model = with_adapters(load_model(recipe, config), recipe)
@@ -278,7 +289,7 @@ def main() -> None:
 
 
 def add_needles(trainer: LongContextTrainer, recipe: RecipeArguments, held_out: datasets.Dataset | None) -> None:
-    """Measures the needle grid where training begins and ends, if the settings ask for it."""
+    """Adds a needle grid at the beginning and end of training, if the settings ask for it."""
     if recipe.needle_lengths is None:
         return
     make = key_value_needle if recipe.needle_task == "key-values" else passkeys(trainer.processing_class)
@@ -294,18 +305,18 @@ def add_needles(trainer: LongContextTrainer, recipe: RecipeArguments, held_out: 
 
 
 def check_world(args: TrainingArguments, expected: int | None) -> None:
-    """Prints the world and stops where it is not the expected one, since a launcher may start fewer processes in silence."""
+    """Prints the number of ranks, and exits if it is not the expected one: a launcher may start fewer without saying so."""
     backend = dist.get_backend() if dist.is_initialized() else "no process group"
     say(args, f"{args.world_size} rank(s) on {args.device.type}, {backend}")
     if expected is not None and args.world_size != expected:
         raise SystemExit(
-            f"{args.world_size} rank(s) started, {expected} expected; launch with `accelerate launch --config_file "
-            f"recipes/accelerate/cpu.yaml` (or gpu.yaml) and set num_processes there, or change expected_world_size"
+            f"{args.world_size} rank(s) started, but expected_world_size is {expected}; launch with `accelerate launch "
+            f"--config_file recipes/accelerate/cpu.yaml` (or gpu.yaml) and set num_processes there, or change expected_world_size"
         )
 
 
 def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer named in the settings, else the model's, with the chat template of the settings."""
+    """Loads the tokenizer that the settings name, or else the model's, and gives it the settings' chat template."""
     if recipe.tokenizer == "bytes":
         tokenizer: PreTrainedTokenizerBase = ByT5Tokenizer(extra_ids=0)
     else:
@@ -313,13 +324,13 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
     if recipe.chat_template is not None:
         path = Path(recipe.chat_template)
         if not path.is_file() or not path.read_text().strip():
-            raise SystemExit(f"chat_template {path} is {'empty' if path.is_file() else 'no file here'}; give a Jinja file")
+            raise SystemExit(f"chat_template {path} {'is empty' if path.is_file() else 'does not exist'}; give a Jinja file")
         tokenizer.chat_template = path.read_text()
     return tokenizer
 
 
 def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> PreTrainedModel:
-    """The checkpoint, or random weights of the given config, with sdpa attention; this rank's stage of a local checkpoint."""
+    """Loads the checkpoint (only this rank's stage of it, if possible), or makes random weights from the given config."""
     path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, "attn_implementation": "sdpa", **four_bits(recipe)}
     if path is None:
         assert recipe.model_config is not None
@@ -333,7 +344,7 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
 
 
 def four_bits(recipe: RecipeArguments) -> dict[str, Any]:
-    """How weights below adapters are loaded: nothing, or quantised as in QLoRA, with products in the model's dtype."""
+    """Arguments that load the weights quantised as in QLoRA, with products in the model's dtype; empty without load_in_4bit."""
     if not recipe.load_in_4bit:
         return {}
     compute = getattr(torch, recipe.dtype)
@@ -344,12 +355,12 @@ def four_bits(recipe: RecipeArguments) -> dict[str, Any]:
 
 
 def checkpoint_config(recipe: RecipeArguments) -> PretrainedConfig:
-    """The checkpoint's config under the changes of the settings, its positions as they are."""
+    """The checkpoint's config with `config_overrides`, without rope scaling."""
     return AutoConfig.from_pretrained(recipe.model_name_or_path, **json.loads(recipe.config_overrides or "{}"))
 
 
 def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrainedModel | PeftModel:
-    """The model, under LoRA adapters if the settings ask for them. Raises SystemExit for targets that the model has not."""
+    """Adds LoRA adapters to the model if the settings ask for them; exits for targets that the model does not have."""
     if not recipe.lora_rank:
         return model
     settings = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
@@ -361,7 +372,7 @@ def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrained
 
 
 def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments) -> Documents:
-    """Training and held-out tokens; the first rank tokenises, the others read its cache."""
+    """Loads training and held-out tokens; the first process of a machine tokenises, the others read its cache."""
     with args.main_process_first(desc="tokenise"):
         try:
             return load_tokens(
@@ -377,7 +388,7 @@ def load_documents(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerBase, 
 
 
 def describe(trainer: LongContextTrainer, model: PreTrainedModel | PeftModel) -> str:
-    """One paragraph about the run, before it starts."""
+    """Describes model and data in one paragraph, for before the run starts."""
     dataloader = trainer.get_train_dataloader()
     lengths = sorted(dataloader.dataset.index.lengths.tolist())
     trained = ""
@@ -391,7 +402,7 @@ def describe(trainer: LongContextTrainer, model: PreTrainedModel | PeftModel) ->
 
 
 def write_held_out(trainer: LongContextTrainer, folder: Path, loss: float) -> None:
-    """held_out.json: the held-out sequences, their labels and loss, so that `recipes/evaluate.py` can check the checkpoint."""
+    """Writes the held-out sequences, their labels and loss to held_out.json, for `recipes/evaluate.py` to check."""
     dataset = trainer.get_eval_dataloader().dataset
     index, rows = dataset.index, dataset.dataset.with_format(None)
     held_out: dict[str, Any] = {"loss": loss}
@@ -403,7 +414,7 @@ def write_held_out(trainer: LongContextTrainer, folder: Path, loss: float) -> No
 
 
 def say(args: TrainingArguments, text: str) -> None:
-    """Prints on the first rank."""
+    """Prints on rank 0."""
     if args.process_index == 0:
         print(text, flush=True)
 
@@ -412,7 +423,7 @@ def _from_json(text: str, setting: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{setting} is not JSON: {error}") from None
+        raise ValueError(f"{setting} is not valid JSON: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The recipe's data: dataset settings to training and held-out rows of tokens. Errors are raised before a model is loaded."""
+"""Turns the dataset settings of `sft.py` into training and held-out rows of tokens.
+
+Runs before the model is loaded, so that errors in settings or data show at once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from hf_longctx.hf.data.mixture import Stopping, concatenated, held_out_counts, 
 from hf_longctx.hf.data.tokenise import count_tokens, joined, tokenise_chat, tokenise_completions, tokenise_text
 from hf_longctx.recipes.key_values import key_value_rows
 
-# documents of a source that makes them up
+# documents in the made-up dataset `key-values`, unless max_documents says otherwise
 _NUM_KEY_VALUES = 512
 _FILE_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _HINTS = {"messages": "messages_column", "conversations": "messages_column", "prompt": "prompt_column and completion_column"}
@@ -32,7 +35,7 @@ KEY_VALUES = "key-values"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One dataset, and which of its columns are trained on: text, messages, or a prompt with its completion."""
+    """One dataset of the settings, and which of its columns are trained on: text, messages, or a prompt and its completion."""
 
     path: str
     config: str | None = None
@@ -53,7 +56,7 @@ class Source:
         }
         given = [name for name, value in kinds.items() if value]
         if len(given) > 1:
-            raise ValueError(f"dataset {self.path} has {' and '.join(given)}; give one of them, it says what is trained on")
+            raise ValueError(f"dataset {self.path} has {' and '.join(given)}; give only one, which says what is trained on")
         if bool(self.prompt_column) != bool(self.completion_column):
             raise ValueError(f"dataset {self.path} needs both prompt_column and completion_column, or neither")
         if self.weight is not None and not 0 < self.weight < float("inf"):
@@ -64,16 +67,16 @@ class Source:
             object.__setattr__(self, "text_column", ("text",))
         if self.column_separator != _SEPARATOR and len(self.text_column) < 2:
             raise ValueError(
-                f"dataset {self.path} has a column_separator and one text_column; name several columns or leave it out"
+                f"dataset {self.path} has a column_separator but only one text_column; name several columns, or leave it out"
             )
         if self.path == STANDARD_LIBRARY and len(self.text_column) != 1:
-            raise ValueError(f"dataset {STANDARD_LIBRARY} is text in one column; leave its column settings out")
+            raise ValueError(f"dataset {STANDARD_LIBRARY} has one column of text; leave its column settings out")
         if self.path == KEY_VALUES and self.text_column != ("text",):
-            raise ValueError(f"dataset {KEY_VALUES} is made of tokens; leave its column settings out")
+            raise ValueError(f"dataset {KEY_VALUES} consists of tokens, not columns; leave its column settings out")
 
     @classmethod
     def from_mapping(cls, mapping: Any, setting: str) -> Source:
-        """The source of a settings entry like {path: chats.jsonl, messages_column: messages, weight: 2}."""
+        """Makes a source from a settings entry like {path: chats.jsonl, messages_column: messages, weight: 2}."""
         if not isinstance(mapping, dict) or not isinstance(mapping.get("path"), str):
             raise ValueError(f"{setting}: an entry is {mapping!r:.80}, expected a mapping with a path and its columns")
         known = {field.name for field in fields(cls)}
@@ -88,7 +91,7 @@ class Source:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that must be there."""
+        """The columns that the dataset must have."""
         named = (*self.text_column, self.messages_column, self.prompt_column, self.completion_column)
         return tuple(name for name in named if name)
 
@@ -102,7 +105,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Tokenised rows, and one line per dataset about them."""
+    """Tokenised rows for training and evaluation, and lines that describe them."""
 
     train: datasets.Dataset
     held_out: datasets.Dataset | None
@@ -110,17 +113,17 @@ class Documents:
 
 
 def check_sources(sources: Sequence[Source], held_out: Source | None) -> None:
-    """Raises ValueError where only some datasets have weights, or the held-out dataset is one that is trained on."""
+    """Raises ValueError if only some datasets have weights, or if the held-out dataset is also trained on."""
     if len({source.weight is None for source in sources}) > 1:
         without = next(source.path for source in sources if source.weight is None)
-        raise ValueError(f"dataset {without} has no weight, others have; give all of them a weight or none")
+        raise ValueError(f"dataset {without} has no weight, but others have one; give all of them a weight, or none")
     if held_out and held_out.weight is not None:
         raise ValueError(f"eval_dataset {held_out.path} has a weight, which has no effect; leave it out")
     for source in sources:
         if held_out and (source.path, source.config, source.split) == (held_out.path, held_out.config, held_out.split):
             raise ValueError(
-                f"eval_dataset {held_out.path} is trained on too; give another file or split, or hold documents of it out "
-                f"with eval_documents"
+                f"eval_dataset {held_out.path} is also trained on; give another file or split, or use eval_documents to hold out "
+                f"some of its documents"
             )
 
 
@@ -133,39 +136,42 @@ def load_tokens(
     max_document_chars: int | None = None,
     mix_until: Stopping = "first_exhausted",
 ) -> Documents:
-    """Loads, tokenises and mixes the sources; holds out so many documents of them, or the documents of another source.
+    """Loads, tokenises and mixes the sources.
 
-    Documents are drawn by seed. No held-out document is in the training set, not even as a copy in another row.
+    Holds out `held_out` of their documents, drawn by seed, or all documents of another source. No held-out document stays in
+    the training set, not even as a copy in another row.
     """
-    parts = [_tokenised(source, tokenizer, seed, max_document_chars) for source in sources]
+    sets = [_tokenised(source, tokenizer, seed, max_document_chars) for source in sources]
     weights = [source.weight for source in sources if source.weight is not None] or None
     others: datasets.Dataset | None = None
     if isinstance(held_out, Source):
         others = _tokenised(held_out, tokenizer, seed, max_document_chars)
     elif held_out:
-        counts = held_out_counts(held_out, [len(part) for part in parts], weights)
-        others = concatenated([part.select(range(count)) for part, count in zip(parts, counts, strict=True)])
-        parts = [part.select(range(count, len(part))) for part, count in zip(parts, counts, strict=True)]
-    lines = [_line(source.path, part) for source, part in zip(sources, parts, strict=True)]
+        counts = held_out_counts(held_out, [len(tokens) for tokens in sets], weights)
+        others = concatenated([tokens.select(range(count)) for tokens, count in zip(sets, counts, strict=True)])
+        sets = [tokens.select(range(count, len(tokens))) for tokens, count in zip(sets, counts, strict=True)]
+    lines = [_line(source.path, tokens) for source, tokens in zip(sources, sets, strict=True)]
     if others is not None:
         lines.append(_line("held out", others))
-        unique = [without_copies(part, others) for part in parts]
-        if num_copies := sum(map(len, parts)) - sum(map(len, unique)):
-            lines.append(f"{num_copies} training documents left out, copies of held-out ones")
-        parts = unique
-    train = parts[0]
+        unique = [without_copies(tokens, others) for tokens in sets]
+        if num_copies := sum(map(len, sets)) - sum(map(len, unique)):
+            lines.append(f"{num_copies} training documents are left out, because they are copies of held-out ones")
+        sets = unique
+    train = sets[0]
     if len(sources) > 1:
-        train = mix_datasets(parts, weights, stopping=mix_until, seed=seed)
+        train = mix_datasets(sets, weights, stopping=mix_until, seed=seed)
         how = "all documents" if weights is None else f"weights {', '.join(f'{weight:g}' for weight in weights)}, {mix_until}"
         lines.append(_line(f"mix ({how})", train))
     return Documents(train, others, tuple(lines))
 
 
 def _tokenised(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, max_document_chars: int | None) -> datasets.Dataset:
-    """Tokens of the source's documents, in an order drawn by seed, at most `max_documents` of them."""
+    """Tokenises the source's documents in an order drawn by seed, at most `max_documents` of them."""
     if source.path == KEY_VALUES:
         if max_document_chars is not None:
-            raise DataError(f"max_document_chars is for text, dataset {KEY_VALUES} is made of tokens; use max_length instead")
+            raise DataError(
+                f"max_document_chars is for text, but dataset {KEY_VALUES} consists of tokens; use max_length instead"
+            )
         return key_value_rows(source.max_documents or _NUM_KEY_VALUES, random.Random(seed))
     documents = _load(source)
     _check_columns(documents, source)
@@ -175,7 +181,7 @@ def _tokenised(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, ma
             lambda *texts: 0 < len(joined(texts, separator)) <= longest, input_columns=list(source.text_column)
         )
     elif max_document_chars is not None:
-        raise DataError(f"max_document_chars is for text, dataset {source.path} has other columns; use max_length instead")
+        raise DataError(f"max_document_chars is for text, but dataset {source.path} has other columns; use max_length instead")
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
     order = order[: source.max_documents]
@@ -203,7 +209,7 @@ def _load(source: Source) -> datasets.Dataset:
         return splits[source.split]
     is_saved = (path / "dataset_info.json").exists()
     if (is_saved or path.suffix in _FILE_KINDS) and source.split != "train":
-        raise DataError(f"dataset {source.path} has no splits, so none called {source.split!r}; leave the split out")
+        raise DataError(f"dataset {source.path} has no splits, but split is {source.split!r}; leave the split out")
     if is_saved:
         return datasets.load_from_disk(source.path)
     if path.suffix not in _FILE_KINDS:
@@ -212,7 +218,7 @@ def _load(source: Source) -> datasets.Dataset:
         except (OSError, ValueError) as error:
             raise DataError(f"dataset {source.path} cannot be loaded: {str(error).splitlines()[0]}") from error
     if not path.is_file() or not path.stat().st_size:
-        raise DataError(f"dataset {source.path} is {'empty' if path.is_file() else 'no file here'}; check the path")
+        raise DataError(f"dataset {source.path} {'is empty' if path.is_file() else 'does not exist'}; check the path")
     kind = _FILE_KINDS[path.suffix]
     try:
         return datasets.load_dataset(kind, data_files=str(path), split="train")
@@ -232,8 +238,8 @@ def _check_columns(documents: datasets.Dataset, source: Source) -> None:
         kind = documents.features[column]
         if column != source.messages_column and getattr(kind, "dtype", None) not in ("string", "large_string"):
             raise DataError(
-                f"column {column!r} of {source.path} holds {kind}, expected text (set another column; messages go into "
-                f"messages_column, a prompt and its completion of messages joined into one column)"
+                f"column {column!r} of {source.path} holds {kind}, expected text; name another column, or name a column of "
+                f"messages in messages_column (join a prompt and a completion that are messages into one such column)"
             )
 
 
@@ -254,7 +260,7 @@ def _check_type(name: str, value: Any, where: str) -> None:
 
 
 def standard_library_sources() -> list[str]:
-    """The text of every module of this Python's standard library, its tests left out."""
+    """Returns the text of every module in this Python's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     files = [file for file in sorted(root.rglob("*.py")) if not skipped & set(file.relative_to(root).parts)]

@@ -169,7 +169,7 @@ def test_chat_run_says_what_was_loaded_once(chat) -> None:
         assert len(found) == 1 and re.search(r"[\d,]+ tokens, [\d.]+% with loss$", found[0])
     # 30 documents at 2 shares: 15 a share
     assert sum(line.startswith("mix (weights 2, 1, 1, first_exhausted): 60 documents") for line in lines) == 1
-    assert run.stderr.count("1 of 31 rows left out, they have no message of the assistant") == 1
+    assert run.stderr.count("1 of 31 rows are left out, because they have no message of the assistant") == 1
     assert "60 sequences of" in run.stdout
     # one result per step of the work, not one per rank: three sets tokenised; text filtered, tokenised, given labels
     assert len(list((folder / "cache").rglob("cache-*.arrow"))) == 6
@@ -200,7 +200,7 @@ def test_held_out_loss_of_a_chat_run_is_that_of_plain_transformers(chat) -> None
 def test_wrong_world_size_stops_at_once(tmp_path: Path) -> None:
     run = launch(tmp_path, str(ROOT / "recipes" / "configs" / "demo.yaml"), "--expected_world_size", "3")
     assert run.returncode != 0
-    assert "2 rank(s) started, 3 expected" in run.stderr
+    assert "2 rank(s) started, but expected_world_size is 3" in run.stderr
 
 
 def test_missing_text_column_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:

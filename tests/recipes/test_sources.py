@@ -79,7 +79,7 @@ def test_a_held_out_dataset_of_its_own_takes_its_copies_out_of_training(folder: 
     documents = load(Source("chats.jsonl", messages_column="messages"), held_out=other)
     assert len(documents.train) == 25 and len(texts(documents.held_out)) == 6
     assert not set(texts(documents.train)) & set(texts(documents.held_out))
-    assert "5 training documents left out, copies of held-out ones" in documents.lines
+    assert "5 training documents are left out, because they are copies of held-out ones" in documents.lines
 
 
 def test_folders_written_by_datasets_are_read(folder: Path) -> None:
@@ -90,18 +90,18 @@ def test_folders_written_by_datasets_are_read(folder: Path) -> None:
     assert len(load(Source("both", text_column=("body",), split="test")).train) == 3
     with pytest.raises(DataError, match="has no split 'dev'; it has train, test"):
         load(Source("both", text_column=("body",), split="dev"))
-    with pytest.raises(DataError, match="has no splits, so none called 'test'"):
+    with pytest.raises(DataError, match="has no splits, but split is 'test'"):
         load(Source("one", text_column=("body",), split="test"))
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (Source("none.jsonl"), "none.jsonl is no file here; check the path"),
+        (Source("none.jsonl"), "none.jsonl does not exist; check the path"),
         (Source("empty.jsonl"), "empty.jsonl is empty"),
         (Source("broken.jsonl"), "broken.jsonl cannot be read as json"),
         (Source("missing/folder"), "missing/folder cannot be loaded"),
-        (Source("lines.txt", split="test"), "has no splits, so none called 'test'; leave the split out"),
+        (Source("lines.txt", split="test"), "has no splits, but split is 'test'; leave the split out"),
         (Source("chats.jsonl"), r"has no column 'text'; it has messages \(set messages_column\)"),
         (Source("pairs.parquet"), r"it has prompt, completion \(set prompt_column and completion_column\)"),
         (Source("lines.txt", messages_column="chat"), r"has no column 'chat'; it has text \(set messages_column\)"),
@@ -122,11 +122,11 @@ def test_bad_data_is_refused_in_one_line(folder: Path, source: Source, message: 
 
 
 def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"max_document_chars is for text, dataset chats\.jsonl has other columns"):
+    with pytest.raises(DataError, match=r"max_document_chars is for text, but dataset chats\.jsonl has other columns"):
         load(CHATS, max_document_chars=5)
     with pytest.raises(DataError, match=r"lines\.txt has no documents left; check its columns and max_document_chars"):
         load(Source("lines.txt"), max_document_chars=1)
-    with pytest.raises(DataError, match=r"10 documents are left, 10 are to be held out .* lower eval_documents"):
+    with pytest.raises(DataError, match=r"a dataset has 10 documents and 10 of them would be held out, .* lower eval_documents"):
         load(Source("lines.txt"), held_out=10)
     with pytest.raises(DataError, match=r"dataset chats\.jsonl: tokenizer 'ByT5Tokenizer' .* use a fast tokenizer"):
         load_tokens([CHATS], ByT5Tokenizer(extra_ids=0), 0)
@@ -167,28 +167,28 @@ def entry(**keys: Any) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give either dataset .* or datasets .* not both or none"),
-        (["--dataset", "x", "--datasets", entry()], "give either dataset"),
+        ([], "give exactly one of dataset .* and datasets"),
+        (["--dataset", "x", "--datasets", entry()], "give exactly one of dataset"),
         (["--datasets", entry(), "--text_column", "t"], "text_column belongs to dataset; with datasets, give text_column in its"),
-        (["--datasets", "a.jsonl"], "datasets is not JSON"),
+        (["--datasets", "a.jsonl"], "datasets is not valid JSON"),
         (["--datasets", "[1]"], r"an entry is \[1\], expected a mapping with a path"),
         (["--datasets", entry(wieght=1)], "unknown key 'wieght' of dataset a; did you mean weight"),
         (["--datasets", entry(weight="2")], "weight of dataset a is '2', expected a number"),
         (["--datasets", entry(weight=0)], "has weight 0; give a positive number, or leave the dataset out"),
-        (["--datasets", entry(weight=1), '{"path": "b"}'], "dataset b has no weight, others have"),
+        (["--datasets", entry(weight=1), '{"path": "b"}'], "dataset b has no weight, but others have one"),
         (["--datasets", entry(max_documents=1.5)], "max_documents of dataset a is 1.5, expected a whole number"),
         (["--datasets", entry(max_documents=0)], "max_documents 0; give a positive number"),
         (["--datasets", entry(text_column=[])], r"text_column of dataset a is \[\], expected one or more names"),
         (["--datasets", entry(messages_column=3)], "messages_column of dataset a is 3, expected text"),
-        (["--datasets", entry(text_column="t", messages_column="m")], "has text_column and messages_column; give one of them"),
+        (["--datasets", entry(text_column="t", messages_column="m")], "has text_column and messages_column; give only one"),
         (["--dataset", "a", "--text_column", "t", "--messages_column", "m"], "has text_column and messages_column"),
         (["--dataset", "a", "--prompt_column", "p"], "needs both prompt_column and completion_column"),
-        (["--dataset", "a", "--column_separator", "x"], "has a column_separator and one text_column"),
-        (["--dataset", "python-stdlib", "--messages_column", "m"], "python-stdlib is text in one column"),
+        (["--dataset", "a", "--column_separator", "x"], "has a column_separator but only one text_column"),
+        (["--dataset", "python-stdlib", "--messages_column", "m"], "python-stdlib has one column of text"),
         (["--dataset", "a", "--mix_until", "all_exhausted"], "mix_until all_exhausted has no effect without weights"),
         (["--dataset", "a", "--eval_dataset", "b", "--eval_documents", "3"], "give either eval_documents .* or eval_dataset"),
         (["--dataset", "a", "--eval_documents", "-1"], "eval_documents is -1; give 0 or more"),
-        (["--dataset", "a", "--eval_dataset", "a"], "eval_dataset a is trained on too"),
+        (["--dataset", "a", "--eval_dataset", "a"], "eval_dataset a is also trained on"),
         (["--dataset", "a", "--eval_dataset", entry(path="b", weight=1)], "eval_dataset b has a weight, which has no effect"),
     ],
 )

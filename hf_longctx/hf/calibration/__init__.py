@@ -1,1 +1,1 @@
-"""Measured coefficients of the cost model, for one model on these ranks."""
+"""`hf-longctx calibrate`: measures a model's chunks on these ranks and fits the coefficients of the cost model to them."""

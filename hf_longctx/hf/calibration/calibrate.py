@@ -1,7 +1,8 @@
-"""`hf-longctx calibrate` on one rank: builds a model's layers, has them measured, fits, and describes the machine as a profile.
+"""Calibration on one rank: builds a few layers of a model, measures them, fits the cost model, and writes a machine profile.
 
-Few layers are enough. Where the model has more, a model without layers (embeddings, head and loss) is measured beside them,
-and the whole is the head and so many times the rest. Weights are random and nothing is downloaded.
+`hf-longctx calibrate` runs this on every rank. A few layers are enough: for a deeper model, one without decoder layers
+(embeddings, head and loss) is measured too, and the whole model costs that plus the cost per layer times the number of
+layers. Weights are random and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -38,19 +38,18 @@ from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.measure import ChunkBench, Timing, copy_rate, exchange_rates, neighbour_rate, probe_grid, target_seconds
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
-Precision = Literal["float32", "bfloat16", "autocast"]
-PRECISIONS: tuple[str, ...] = ("float32", "bfloat16", "autocast")
-
+# a chunk that ran less often than this has noisy timings, which the report says
 FEW_RUNS = 4
 _TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """What is measured, and until when.
+    """What to measure, and until when.
 
-    model: a name of the catalogue, a config.json or a folder with one; "" is a small Llama. precision: "" is float32 on CPU,
-    bf16 autocast of float32 weights on CUDA. stop_at_s: of `time.time()`; ranks that start late measure less.
+    model: a name in the catalogue, a config.json, or a folder with one; "" means a small Llama.
+    precision: "float32", "bfloat16" or "autocast"; "" means float32 on CPU, and float32 weights under bf16 autocast on CUDA.
+    stop_at_s: wall-clock time (`time.time()`) at which to stop, so ranks that start late measure less.
     """
 
     model: str = ""
@@ -60,9 +59,10 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured of the few layers, what was fitted to it, and the profile that follows for the whole model.
+    """Timings of the few layers, the fit to them, and the profile that follows for the whole model.
 
-    costs: of the few layers, with the fitted coefficients. held_out: over both passes of the timings that no fit has seen.
+    costs: cost model of the few layers, with the fitted coefficients.
+    held_out: errors on timings that the fit has not seen, forward and backward together.
     """
 
     costs: CostModel
@@ -73,7 +73,7 @@ class Calibration:
 
 
 def calibrate(request: CalibrationRequest) -> Calibration:
-    """Measures on this rank, together with all others of the launch; every rank returns the same.
+    """Measures on this rank together with all other ranks of the launch; every rank returns the same result.
 
     Raises ValueError for a model that cannot be built or run.
     """
@@ -88,7 +88,7 @@ def calibrate(request: CalibrationRequest) -> Calibration:
 
 
 def _start_rank(launch: LaunchEnvironment) -> torch.device:
-    """Joins the other ranks, if this one has not, and takes its device."""
+    """Joins the default process group, unless this rank has done so, and returns the rank's device."""
     is_cuda = torch.cuda.is_available()
     if launch.num_ranks > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if is_cuda else "gloo", timeout=datetime.timedelta(seconds=_TIMEOUT_S))
@@ -135,7 +135,10 @@ def _bench(model: PreTrainedModel, spec: ModelSpec, pool: GroupPool, device: tor
 
 
 def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec, device: torch.device) -> HardwareSpec:
-    """The cluster's hardware with the rates of plain copies and exchanges; what one rank cannot measure stays a guess."""
+    """Measures the rates of plain copies and exchanges and puts them into the cluster's hardware.
+
+    One rank alone cannot measure exchanges, so their rates then stay guesses.
+    """
     hardware = replace(cluster.hardware, name=_device_name(device), copy_bytes_per_s=copy_rate(pool, device))
     if device.type == "cuda":
         hardware = replace(hardware, host_bytes=_machine_bytes() // cluster.ranks_per_node)
@@ -143,7 +146,7 @@ def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec,
         return hardware
     exchanges = exchange_rates(pool, [degree for degree in degrees if degree > 1], device)
     neighbour = neighbour_rate(pool, device)
-    # with several nodes the ring of all ranks is as fast as its slowest hop, which crosses nodes
+    # with several nodes, the ring over all ranks is as slow as its slowest hop, the one between nodes
     inside = [rate for rate in exchanges if rate.num_ranks <= cluster.ranks_per_node]
     one_node = cluster.ranks_per_node >= cluster.num_ranks
     return replace(
@@ -156,12 +159,12 @@ def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec,
 
 
 def _measure_chunks(bench: ChunkBench, spec: ModelSpec, cluster: ClusterSpec, degrees: Sequence[int]) -> tuple[Timing, ...]:
-    """Timings of the grid whose largest chunk is what time and memory allow."""
+    """Measures a grid of chunks, the largest as large as time and memory allow."""
     shapes = [shape for degree in degrees if degree > 1 for shape in group_shapes(degree, "auto", spec, cluster)]
     budget_s = bench.stop_at_s - time.monotonic()
     limit = min(gather_objects(tokens_that_fit(spec, cluster), bench.pool.control))
     num_probes = len(probe_grid(2**20, 2**20, shapes))
-    # twice, since growing to the largest one takes its time too
+    # count two probes more: finding the largest chunk takes time too
     target_s = min(gather_objects(target_seconds(num_probes + 2, budget_s), bench.pool.control))
     max_tokens = bench.largest_tokens(min(limit, spec.max_positions), target_s)
     return bench.measure(probe_grid(max_tokens, spec.max_positions, shapes))
@@ -170,7 +173,7 @@ def _measure_chunks(bench: ChunkBench, spec: ModelSpec, cluster: ClusterSpec, de
 def _measure_head(
     config: PretrainedConfig, device: torch.device, precision: str, pool: GroupPool, cluster: ClusterSpec, stop_at_s: float
 ) -> CostCoefficients:
-    """Coefficients of the model without decoder layers, from a fifth of the time that is left."""
+    """Fits coefficients of the model without decoder layers, using a fifth of the time that is left."""
     bare = copy.deepcopy(config)
     set_layers(bare, 0)
     model = build_model(bare, device, precision)
@@ -185,7 +188,7 @@ def _measure_head(
 def chunk_samples(
     timings: Sequence[Timing], costs: CostModel, is_held_out: bool | None, has_attention: bool = True
 ) -> list[ChunkSample]:
-    """What was measured with what `costs` counts of it, held out or not, or both (None)."""
+    """Pairs each timing with the work that `costs` counts for its chunk; held-out ones, the others, or both (None)."""
 
     pairs = costs.model.attention_pairs()
 
@@ -207,7 +210,7 @@ def describe(
     residuals: tuple[tuple[str, float], ...],
     source: str,
 ) -> HardwareProfile:
-    """The profile: rates as the model's passes see them, and the model's own coefficients."""
+    """Makes the profile: hardware rates derived from the model's passes, and the model's own coefficients."""
     machine = f"{cluster.hardware.name}, torch {torch.__version__}"
     hardware = replace(hardware_rates(spec, cluster, coefficients), source=f"{source}, {machine}")
     calibration = ModelCalibration(
@@ -225,7 +228,7 @@ def describe(
 
 
 def residual_table(timings: Sequence[Timing], costs: CostModel) -> tuple[tuple[str, float], ...]:
-    """Mean relative errors by what the chunks show: one rank or a method and degree, each pass, and what was held out."""
+    """Mean relative error of each kind of chunk: by group (one rank, or method and degree), pass, and fitted or held out."""
     table: dict[str, list[float]] = {}
     for timing, (sample,) in ((t, chunk_samples([t], costs, None)) for t in timings):
         errors = relative_errors([sample], costs.coefficients)
@@ -237,7 +240,7 @@ def residual_table(timings: Sequence[Timing], costs: CostModel) -> tuple[tuple[s
 
 
 def shape_text(shape: GroupShape) -> str:
-    """How a group is called in tables, for example "ring of 2"."""
+    """Name of a group in tables, for example "ring of 2"."""
     return "1 rank" if shape.degree == 1 else f"{shape.method} of {shape.degree}"
 
 

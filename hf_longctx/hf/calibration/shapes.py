@@ -1,4 +1,7 @@
-"""Small models of a checkpoint's shape, for calibration."""
+"""Builds the models that calibration measures: few layers, random weights, the shapes of a named model or a config.json.
+
+Called by `calibrate`, and by benchmarks that need a model of a given shape.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import model_names, named_model
 
-# a model with no more layers than this is measured whole
+# most layers that are measured; a model with no more of them is measured whole
 FEW_LAYERS = 6
 
 
 def model_config(name: str) -> PretrainedConfig:
-    """The config of a name of the catalogue (a Llama of its shapes), of a config.json or a folder with one.
+    """Config of a catalogue name (a Llama with its shapes), of a config.json, or of a folder with one; "" is a small Llama.
 
-    Raises ValueError for anything else, or a config that transformers does not know.
+    Raises ValueError for anything else, and for a config that transformers does not know.
     """
     path = Path(name) / "config.json" if name and Path(name).is_dir() else Path(name)
     if name and path.is_file():
         try:
             return AutoConfig.for_model(**json.loads(path.read_text()))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: this is no config.json of a causal language model: {error}") from None
+            raise ValueError(f"{path} is not the config.json of a causal language model: {error}") from None
     if not name:
         return shaped_config(_SMALL)
     try:
@@ -38,19 +41,21 @@ def model_config(name: str) -> PretrainedConfig:
             f"model {name!r} is neither a config.json, nor a folder with one, nor one of {', '.join(model_names())}"
         ) from None
     if not spec.gated_mlp or spec.learned_positions:
-        raise ValueError(f"model {name!r} has no Llama's layers, and its own cannot be built here; give a config.json instead")
+        raise ValueError(
+            f"model {name!r} does not have the layers of a Llama, so it cannot be built from its shapes; give its config.json"
+        )
     return shaped_config(spec)
 
 
-# a few milliseconds a chunk on one core, and enough layers for attention and matrices to be told apart
+# default model: a chunk takes a few milliseconds on one core, in enough layers to tell the cost of attention from matrices
 _SMALL = ModelSpec(4, 256, 704, 8, 4, 32, vocab_size=1024, max_positions=8192)
 
 
 def shaped_config(spec: ModelSpec) -> PretrainedConfig:
-    """A Llama with the shapes of `spec`; a Qwen3 if queries and keys have norms, and with its windows then."""
+    """Config of a Llama with the shapes of `spec`, or of a Qwen3 (with its windows) if queries and keys have norms."""
     sizes = {window for window in spec.windows if window is not None}
     if len(sizes) > spec.qk_norms:
-        raise ValueError(f"no layers with windows of {sorted(sizes)} can be built for these shapes; give a config.json instead")
+        raise ValueError(f"layers with windows of {sorted(sizes)} cannot be built from these shapes; give a config.json instead")
     config_class = Qwen3Config if spec.qk_norms else LlamaConfig
     windows: dict[str, Any] = {}
     if sizes:
@@ -71,10 +76,13 @@ def shaped_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def build_model(config: PretrainedConfig, device: torch.device, precision: str) -> PreTrainedModel:
-    """A model of random weights that runs plans. Raises ValueError for one whose attention would be silently wrong."""
+    """Builds a model with random weights, patched to run plans.
+
+    Raises ValueError for a model whose attention would be silently wrong.
+    """
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     if getattr(config, "output_router_logits", False):
-        # a balance of experts is no part of what a chunk costs
+        # the experts' balance loss is not part of a chunk's cost
         config.output_router_logits = False
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
@@ -88,6 +96,7 @@ def build_model(config: PretrainedConfig, device: torch.device, precision: str) 
 
 
 def set_layers(config: PretrainedConfig, num_layers: int) -> None:
+    """Shortens `config`, in place, to its first `num_layers` decoder layers."""
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[:num_layers]

@@ -1,4 +1,4 @@
-"""Calibration results as text."""
+"""Calibration results as text, printed by `hf-longctx calibrate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_longctx.plan.cost.profiles import ModelCalibration
 
 
 def calibration_text(calibration: Calibration) -> str:
-    """The table of all chunks, the errors per term, and the rates."""
+    """Formats the table of all chunks, the mean errors, and the rates."""
     coefficients = calibration.costs.coefficients
     samples = chunk_samples(calibration.timings, calibration.costs, None)
     lines = [
@@ -28,14 +28,14 @@ def calibration_text(calibration: Calibration) -> str:
     lines.append(_rates_text(calibration.profile.spec, calibration.profile.models[0]))
     held_out = calibration.held_out
     if (num_runs := min(timing.num_repeats for timing in calibration.timings)) < FEW_RUNS:
-        lines.append(f"some chunks ran {num_runs} time(s) only; give more --seconds, or a smaller model, for steadier numbers")
+        lines.append(f"some chunks ran only {num_runs} time(s); for steadier numbers give more --seconds, or a smaller model")
     lines += _not_found(calibration.costs)
     lines.append(f"held-out chunks: mean absolute error {held_out.mean:.1%}, median {held_out.median:.1%}")
     return "\n".join(lines)
 
 
 def _not_found(costs: CostModel) -> list[str]:
-    """A line for every cost that all chunks together did not show, though they should have."""
+    """One line for every coefficient that should be positive but was fitted as zero."""
     terms = ("pair_s", "token_s", *(("link_byte_s",) if costs.cluster.num_ranks > 1 else ()))
     passes = (("forward", costs.coefficients.forward), ("backward", costs.coefficients.backward))
     return [

@@ -1,4 +1,9 @@
-"""Rows to a rank's chunks: fetch only what this rank holds, shift labels before any cut, pack, keep this rank's shard."""
+"""Turns the rows of a planned step into the chunk inputs of one rank.
+
+`PlannedDataset` runs in the loader's workers and fetches only the tokens that this rank holds; labels are shifted before
+any sequence is cut. `LongContextCollator` then packs them into chunks and keeps this rank's shard. The trainer's
+`training_step` gets the result.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan and the dataset's sequences it is about: plan sequence i is sequence `sequences[i]` of the index."""
+    """A plan, the rank that runs it, and the dataset's sequences it is for: its sequence i is `sequences[i]` of the index."""
 
     plan: StepPlan
     sequences: tuple[int, ...]
@@ -30,25 +35,25 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Tokens of one sequence from number `first` on: ids and next-token labels (IGNORE_INDEX where there is none).
+    """Consecutive tokens of one sequence, starting at its token `first`: ids, and labels of the next token.
 
-    Both are of shape [n] and type int64.
+    Both have shape [n] and type int64; a label is IGNORE_INDEX where nothing is to be learnt.
     """
 
     input_ids: Tensor
     shift_labels: Tensor
     first: int = 0
 
-    def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Ids and labels of the sequence's tokens [begin, end)."""
+    def between(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Ids and labels of tokens [begin, end), counted from the start of the sequence."""
         cut = slice(begin - self.first, end - self.first)
         return self.input_ids[cut], self.shift_labels[cut]
 
 
 class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
-    """Rows of a dataset, asked for by planned steps: one item is what one rank holds of the sequences of its chunks.
+    """A dataset whose keys are planned steps: an item holds the tokens of that step that one rank needs.
 
-    `dataset` gives rows as mappings of lists or arrays, or as Arrow tables, of which no more is copied than is held.
+    `dataset` gives rows as mappings of lists or arrays, or as Arrow tables; from a table only the needed tokens are copied.
     """
 
     def __init__(self, dataset: Any, index: SequenceIndex) -> None:
@@ -72,7 +77,7 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
 
 
 def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
-    """For every sequence of the plan that this rank holds tokens of, the first of them and one past the last."""
+    """Smallest token range [first, stop) that covers what this rank holds, for every sequence it holds tokens of."""
     ranges: dict[int, tuple[int, int]] = {}
     _, position = plan.place(rank)
     for group, _ in plan.for_rank(rank).rounds:
@@ -87,7 +92,7 @@ def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
 
 
 def _tokens(row: Any, column: str, start: int, stop: int) -> Tensor:
-    """Items [start, stop) of a row's list, shape [stop - start], int64."""
+    """Items [start, stop) of the list in a row's column, shape [stop - start], int64."""
     if not isinstance(row, pa.Table):
         return torch.as_tensor(row[column][start:stop], dtype=torch.int64)
     values = row[column].combine_chunks().flatten().slice(start, stop - start)
@@ -95,7 +100,7 @@ def _tokens(row: Any, column: str, start: int, stop: int) -> Tensor:
 
 
 def shift(labels: Tensor) -> Tensor:
-    """The label of the next token for every token of one document; the last token has none. Shape [n] to [n]."""
+    """Shifts the labels of one document so that every token has its next token's; the last one has none. Shape [n] to [n]."""
     return torch.cat([labels[1:], labels.new_full((1,), IGNORE_INDEX)])
 
 
@@ -103,7 +108,7 @@ class LongContextCollator:
     """Turns one planned step and its sequences into the batch that the trainer's `training_step` gets.
 
     The batch is a plain mapping: `input_ids` are all tokens of this rank (for token counts), `chunks[r][c]` the inputs of
-    chunk c in round r, `num_label_tokens` the label tokens of this rank's losses, `step` the planned step.
+    chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this rank's losses, `step` the planned step.
     """
 
     def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence]]]) -> dict[str, Any]:
@@ -115,10 +120,10 @@ class LongContextCollator:
 
 
 def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, Any]:
-    """The batch of a planned step from the inputs of this rank's chunks, `chunks[round][chunk]`."""
+    """Makes the batch of a planned step from the inputs of this rank's chunks, `chunks[micro-batch][chunk]`."""
     flat = [inputs for round_chunks in chunks for inputs in round_chunks]
     stage, _ = step.plan.place(step.rank)
-    # the stages of a pipeline hold the same tokens
+    # all stages of a pipeline hold the same tokens, but only the last one computes losses
     has_loss = stage == step.plan.num_stages - 1
     return {
         "input_ids": torch.cat([inputs.input_ids for inputs in flat], dim=1),
@@ -129,16 +134,16 @@ def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, 
 
 
 def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: Mapping[int, TokenSequence]) -> ChunkInputs:
-    """The shard of `chunk` that the rank at `position` holds; positions count from the start of each document's sequence.
+    """Inputs of `chunk` on the rank at `position` of the group; position ids count from the start of each sequence.
 
-    Dummy tokens have id 0, position 0 and no label, and lie behind the real tokens.
+    Dummy tokens have id 0, position 0 and no label, and come after the real tokens.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
         if piece.document < len(chunk.spans):
             span = chunk.spans[piece.document]
             begin, end = span.start + piece.start, span.start + piece.stop
-            ids, labels = sequences[span.sequence].part(begin, end)
+            ids, labels = sequences[span.sequence].between(begin, end)
             parts.append((ids, torch.arange(begin, end), labels))
         else:
             zeros = torch.zeros(piece.num_tokens, dtype=torch.int64)

@@ -1,9 +1,10 @@
-"""Several tokenised datasets to one: mixed by weight, with documents held out that are in no training set.
+"""Mixes several tokenised datasets by weight into one, and holds out documents for evaluation. Called by the recipes.
 
-A weight is a dataset's share of the documents of the mix, after division by the sum of all weights. With "first_exhausted"
-the mix is the largest one in these shares that takes no document twice: n_i = floor(w_i * min_j(N_j / w_j)). With
-"all_exhausted" it is the smallest one that holds every document: n_i = ceil(w_i * max_j(N_j / w_j)), where the documents of
-the other datasets repeat, each as often as any other of its dataset or once more. Without weights it is all documents once.
+The weights, divided by their sum, are the datasets' shares of the documents in the mix. Let dataset i have N_i documents and
+the weight w_i, and give n_i documents to the mix. "first_exhausted" makes the largest mix in these shares that takes no
+document twice: n_i = floor(w_i * min_j(N_j / w_j)). "all_exhausted" makes the smallest mix that holds every document:
+n_i = ceil(w_i * max_j(N_j / w_j)). There the documents of the other datasets repeat, and the repeats of two documents of one
+dataset differ by at most one. Without weights the mix is every document once.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ from hf_longctx.hf.data.tokenise import uniform
 
 Stopping = Literal["first_exhausted", "all_exhausted"]
 
-# keeps a product that is a whole number but for rounding from losing or gaining a document
+# slack for floating-point error: a product that should be a whole number must not lose or gain a document
 _ROUNDING = 1e-9
 
 
 def mixture_counts(sizes: Sequence[int], weights: Sequence[float] | None, stopping: Stopping = "first_exhausted") -> list[int]:
-    """Documents that each dataset gives to the mix.
+    """Number of documents that each dataset gives to the mix.
 
-    Raises DataError for a weight that is not positive, and for one so small that its dataset would give nothing.
+    Raises DataError for a weight that is not positive, or so small that its dataset would give no document.
     """
     if weights is None:
         return list(sizes)
     for weight in weights:
         if not (weight > 0 and math.isfinite(weight)):
-            raise DataError(f"a dataset has the weight {weight}, expected a positive number; leave the dataset out instead of 0")
+            raise DataError(
+                f"a dataset has the weight {weight}, expected a positive number; leave the dataset out rather than give 0"
+            )
     room = [size / weight for size, weight in zip(sizes, weights, strict=True)]
     if stopping == "first_exhausted":
         counts = [math.floor(weight * min(room) + _ROUNDING) for weight in weights]
@@ -45,8 +48,8 @@ def mixture_counts(sizes: Sequence[int], weights: Sequence[float] | None, stoppi
     if 0 in counts:
         number = counts.index(0)
         raise DataError(
-            f"weight {weights[number]} of dataset {number} gives no document in a mix of {sum(counts)}; raise it, give the "
-            f"smallest dataset more documents, or use all_exhausted"
+            f"weight {weights[number]} of dataset {number} is too small to give a document in a mix of {sum(counts)}; raise it, "
+            f"give the smallest dataset more documents, or use all_exhausted"
         )
     return counts
 
@@ -54,34 +57,34 @@ def mixture_counts(sizes: Sequence[int], weights: Sequence[float] | None, stoppi
 def mix_datasets(
     sets: Sequence[Dataset], weights: Sequence[float] | None = None, *, stopping: Stopping = "first_exhausted", seed: int = 0
 ) -> Dataset:
-    """Tokenised datasets mixed by weight and shuffled; the same seed gives the same mix.
+    """Mixes tokenised datasets by weight and shuffles the result; the same seed gives the same mix.
 
-    Which documents of a dataset are taken is drawn by the seed. A set without `labels` gets its tokens as labels if
-    another one has labels.
+    The seed also draws which documents of a dataset are taken. If only some datasets have `labels`, the others get their
+    tokens as labels.
     """
     generator = random.Random(seed)
     chosen: list[int] = []
     first = 0
-    for part, count in zip(sets, mixture_counts([len(part) for part in sets], weights, stopping), strict=True):
-        order = list(range(first, first + len(part)))
+    for dataset, count in zip(sets, mixture_counts([len(each) for each in sets], weights, stopping), strict=True):
+        order = list(range(first, first + len(dataset)))
         generator.shuffle(order)
-        num_passes, rest = divmod(count, len(part))
+        num_passes, rest = divmod(count, len(dataset))
         chosen += order * num_passes + order[:rest]
-        first += len(part)
+        first += len(dataset)
     generator.shuffle(chosen)
     return concatenated(sets).select(chosen)
 
 
 def concatenated(sets: Sequence[Dataset]) -> Dataset:
-    """All rows of tokenised datasets, with labels in all of them or in none."""
-    has_labels = any("labels" in part.column_names for part in sets)
-    return datasets.concatenate_datasets([uniform(part, has_labels) for part in sets])
+    """Concatenates tokenised datasets; if any of them has labels, all rows get labels."""
+    has_labels = any("labels" in dataset.column_names for dataset in sets)
+    return datasets.concatenate_datasets([uniform(dataset, has_labels) for dataset in sets])
 
 
 def held_out_counts(total: int, sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """How many of `total` held-out documents each dataset gives: in the shares of the mix, by largest remainder.
+    """Number of held-out documents from each dataset, `total` in all: in the shares of the mix, rounded by largest remainder.
 
-    Raises DataError where a dataset would keep no document to train on.
+    Raises DataError if a dataset would keep no document to train on.
     """
     shares = [float(share) for share in (sizes if weights is None else weights)]
     exact = [total * share / sum(shares) for share in shares]
@@ -92,20 +95,20 @@ def held_out_counts(total: int, sizes: Sequence[int], weights: Sequence[float] |
     for size, count in zip(sizes, counts, strict=True):
         if count >= size:
             raise DataError(
-                f"{size} documents are left, {count} are to be held out and the rest trained on; lower "
+                f"a dataset has {size} documents and {count} of them would be held out, which leaves none to train on; lower "
                 f"eval_documents or give more documents"
             )
     return counts
 
 
 def without_copies(train: Dataset, held_out: Dataset) -> Dataset:
-    """The rows of `train` whose tokens are not, one for one, those of a row of `held_out`."""
+    """Drops the rows of `train` that have exactly the tokens of a row of `held_out`."""
     known = set(_row_digests(held_out))
     kept = [row for row, digest in enumerate(_row_digests(train)) if digest not in known]
     if not kept:
         raise DataError(
-            f"all {len(train)} training documents are held out too, so there is nothing to learn; give other documents to "
-            f"eval_dataset"
+            f"all {len(train)} training documents are also held out for evaluation, so there is nothing left to learn from; "
+            f"give eval_dataset other documents"
         )
     return train if len(kept) == len(train) else train.select(kept)
 

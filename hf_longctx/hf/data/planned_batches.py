@@ -1,4 +1,7 @@
-"""Batches of planned steps."""
+"""Joins sampler and planner: a batch sampler that draws the sequences of each step and attaches their plan.
+
+Built by the trainer for map-style datasets; `streaming.PlannedStream` is its counterpart for iterable ones.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from hf_longctx.hf.planning.source import PlanSource
 
 
 class PlannedBatchSampler:
-    """A batch sampler whose batches are planned steps; goes where `DataLoader` wants a `batch_sampler`.
+    """A batch sampler whose batches are planned steps; pass it to `DataLoader` as `batch_sampler`.
 
-    Plans are drawn in the main process of every rank, ahead of the loader's workers, which then fetch this rank's
-    sequences only. `steps_done` says how many plans of the run are over when an epoch starts: a trainer that resumes
-    throws the first batches of its epoch away, so these are not planned.
+    Plans are made in the main process of every rank, ahead of the loader's workers, which then fetch only the sequences of
+    this rank. `steps_done` says how many plans of the run were finished before: a trainer that resumes discards the first
+    batches of its epoch, so these are left empty and not planned.
     """
 
     def __init__(
@@ -28,11 +31,11 @@ class PlannedBatchSampler:
     ) -> None:
         self.sampler, self.lengths, self.source, self.explore = sampler, lengths, source, explore
         self.steps_done = steps_done
-        # the trainer skips steps on resume through a copy of the loader that looks these two up
+        # on resume the trainer skips steps through a copy of the loader, which reads these two attributes
         self.batch_size, self.drop_last = None, False
 
     def set_epoch(self, epoch: int) -> None:
-        """Selects the shuffle of `epoch`."""
+        """Chooses the order of `epoch`."""
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:

@@ -1,4 +1,7 @@
-"""What a checkpoint remembers about its data, so that a resumed run goes on with the next sample or refuses to start."""
+"""Records in every checkpoint which data came before it, so that a resumed run goes on with the next sample or refuses to start.
+
+Used by the trainer (and by the callback over a stock loader, through `check_resumed`).
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,28 @@ logger = logging.getLogger(__name__)
 
 RECORD_NAME = "longctx_data.json"
 
-# setting -> what to do when it differs; all of them decide which samples a step has
+# the settings that decide which samples a step has -> what to do when one differs from the checkpoint's
 _REMEDIES = {
     "train_dataset": "resume with the data of the first run",
     "sequences_per_step": "choose per_device_train_batch_size x ranks x gradient_accumulation_steps as before",
-    "sequences_per_plan": "an epoch ends with a whole plan: choose gradient_accumulation_steps as before",
+    "sequences_per_plan": "every epoch ends with a whole plan, so choose gradient_accumulation_steps as before",
     "tokens_per_step": "set it back",
     "shuffle_seed": "set data_seed (or seed) and train_sampling_strategy back",
     "dataloader_drop_last": "set it back",
-    "cut_tokens": "sequences are cut there: set max_length, or tokens_per_rank and degrees, back",
+    "cut_tokens": "longer sequences are cut at this length, so set max_length, or tokens_per_rank and degrees, back",
 }
 
 
 def data_settings(
     args: TrainingArguments, config: LongContextConfig, train_dataset: str, shuffle_seed: int | None, cut_tokens: int | None
 ) -> dict[str, Any]:
-    """Everything that decides which samples a step has, as JSON.
+    """Collects, as JSON values, every setting that decides which samples a step has.
 
-    `train_dataset` is the digest of a map-style one, or "stream"; `cut_tokens` where its longer sequences are cut, if any.
+    `train_dataset` is the digest of a map-style dataset, or "stream". `cut_tokens` is the length at which longer sequences are
+    cut, or None if none is cut.
     """
     by_tokens = config.tokens_per_step is not None
-    # how a step is divided into plans matters only where an epoch's end depends on it
+    # how a step is divided into plans matters only if it decides where an epoch ends
     ends_by_plans = not by_tokens and (train_dataset == "stream" or args.dataloader_drop_last)
     return {
         "train_dataset": train_dataset,
@@ -48,15 +52,15 @@ def data_settings(
         "tokens_per_step": config.tokens_per_step,
         "shuffle_seed": shuffle_seed,
         "dataloader_drop_last": args.dataloader_drop_last,
-        # a tail that is dropped changes which samples a step has only through its tokens
+        # truncation leaves the samples of a step as they are, unless steps are made by counting tokens
         "cut_tokens": cut_tokens if by_tokens or config.long_sequences == "split" else None,
     }
 
 
 class DataRecorder(TrainerCallback):
-    """Writes beside every checkpoint what decides which samples come next; compares it when a run resumes.
+    """Writes into every checkpoint what decides which samples come next, and compares it when a run resumes.
 
-    `settings` has a value for every name in `_REMEDIES`; `cursor` gives the place in a stream, on rank 0.
+    `settings` has a value for every name in `_REMEDIES`; `cursor` returns the position in a stream (on rank 0).
     """
 
     def __init__(self) -> None:
@@ -65,17 +69,17 @@ class DataRecorder(TrainerCallback):
         self.resumed_from: Path | None = None
 
     def resume(self, checkpoint: str | bool | None, args: TrainingArguments) -> None:
-        """Remembers from where the next training goes on, as `Trainer.train` was told."""
+        """Notes the checkpoint from which the next training resumes: `checkpoint` is `Trainer.train`'s argument."""
         folder = get_last_checkpoint(str(args.output_dir)) if checkpoint is True else checkpoint
         self.resumed_from = Path(folder) if folder and not args.ignore_data_skip else None
 
     def problems(self) -> list[str]:
-        """Settings that differ from those of the checkpoint, so that samples would be repeated or skipped; for rank 0."""
+        """Lists the settings that differ from the checkpoint's, so that samples would repeat or be skipped. For rank 0."""
         record = self._record()
         if self.resumed_from is None:
             return []
         if record is None:
-            missing = f"{self.resumed_from} has no readable {RECORD_NAME}, which says what data came before it"
+            missing = f"{self.resumed_from} has no readable {RECORD_NAME}, which records the data that came before it"
             if self.settings["train_dataset"] == "stream":
                 return [f"{missing}, so the stream cannot go on; set ignore_data_skip=True to start the stream anew"]
             logger.warning("%s; make sure that the data and batch settings are those of the first run", missing)
@@ -88,7 +92,7 @@ class DataRecorder(TrainerCallback):
         ]
 
     def start(self) -> Cursor:
-        """Where a stream goes on; at its beginning where nothing is resumed."""
+        """Position from which a stream continues; its beginning if nothing is resumed."""
         record = self._record()
         return Cursor(**record["cursor"]) if record is not None and record["cursor"] is not None else Cursor()
 
@@ -113,14 +117,14 @@ class DataRecorder(TrainerCallback):
 
 
 def sequences_per_step(args: TrainingArguments) -> int:
-    """Sequences of one optimizer step over all ranks, where no token budget makes the steps."""
+    """Number of sequences in one optimizer step over all ranks, if no token budget makes the steps."""
     return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
 def plans_done(num_steps: int, plans_per_epoch: int, args: TrainingArguments) -> int:
-    """Batches of a run (plans, or a loader's) that its first `num_steps` optimizer steps took.
+    """Number of batches (plans, or a loader's batches) that the first `num_steps` optimizer steps of a run used.
 
-    `Trainer` takes `gradient_accumulation_steps` of them for a step, and what is left for the last step of an epoch.
+    `Trainer` takes `gradient_accumulation_steps` batches per step; the last step of an epoch takes what is left.
     """
     per_step = args.gradient_accumulation_steps
     epochs, steps = divmod(num_steps, -(-plans_per_epoch // per_step))
@@ -128,17 +132,18 @@ def plans_done(num_steps: int, plans_per_epoch: int, args: TrainingArguments) ->
 
 
 def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader: Any) -> None:
-    """Raises ValueError if a run over a stock loader would go on at another sequence than the one it stopped at.
+    """Raises ValueError if a run over a stock loader would resume at another sequence than the one where it stopped.
 
-    A stock run writes no record, but `Trainer` counts optimizer steps. They say which sequences are over at any world size
-    and accumulation, as long as an epoch has as many steps as before.
+    A stock run writes no data record, but `Trainer` counts optimizer steps. The count tells which sequences were used, at
+    any world size and accumulation, as long as an epoch has as many steps as before.
     """
     if not state.global_step or args.ignore_data_skip:
         return
     if not has_length(train_dataloader):
         raise ValueError(
-            f"the checkpoint stands at step {state.global_step} of a dataset without a length, of which nobody knows where it "
-            f"stopped; use attach(trainer) with lookahead_batches, whose checkpoints do, or set ignore_data_skip=True"
+            f"the checkpoint is at step {state.global_step} of a dataset without a length, so the sequence where it stopped is "
+            f"not known; use attach(trainer) with lookahead_batches, which records it in checkpoints, or set "
+            f"ignore_data_skip=True"
         )
     if not state.epoch:
         return
@@ -146,7 +151,7 @@ def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader
     expected = plans_done(state.global_step, per_epoch, args) / per_epoch
     if abs(expected - state.epoch) > 1e-6:
         raise ValueError(
-            f"the checkpoint stands at step {state.global_step} and epoch {state.epoch:.4f}, but with the present batch size "
+            f"the checkpoint is at step {state.global_step} and epoch {state.epoch:.4f}, but with the present batch size "
             f"step {state.global_step} is epoch {expected:.4f}, so other sequences would follow; choose "
             f"per_device_train_batch_size ({args.per_device_train_batch_size}) x ranks ({args.world_size}) x "
             f"gradient_accumulation_steps ({args.gradient_accumulation_steps}) as before and keep the dataset, or set "

@@ -1,4 +1,8 @@
-"""Which sequences make a step: an index of pieces with their lengths, and deterministic global batches over it."""
+"""Decides which sequences make a step: an index of sequences with their lengths, and global batches drawn from it.
+
+Every rank draws the same batches, because they depend on lengths, seed and epoch alone. Used by the trainer; the plan, not
+the sampler, places sequences on ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SequenceIndex:
-    """Pieces of dataset rows: sequence i is tokens [starts[i], stops[i]) of row rows[i]; each is a document of its own.
+    """The sequences of a dataset: sequence i is tokens [starts[i], stops[i]) of row rows[i], trained as one document.
 
-    Arrays only, and shared where they are equal: 16 bytes per row as long as no row is split.
+    Holds arrays only, and shares equal ones with the row lengths: 16 bytes per row as long as no row is split.
     """
 
     rows: IntArray
@@ -26,7 +30,7 @@ class SequenceIndex:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """Tokens of every sequence."""
+        """Number of tokens of every sequence."""
         return self.stops - self.starts if self.starts.any() else self.stops
 
     def __len__(self) -> int:
@@ -34,9 +38,9 @@ class SequenceIndex:
 
     @classmethod
     def build(cls, row_lengths: IntArray, limit: int, long_sequences: str) -> SequenceIndex:
-        """One sequence per row; rows above `limit` tokens are truncated, or split into pieces of at most `limit`.
+        """Makes one sequence per row; longer rows are truncated to `limit` tokens or split into sequences of at most `limit`.
 
-        With long_sequences "error" no row may be above `limit`: check with `too_long` first.
+        With long_sequences="error" no row may have more than `limit` tokens: check with `too_long` first.
         """
         rows = np.arange(len(row_lengths), dtype=np.int64)
         is_cut = len(row_lengths) > 0 and int(row_lengths.max()) > limit
@@ -51,12 +55,11 @@ class SequenceIndex:
 
 
 class LengthAwareSampler:
-    """Global batches of sequence indices, equal on all ranks: a function of lengths, seed and epoch alone.
+    """Draws global batches of sequence numbers, equal on all ranks, from lengths, seed and epoch alone.
 
-    A batch has `sequences_per_step` sequences, or about `tokens_per_step` tokens: the shuffled epoch is cut at equal
-    shares of its tokens, so the number of steps is the same in every epoch and a step is off by at most the sequence at
-    each of its ends. (Beside a sequence longer than a budget, steps get one sequence each.) Placement on ranks is the
-    plan's business.
+    A batch has `sequences_per_step` sequences, or about `tokens_per_step` tokens if that is given. Then the shuffled epoch is
+    cut into steps of equal token counts, so every epoch has the same number of steps, and a step misses its budget by no more
+    than the sequences at its two ends. (Around a sequence that is longer than a budget, steps get one sequence each.)
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class LengthAwareSampler:
             self._num_steps = -(-len(lengths) // sequences_per_step)
 
     def set_epoch(self, epoch: int) -> None:
-        """Selects the shuffle of `epoch`."""
+        """Chooses the order of `epoch`."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -95,14 +98,14 @@ class LengthAwareSampler:
             start = end
 
     def _ends(self, order: IntArray) -> Iterator[int]:
-        """Where each step ends in `order`."""
+        """Index in `order` at which each step ends."""
         count = len(order)
         if self.tokens_per_step is None:
             return (min((step + 1) * self.sequences_per_step, count) for step in range(self._num_steps))
         sums = np.cumsum(self.lengths[order])
         steps = np.arange(self._num_steps)
         ends = np.searchsorted(sums, sums[-1] * (steps + 1) / self._num_steps - 1e-6) + 1
-        # one sequence at least for every step, also around a sequence longer than several budgets: each end lies behind
-        # the one before it, and leaves a sequence for every step to come
-        behind = np.maximum(np.maximum.accumulate(ends - steps), 1) + steps
-        return map(int, np.minimum(behind, count - (self._num_steps - 1 - steps)))
+        # every step needs a sequence, even next to one that is longer than several budgets: so each step ends after the
+        # one before it, and leaves at least one sequence for each step to come
+        increasing = np.maximum(np.maximum.accumulate(ends - steps), 1) + steps
+        return map(int, np.minimum(increasing, count - (self._num_steps - 1 - steps)))

@@ -1,4 +1,8 @@
-"""Checks of a tokenised dataset before training starts, and its row lengths. Arrow columns are read in batches."""
+"""Reads a tokenised dataset once before training starts: finds rows that cannot be trained on, and every row's length.
+
+Called at start-up by trainer and callback (through `scan_cache`); `streaming` checks its rows one at a time with
+`row_tokens`. Arrow columns are read in batches, so that a large dataset needs little memory.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,23 @@ from tqdm.auto import tqdm
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
-# columns that say how a row is packed or masked; ignoring them would train on something else
+# columns that say how a row is packed or masked: to ignore them would change what is trained, so they are refused
 _MEANINGFUL = (
     *("position_ids", "seq_idx", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
     *("completion_mask", "assistant_masks", "loss_mask", "label", "label_ids", "labels_ids", "inputs_embeds"),
 )
-# a batch has at most so many tokens per column, as far as the batch before it can tell, and at most so many rows
+# most tokens per column in a batch, estimated from the batch before it
 _BATCH_TOKENS = 1 << 22
+# most rows in a batch
 _BATCH_ROWS = 1 << 16
 _FIRST_BATCH_ROWS = 64
+# most problems that are shown one by one; the rest is counted
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class DatasetScan:
-    """What one pass over a dataset found: tokens per row, a hash of all tokens and labels, and problems."""
+    """Result of one pass over a dataset: tokens per row, a hash of all tokens and labels, and the problems found."""
 
     lengths: IntArray
     digest: str
@@ -38,11 +44,13 @@ class DatasetScan:
 
 
 def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
-    """Reads a dataset once, holding one batch of rows and all lengths; no lengths where its columns are unusable.
+    """Reads a dataset once and checks every row; keeps one batch of rows and all lengths in memory.
 
-    `name` is how messages call it, for example "train_dataset". Needed: column `input_ids`; used if there: `labels`. A
-    row needs at least one token, as many labels as tokens, ids below `vocab_size`, and no padding. `show_progress`: a bar
-    when it takes longer than a second.
+    The column `input_ids` is required, `labels` is used if present. A row needs at least one token, as many labels as
+    tokens, ids below `vocab_size`, and no padding. If the columns are unusable, the result has a problem and no lengths.
+
+    `name` is what messages call the dataset, for example "train_dataset". `show_progress`: show a bar if reading takes longer
+    than a second.
     """
     if (unusable := _unusable(dataset, name)) is not None:
         return DatasetScan(np.zeros(0, dtype=np.int64), "", [unusable])
@@ -58,7 +66,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
             room = _SHOWN - len(problems)
             problems += fresh[:room]
             num_more += len(fresh[room:])
-            # after rows of another kind the numbers of rows are lost
+            # unusable rows cannot be counted, so later row numbers would be wrong
             if len(rows) == 0:
                 return DatasetScan(np.zeros(0, dtype=np.int64), "", problems)
             assert isinstance(table, pa.Table)
@@ -77,7 +85,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
 
 
 def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
-    """Adds the items of all rows to the hash of their column, whatever the batches they come in."""
+    """Adds the items of all rows to their column's hash, which does not depend on how rows are divided into batches."""
     for column, items in hashes.items():
         if column in table.column_names:
             for chunk in _values(table[column]).chunks:
@@ -85,7 +93,7 @@ def _hash_columns(hashes: Mapping[str, Any], table: pa.Table) -> None:
 
 
 def _unusable(dataset: Any, name: str) -> str | None:
-    """Why the rows of a dataset cannot be read, if so."""
+    """Explains why the rows of a dataset cannot be read, or returns None."""
     if isinstance(dataset, dict):
         return f"{name} is a dict of datasets ({', '.join(map(str, dataset))}); pass one of them"
     if len(dataset) == 0:
@@ -98,7 +106,7 @@ def _unusable(dataset: Any, name: str) -> str | None:
 
 
 def column_problem(columns: Sequence[str], name: str) -> str | None:
-    """Why rows with these columns cannot be trained on, if so."""
+    """Explains why rows with these columns cannot be trained on, or returns None."""
     if "input_ids" not in columns:
         return (
             f"{name} has no column 'input_ids' (it has {', '.join(sorted(columns))}); tokenise it first, for example with "
@@ -106,14 +114,14 @@ def column_problem(columns: Sequence[str], name: str) -> str | None:
         )
     if meaningful := [column for column in _MEANINGFUL if column in columns]:
         return (
-            f"{name} has a column {meaningful[0]!r}, which is not supported and would change what is trained; express it in "
-            f"'labels' (-100 for no label) and one document per row, or remove it"
+            f"{name} has a column {meaningful[0]!r}, which is not supported, and to ignore it would change what is trained; "
+            f"express it in 'labels' (-100 for no label) with one document per row, or remove the column"
         )
     return None
 
 
 def token_rows(dataset: Any) -> Any:
-    """The dataset with only the columns that training reads, row by row as Arrow tables where it is an Arrow dataset."""
+    """Keeps only the columns that training reads; a row of an Arrow dataset is then an Arrow table."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
     columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
@@ -121,9 +129,10 @@ def token_rows(dataset: Any) -> Any:
 
 
 def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> tuple[IntArray, IntArray]:
-    """Token ids and labels of one row, each of shape [n]; the ids are the labels where it has none.
+    """Checks one row and returns its token ids and labels, each of shape [n]; without labels, the ids are the labels.
 
-    Raises ValueError for what `scan_dataset` would find. `columns` are those of the first row.
+    `columns` are those of the first row, which every row must have. Raises ValueError where `scan_dataset` would find a
+    problem.
     """
     present = list(row) if isinstance(row, Mapping) else [type(row).__name__]
     if (unusable := column_problem(present, name)) is not None:
@@ -140,9 +149,9 @@ def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_s
 def too_long(
     lengths: IntArray, max_length: int, memory_limit: int, tokens_per_rank: int, name: str, first_row: int = 0
 ) -> list[str]:
-    """One problem for the longest of the rows above either limit, with the remedies; empty if all fit.
+    """Reports the longest row above either limit, with the remedies, as a list of one problem; empty if all rows fit.
 
-    `first_row` is the number of the first of the rows.
+    `first_row` is the row number of `lengths[0]`.
     """
     limit = min(max_length, memory_limit)
     above = np.flatnonzero(lengths > limit)
@@ -152,11 +161,11 @@ def too_long(
     if lengths[row] > max_length:
         broken = f"max_length {max_length}"
     else:
-        broken = f"memory: tokens_per_rank {tokens_per_rank} on the largest group gives {memory_limit}"
+        broken = f"the memory limit: tokens_per_rank {tokens_per_rank} on the largest group gives {memory_limit}"
     others = f" ({len(above) - 1} more rows are above it)" if len(above) > 1 else ""
     return [
         f"{name} row {first_row + row} has {lengths[row]} tokens, above {broken}{others}; set long_sequences='truncate' to drop "
-        f"its tail, long_sequences='split' to cut it into independent documents, or raise the limit"
+        f"the tail, long_sequences='split' to cut it into independent documents, or raise the limit"
     ]
 
 
@@ -168,7 +177,7 @@ def _columns(dataset: Any) -> list[str]:
 
 
 def _tables(dataset: Any) -> Iterator[pa.Table | str]:
-    """Rows batch by batch; instead of rows, what is wrong with them."""
+    """Yields the rows batch by batch, or a sentence that says what is wrong with the rows of a batch."""
     present = _columns(dataset)
     columns = [column for column in ("attention_mask", "input_ids", "labels") if column in present]
     arrow = dataset.select_columns(columns).with_format("arrow") if isinstance(dataset, datasets.Dataset) else None
@@ -180,7 +189,7 @@ def _tables(dataset: Any) -> Iterator[pa.Table | str]:
         else:
             table = _plain_table([dataset[i] for i in range(first_row, stop)], columns, first_row)
         yield table
-        # usable rows, or the reader would have stopped
+        # these rows were usable, or the caller would not have asked for the next batch
         num_tokens = len(_values(table["input_ids"]))
         num_rows = max(1, min(_BATCH_ROWS, _BATCH_TOKENS * (stop - first_row) // max(num_tokens, 1)))
         first_row = stop
@@ -190,10 +199,10 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int) -> pa.
     values: dict[str, list[Any]] = {column: [] for column in columns}
     for number, row in enumerate(rows):
         if "labels" in row and "labels" not in columns:
-            return f"row {first_row + number} has 'labels', the first row has not; give every row the same columns"
+            return f"row {first_row + number} has 'labels', but the first row has none; give every row the same columns"
         for column in columns:
             if column not in row:
-                return f"row {first_row + number} has no {column!r}, the first row has; give every row the same columns"
+                return f"row {first_row + number} has no {column!r}, but the first row has; give every row the same columns"
             value = None if row[column] is None else np.asarray(row[column])
             if value is not None and (value.ndim != 1 or (value.dtype.kind not in "iub" and value.size)):
                 return (
@@ -204,13 +213,13 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int) -> pa.
 
 
 def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size: int) -> tuple[IntArray, list[str]]:
-    """The lengths of the rows and their problems; no lengths where a column does not hold lists of integers."""
+    """Lengths of the rows, and their problems; no lengths if a column does not hold lists of integers."""
     if isinstance(table, str):
         return np.zeros(0, dtype=np.int64), [f"{name} {table}"]
     for column in table.column_names:
         kind = table[column].type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        # an empty list has values of no type
+        # Arrow gives the items of empty lists the type null
         if not is_list or not (pa.types.is_integer(kind.value_type) or kind.value_type in (pa.bool_(), pa.null())):
             expected = "expected a list of integers per row"
             return np.zeros(0, dtype=np.int64), [f"{name} column {column!r} holds {kind}, {expected}"]
@@ -237,21 +246,21 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
             for row in np.flatnonzero(mask_lengths != lengths)
         ]
         lowest = pc.min_max(_values(table["attention_mask"])).as_py()["min"]
-        # zero or false
+        # 0 or False
         if lowest is not None and not lowest:
             problems.append(
-                f"{name} is padded (attention_mask holds zeros); tokenise without padding, rows of any length are packed"
+                f"{name} is padded (attention_mask holds zeros); tokenise without padding: rows of any length can be packed"
             )
     return lengths, problems
 
 
 def _values(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The items of all rows in a row."""
+    """Items of all rows, one after another."""
     return pc.list_flatten(column)
 
 
 def _count_labels(table: pa.Table) -> int:
-    """Tokens that something is learnt from: labelled ones, the first of every row left out."""
+    """Number of tokens that are learnt: those with a label, except the first token of every row."""
     if "labels" not in table.column_names:
         return len(_values(table["input_ids"])) - len(table)
     labels = table["labels"]
@@ -261,19 +270,19 @@ def _count_labels(table: pa.Table) -> int:
 
 
 def _list_lengths(column: pa.ChunkedArray) -> IntArray:
-    """Items of every row; a missing list has none."""
+    """Number of items in every row; 0 where the list is missing."""
     lengths: IntArray = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return lengths
 
 
 def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int) -> list[str]:
-    """A problem if some label is missing, or neither a token id nor IGNORE_INDEX."""
+    """Reports a label that is missing, or that is neither a token id nor IGNORE_INDEX."""
     if labels.null_count:
-        return [f"{name} holds a missing label inside a row; write {IGNORE_INDEX} for no label, or remove the row"]
+        return [f"{name} has a row with a missing label; write {IGNORE_INDEX} for no label, or remove the row"]
     bounds = pc.min_max(labels).as_py()
     if bounds["min"] is None or (bounds["min"] >= 0 and bounds["max"] < vocab_size):
         return []
-    # two counts instead of a filtered copy
+    # comparing two counts saves a filtered copy of all labels
     num_negative, num_ignored = (pc.sum(found).as_py() for found in (pc.less(labels, 0), pc.equal(labels, IGNORE_INDEX)))
     if num_negative == num_ignored and bounds["max"] < vocab_size:
         return []
@@ -281,12 +290,15 @@ def _label_problems(name: str, labels: pa.ChunkedArray, vocab_size: int) -> list
 
 
 def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -> list[str]:
-    """A problem if some value is missing or outside [0, limit)."""
+    """Reports a value that is missing or outside [0, limit)."""
     if values.null_count:
-        return [f"{name} holds a missing {what} inside a row; tokenise again or remove the row"]
+        return [f"{name} has a row with a missing {what}; tokenise it again, or remove the row"]
     bounds = pc.min_max(values).as_py()
     if bounds["min"] is None or (bounds["min"] >= 0 and bounds["max"] < limit):
         return []
     wrong = bounds["max"] if bounds["max"] >= limit else bounds["min"]
     none = f" ({IGNORE_INDEX} means no label)" if what == "label" else ""
-    return [f"{name} holds {what} {wrong}, the model's vocabulary has {limit}{none}; tokenise with the model's own tokenizer"]
+    return [
+        f"{name} holds {what} {wrong}, but the model's vocabulary has {limit} entries{none}; tokenise with the model's own "
+        f"tokenizer"
+    ]

@@ -1,8 +1,9 @@
-"""One scan of a dataset per machine and per fingerprint: its result lies in a file beside the dataset's own cache files.
+"""Keeps the scan of a dataset in a file, so that each machine reads all rows only once per dataset fingerprint.
 
-A file is trusted only if its checksum fits and it was made from the same rows for the same purpose: fingerprint, columns,
-vocabulary, and the size and time of every Arrow file. Datasets without files (made from lists, or of other classes) are
-read again by every process: there is no fingerprint that survives the process, and they fit into memory anyway.
+Called by trainer and callback at start-up. The file lies beside the dataset's own cache files. It is trusted only if its
+checksum is right and it was made from the same rows for the same purpose: fingerprint, columns, vocabulary, and the size and
+time of every Arrow file. Datasets without files (made from lists, or of other classes) are read again by every process: they
+have no fingerprint that outlives the process, and they fit into memory anyway.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 
 logger = logging.getLogger(__name__)
 
-# changes when a scan finds more, or writes it differently
+# version of the file: raise it when a scan finds other things, or writes them differently
 _FORMAT = 1
 
 
 def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: bool) -> dict[str, DatasetScan]:
-    """The scans of named datasets on every rank; one process per machine reads the rows, the others its file.
+    """Scans the named datasets for every rank: one process per machine reads the rows, the others read its file.
 
-    Collective over all ranks, on the default group with its patient time-out (`ddp_timeout`): every rank comes here
-    equally often, whatever its sets are. `show_progress`: a bar on the first rank when it takes longer than a second.
+    Collective over all ranks, on the default group with its long time-out (`ddp_timeout`): every rank must call this
+    equally often, whatever its datasets are. `show_progress`: rank 0 shows a bar if reading takes longer than a second.
     """
     state = PartialState()
     show_progress = show_progress and state.is_main_process
@@ -43,13 +44,13 @@ def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: 
         name: found[name] if name in found else cached_scan(dataset, name, vocab_size, show_progress)
         for name, dataset in sets.items()
     }
-    # where no file could be written, the others are reading rows now
+    # if no file could be written, the other processes have just read the rows: wait for them
     state.wait_for_everyone()
     return scans
 
 
 def cached_scan(dataset: Any, name: str, vocab_size: int, show_progress: bool = False) -> DatasetScan:
-    """`scan_dataset`, or its result from the file of an earlier one; writes that file where the dataset has files."""
+    """Returns an earlier scan's result from its file, or scans now and writes that file (if the dataset has files)."""
     files = _files(dataset)
     if not files:
         return scan_dataset(dataset, name, vocab_size, show_progress)
@@ -63,7 +64,7 @@ def cached_scan(dataset: Any, name: str, vocab_size: int, show_progress: bool = 
 
 
 def cache_path(dataset: datasets.Dataset, name: str, vocab_size: int) -> Path:
-    """Where the scan of a dataset with files is kept: beside them, or in the datasets cache if that folder is read-only."""
+    """File for the scan of a dataset: beside the dataset's files, or in the datasets cache if their folder is read-only."""
     folder = Path(_files(dataset)[0]).parent
     if not os.access(folder, os.W_OK):
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_longctx"
@@ -72,17 +73,17 @@ def cache_path(dataset: datasets.Dataset, name: str, vocab_size: int) -> Path:
 
 
 def _files(dataset: Any) -> list[str]:
-    """The files that hold an Arrow dataset; none for one in memory or of another class."""
+    """Files of an Arrow dataset; empty for a dataset in memory or of another class."""
     return [file["filename"] for file in dataset.cache_files] if isinstance(dataset, datasets.Dataset) else []
 
 
 def _columns(dataset: datasets.Dataset) -> list[str]:
-    # all of them: some are refused by name
+    # all columns, not only those that are read: the scan refuses some by their name
     return sorted(dataset.column_names)
 
 
 def _made_from(dataset: datasets.Dataset, files: list[str], name: str, vocab_size: int) -> dict[str, Any]:
-    """Everything that a scan depends on, as JSON."""
+    """Collects everything that a scan depends on, as JSON values."""
     states = [(file, Path(file).stat()) for file in files]
     return {
         "format": _FORMAT,
@@ -97,27 +98,27 @@ def _made_from(dataset: datasets.Dataset, files: list[str], name: str, vocab_siz
 
 
 def _read(path: Path, made_from: dict[str, Any], name: str) -> DatasetScan | None:
-    """The scan in a file; None, with a line in the log, if it is damaged or was made from something else."""
+    """Reads a scan from its file; returns None, and logs why, if the file is damaged or was made from something else."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        logger.warning("%s: the index in %s cannot be read (%s); it is built again", name, path, error)
+        logger.warning("%s: the index in %s cannot be read (%s), so it is built again", name, path, error)
         return None
     header_start = content.find(b"\n") + 1
     checksum = content[:header_start].decode(errors="replace").strip()
     if checksum != xxhash.xxh3_128_hexdigest(memoryview(content)[header_start:]):
-        logger.warning("%s: the index in %s is damaged; it is built again", name, path)
+        logger.warning("%s: the index in %s is damaged, so it is built again", name, path)
         return None
     lengths_start = content.index(b"\n", header_start) + 1
     values = json.loads(content[header_start:lengths_start])
     if values["made_from"] != made_from:
-        logger.warning("%s: the index in %s was made from other files; it is built again", name, path)
+        logger.warning("%s: the index in %s was made from other files, so it is built again", name, path)
         return None
     return DatasetScan(np.frombuffer(content, dtype=np.int64, offset=lengths_start).copy(), values["digest"], values["problems"])
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
-    """Checksum, header and lengths, in one file that appears complete or not at all."""
+    """Writes checksum, header and lengths into one file, which appears complete or not at all."""
     header = json.dumps({"made_from": made_from, "digest": scan.digest, "problems": scan.problems}).encode() + b"\n"
     checksum = xxhash.xxh3_128(header)
     checksum.update(scan.lengths.data)
@@ -130,6 +131,6 @@ def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) 
             file.write(scan.lengths.data.cast("B"))
         temporary.replace(path)
     except OSError as error:
-        logger.warning("%s: the index could not be kept in %s (%s); the next run reads all rows again", name, path, error)
+        logger.warning("%s: the index could not be written to %s (%s), so the next run reads all rows again", name, path, error)
         if temporary is not None:
             temporary.unlink(missing_ok=True)

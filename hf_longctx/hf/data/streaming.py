@@ -1,11 +1,12 @@
-"""Streams: rank 0 alone reads an iterable dataset, a few global batches ahead, and sends every rank its own tokens.
+"""Trains on streams: rank 0 alone reads an iterable dataset, a few global batches ahead, and sends every rank its tokens.
 
-A global batch is closed when it has `sequences_per_step` sequences, or when `tokens_per_step` tokens are reached, and at
-the end of an epoch (`dataloader_drop_last` drops that last one). Sequences are taken in the order of the stream: shuffle it
-with `stream.shuffle(seed=..., buffer_size=...)`. At its end it starts again, with `set_epoch(epoch + 1)` if it has that.
+The trainer uses `PlannedStream` as its loader's dataset. A global batch is complete when it has `sequences_per_step`
+sequences, when it reaches `tokens_per_step` tokens, or at the end of an epoch (`dataloader_drop_last` drops that last one).
+Sequences come in the order of the stream; shuffle it with `stream.shuffle(seed=..., buffer_size=...)`. At its end the stream
+starts again, after `set_epoch(epoch + 1)` if it has that method.
 
-The cursor says which sequence comes next, never what was read ahead. A resumed run reads the rows of its epoch before the
-cursor once more, drops them, and compares their hash with that of the first run.
+A cursor says which sequence comes next in training, regardless of what was read ahead. A resumed run reads the epoch's rows
+before the cursor again, drops them, and compares their hash with that of the first run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamRules:
-    """How rows become sequences, and sequences global batches: equal rules make equal batches of equal rows."""
+    """How rows become sequences, and sequences become global batches. Equal rules and equal rows give equal batches.
+
+    A sequence has at most `max_length` tokens by setting, and at most `room_tokens` by memory.
+    """
 
     name: str
     vocab_size: int
@@ -57,7 +61,10 @@ class StreamRules:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The next sequence: piece `piece` of row `row` of epoch `epoch`; `digest` hashes the epoch's rows that came before."""
+    """Position in a stream: the next sequence is piece `piece` of row `row` of epoch `epoch`.
+
+    `digest` is a hash of the epoch's rows before it.
+    """
 
     epoch: int = 0
     row: int = 0
@@ -67,19 +74,19 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The sequences of one step over all ranks, and the cursor behind them."""
+    """The sequences of one step over all ranks, and the cursor after them."""
 
     sequences: tuple[TokenSequence, ...]
     after: Cursor
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can be read from its beginning only."""
+    """Whether a dataset can only be iterated from its beginning."""
     return isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset)
 
 
 def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: TrainingArguments) -> list[str]:
-    """What stands against the streams among named sets, and a look-ahead without a stream."""
+    """Lists settings with which the streams among the named datasets cannot be used, and a look-ahead without a stream."""
     problems = []
     for name, stream in sets.items():
         if not is_stream(stream):
@@ -96,8 +103,8 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
             )
         if getattr(stream, "_distributed", None) is not None:
             problems.append(
-                f"{name} is split over nodes (split_dataset_by_node), but rank 0 reads for all ranks and the rest would be "
-                f"lost; pass the stream before it was split"
+                f"{name} is split over nodes (split_dataset_by_node), but rank 0 reads for all ranks, so the other nodes' rows "
+                f"would be lost; pass the stream before it is split"
             )
     if "train_dataset" not in sets:
         return problems
@@ -106,21 +113,21 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
             problems.append("max_steps is not set, but an iterable dataset has no length; set max_steps")
         if args.dataloader_num_workers:
             problems.append(
-                f"dataloader_num_workers={args.dataloader_num_workers} has no effect with an iterable dataset, which a thread "
-                f"of rank 0 reads ahead (lookahead_batches); set it to 0"
+                f"dataloader_num_workers={args.dataloader_num_workers} has no effect with an iterable dataset, because a thread "
+                f"of rank 0 reads it ahead (lookahead_batches); set it to 0"
             )
     elif config.lookahead_batches is not None:
         problems.append(
-            f"lookahead_batches={config.lookahead_batches} has no effect without an iterable train_dataset; leave it out"
+            f"lookahead_batches={config.lookahead_batches} has no effect unless train_dataset is iterable; leave it out"
         )
     return problems
 
 
 class StreamBatches:
-    """The global batches of a stream from a cursor on, without end.
+    """Iterates over the global batches of a stream from a cursor on, without end.
 
-    Raises ValueError with the row's number for a row that cannot be trained on, for a stream that fails, has no rows or no
-    labels, and for one that gives other rows before the cursor than in the run that wrote it.
+    Raises ValueError, with the row's number, for a row that cannot be trained on, for a stream that fails or has no rows or
+    no labels, and if the rows before the cursor are not those of the run that wrote the cursor.
     """
 
     def __init__(self, stream: Any, rules: StreamRules, start: Cursor) -> None:
@@ -160,14 +167,14 @@ class StreamBatches:
             )
 
     def _sequences(self, start: Cursor) -> Iterator[tuple[TokenSequence, Cursor]]:
-        """Every sequence of an epoch from the cursor on, with the cursor behind it."""
+        """Yields every sequence of an epoch from the cursor on, with the cursor after it."""
         epoch, digest, num_rows = start.epoch, xxhash.xxh3_128(), 0
         if start.row:
             logger.warning("%s: reading and dropping %d rows of epoch %d before the cursor", self.rules.name, start.row, epoch)
         for row, (input_ids, labels) in enumerate(self._rows(epoch)):
             if row == start.row and not start.piece:
                 self._compare(digest.hexdigest(), start)
-            # the length separates one row from the next
+            # hash the length too, so that the same tokens divided into other rows hash differently
             digest.update(np.int64(len(input_ids)).tobytes() + input_ids.tobytes() + labels.tobytes())
             if row == start.row and start.piece:
                 self._compare(digest.hexdigest(), start)
@@ -180,14 +187,14 @@ class StreamBatches:
                     yield sequence, Cursor(epoch, *place, digest.hexdigest())
         if num_rows < start.row + (start.piece > 0):
             raise ValueError(
-                f"{self.rules.name} ended after {num_rows} rows of epoch {epoch}, but the checkpoint's cursor is at row "
+                f"{self.rules.name} ended after {num_rows} rows of epoch {epoch}, but the checkpoint stopped at row "
                 f"{start.row}; resume with the same stream"
             )
         if num_rows == start.row:
             self._compare(digest.hexdigest(), start)
 
     def _rows(self, epoch: int) -> Iterator[tuple[IntArray, IntArray]]:
-        """Checked token ids and labels of every row of an epoch."""
+        """Yields the token ids and labels of every row of an epoch, checked."""
         rules, number, columns = self.rules, 0, None
         try:
             rows = iter(self.stream)
@@ -205,11 +212,11 @@ class StreamBatches:
             found = f"{type(error).__name__}: {error}"
             raise ValueError(f"{rules.name} failed at row {number} of epoch {epoch} of the stream: {found}") from error
         if not number:
-            again = "" if not epoch else f" in epoch {epoch}: it must start again on every iteration, which a generator does not"
+            again = "" if not epoch else f" in epoch {epoch}: every iteration must start anew, which a generator cannot do"
             raise ValueError(f"{rules.name} gave no rows{again}; check its source, split and filters")
 
     def _cuts(self, row: int, epoch: int, num_tokens: int) -> list[slice]:
-        """The sequences of a row of `num_tokens` tokens, by the rule of map-style datasets."""
+        """Cuts a row of `num_tokens` tokens into sequences, by the same rule as for map-style datasets."""
         rules, lengths = self.rules, np.array([num_tokens])
         room = rules.room_tokens
         if rules.long_sequences == "error":
@@ -219,42 +226,45 @@ class StreamBatches:
         if num_tokens > limit and not self._has_told_cuts:
             self._has_told_cuts = True
             what = "truncated" if rules.long_sequences == "truncate" else "split"
-            logger.warning("%s: row %d has %d tokens and is %s at %d, later ones too", rules.name, row, num_tokens, what, limit)
+            logger.warning(
+                "%s: row %d has %d tokens and is %s at %d; so are later long rows", rules.name, row, num_tokens, what, limit
+            )
         index = SequenceIndex.build(lengths, limit, rules.long_sequences)
         return [slice(int(start), int(stop)) for start, stop in zip(index.starts, index.stops, strict=True)]
 
     def _compare(self, digest: str, start: Cursor) -> None:
         if start.digest and digest != start.digest:
             raise ValueError(
-                f"{self.rules.name} gives other rows before row {start.row} of epoch {start.epoch} than in the run that is "
-                f"resumed; give it a fixed order (a seed for every shuffle), or set ignore_data_skip=True to start it anew"
+                f"the rows of {self.rules.name} before row {start.row} of epoch {start.epoch} are not those of the run that is "
+                f"resumed; give the stream a fixed order (a seed for every shuffle), or set ignore_data_skip=True to start it "
+                f"from its beginning"
             )
 
 
 class StreamReader:
-    """Reads batches in a thread: while one is in use, at most `lookahead` more have been read or are being read."""
+    """Reads batches in a thread: besides the one in use, at most `lookahead` batches have been or are being read."""
 
     def __init__(self, batches: StreamBatches, lookahead: int) -> None:
         self._batches = batches
         self._room = threading.Semaphore(lookahead + 1)
         self._ready: queue.SimpleQueue[GlobalBatch | Exception] = queue.SimpleQueue()
         self._is_stopped = False
-        # a daemon: a source that hangs must not keep the process alive
+        # a daemon thread, because a source that hangs must not keep the process alive
         threading.Thread(target=self._read, name="longctx-stream", daemon=True).start()
 
     def take(self) -> GlobalBatch:
-        """The next batch, waiting for it; raises what went wrong while reading it."""
+        """Waits for the next batch and returns it; raises what went wrong while reading it."""
         batch = self._ready.get()
         if isinstance(batch, Exception):
             raise batch
         return batch
 
     def release(self) -> None:
-        """The batch in use is over."""
+        """Tells the thread that the batch in use is done with, so that one more may be read."""
         self._room.release()
 
     def stop(self) -> None:
-        """Ends the thread, and a call that waits in `take`."""
+        """Ends the thread, and any call that is waiting in `take`."""
         self._is_stopped = True
         self._room.release()
         self._ready.put(RuntimeError("the stream is no longer read"))
@@ -272,10 +282,11 @@ class StreamReader:
 
 
 class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """The batches of a run over a stream, planned and sent: each item is a rank's part of one step, as the collator makes it.
+    """A stream's batches, planned and distributed: each item is this rank's batch of one plan, as the collator makes it.
 
-    Collective over the source's control group: every rank draws equally often. `steps_done` says how many steps the trainer
-    throws away at first because they are over; these are empty, and nothing is read for them. `cursor` is known on rank 0.
+    Collective over the source's control group: every rank must draw equally often. `steps_done` says how many batches the
+    trainer discards on resume because they were done before; these are empty, and nothing is read for them. `cursor` is the
+    position after the batch drawn last, known on rank 0 only.
     """
 
     def __init__(
@@ -285,7 +296,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.cursor = batches.start
 
     def loader(self, pin_memory: bool) -> DataLoader[Any]:
-        """A loader without a length and without workers; not sharded again by accelerate."""
+        """Makes a loader without length or workers. It needs no sharding by accelerate: every item is this rank's own."""
         return DataLoader(self, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -302,29 +313,29 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
             reader.stop()
 
     def _sent(self, reader: StreamReader, first_step: int) -> Iterator[dict[str, Any]]:
-        """Rank 0: plans what the reader reads, sends the others their parts, keeps its own."""
+        """Yields rank 0's batches: plans what the reader reads, sends the other ranks theirs, and keeps its own."""
         in_planning: deque[GlobalBatch] = deque()
 
         def lengths() -> list[int]:
-            # in the planner's thread, which may wait for the source
+            # runs in the planner's thread, where waiting for the stream delays nothing else
             in_planning.append(reader.take())
             return [len(sequence.input_ids) for sequence in in_planning[-1].sequences]
 
         for plan in self.source.plans(((step, lengths) for step in itertools.count(first_step)), explore=True):
             batch = in_planning.popleft()
             parts = [_part(plan, rank, batch.sequences) for rank in range(plan.num_ranks)]
-            # the tensors must live until they have left
+            # keeps the tensors alive until they are sent
             packed = {rank: _packed(part["chunks"]) for rank, part in enumerate(parts) if rank}
             for message in [dist.isend(tensor, rank, self.source.pool.control) for rank, tensor in packed.items()]:
                 assert message is not None
                 message.wait()
             self.cursor = batch.after
             yield parts[0]
-            # the trainer asks for the next step
+            # the trainer has come back for the next batch, so it is done with this one
             reader.release()
 
     def _received(self, first_step: int) -> Iterator[dict[str, Any]]:
-        """Other ranks: their part of each plan's tokens, from rank 0."""
+        """Yields the batches of any other rank: its tokens of each plan come from rank 0."""
         pool = self.source.pool
 
         def no_lengths() -> list[int]:
@@ -338,12 +349,12 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 def _as_it_is(batch: Any) -> Any:
-    # the dataset makes whole batches; without this, torch would convert what is inside
+    # the dataset makes whole batches; torch's default would convert what is inside them
     return batch
 
 
 def _planned(plan: StepPlan, rank: int) -> PlannedStep:
-    # a stream has no index: sequences are numbered inside their batch
+    # a stream has no index, so sequences are numbered inside their batch
     return PlannedStep(plan, tuple(range(len(plan.lengths))), rank)
 
 
@@ -352,7 +363,7 @@ def _part(plan: StepPlan, rank: int, sequences: tuple[TokenSequence, ...]) -> di
 
 
 def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
-    """Tokens that a rank holds of each of its chunks, round by round."""
+    """Number of tokens that a rank holds of each of its chunks, micro-batch by micro-batch."""
     _, position = plan.place(rank)
     return [
         [held_tokens(rank_pieces(chunk, group.shape))[group.positions.index(position)] for chunk in group.chunks]
@@ -361,13 +372,13 @@ def _chunk_tokens(plan: StepPlan, rank: int) -> list[list[int]]:
 
 
 def _packed(chunks: list[list[ChunkInputs]]) -> torch.Tensor:
-    """Token ids, positions and labels of all chunks in a row, shape [3, tokens], int32."""
+    """Concatenates token ids, positions and labels of all chunks, shape [3, tokens], int32."""
     flat = [inputs for round_chunks in chunks for inputs in round_chunks]
     columns = [torch.cat([inputs.input_ids, inputs.position_ids, inputs.shift_labels]) for inputs in flat]
     return torch.cat(columns, dim=1).to(torch.int32)
 
 
 def _unpacked(packed: torch.Tensor, counts: list[list[int]]) -> list[list[ChunkInputs]]:
-    """The chunks again, `counts[round][chunk]` tokens each."""
+    """Splits what `_packed` concatenated into chunks of `counts[micro-batch][chunk]` tokens."""
     pieces = iter(packed.to(torch.int64).split([count for round_counts in counts for count in round_counts], dim=1))
     return [[ChunkInputs(*next(pieces).unsqueeze(1)) for _ in round_counts] for round_counts in counts]

@@ -1,7 +1,8 @@
-"""Documents to tokens: texts, prompts with completions, and conversations become rows of `input_ids` and `labels`.
+"""Tokenises documents: texts, prompts with completions, and conversations become rows of `input_ids` and `labels`.
 
-Labels are the token itself where there is loss and -100 elsewhere; rows of plain text have loss everywhere and no column
-`labels`. Results are cached by `datasets` under a fingerprint of the data, the tokenizer and the settings.
+Public functions, which the recipes call too. A label is the token itself where it counts in the loss, and -100 elsewhere;
+rows of plain text have loss everywhere and no column `labels`. `datasets` caches results under a fingerprint of the data,
+the tokenizer and the settings.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Batch = dict[str, list[Any]]
 Rows = dict[str, list[list[int]]]
 
 _BATCH_ROWS = 64
-# part of the cache's fingerprint: raise it when other tokens or labels come of the same row
+# part of the cache's fingerprint: raise it when the same row gives other tokens or labels than before
 _RULES = 1
 _TOKENS = Features({"input_ids": List(Value("int32"))})
 _TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
@@ -41,7 +42,7 @@ _TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Rows of a tokenised dataset, their tokens, and how many of these are learnt (the first of a row never is)."""
+    """Counts of a tokenised dataset: rows, tokens, and tokens that are learnt (the first of a row never is)."""
 
     num_rows: int
     num_tokens: int
@@ -51,9 +52,9 @@ class TokenCounts:
 def tokenise_text(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ("text",), separator: str = "\n\n"
 ) -> Dataset:
-    """Token ids of every document, ended by the tokenizer's end-of-sequence token; rows without text are left out.
+    """Tokenises every document and ends it with the tokenizer's end-of-sequence token; leaves out rows without text.
 
-    Several columns are one document: those that are not empty, in this order, with `separator` between them.
+    Several columns make one document: those that are not empty, in the given order, with `separator` between them.
     """
     return _mapped(dataset, _TextEncoder(tokenizer, tuple(columns), separator), _TOKENS, f"text in {', '.join(columns)}")
 
@@ -64,10 +65,10 @@ def tokenise_completions(
     prompt_column: str = "prompt",
     completion_column: str = "completion",
 ) -> Dataset:
-    """Token ids of prompt + completion + end-of-sequence token, with labels on the completion and the end only.
+    """Tokenises prompt + completion + end-of-sequence token, with labels on the completion and the end token only.
 
-    Both are tokenised as one text; a token across the border counts as the completion's. Rows without a completion are
-    left out. Raises DataError for a tokenizer that does not know the characters of its tokens.
+    Prompt and completion are tokenised as one text; a token that spans the border belongs to the completion. Rows without a
+    completion are left out. Raises DataError for a tokenizer that cannot say which characters a token covers.
     """
     check_offsets(tokenizer, "where the completion begins")
     encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column)
@@ -81,14 +82,14 @@ def tokenise_chat(
     *,
     row_numbers: Sequence[int] | None = None,
 ) -> Dataset:
-    """Token ids of every conversation under the tokenizer's chat template, with labels on the assistant's tokens only.
+    """Tokenises every conversation with the tokenizer's chat template, with labels on the assistant's tokens only.
 
-    A column `tools` is given to the template if it is there. The assistant's tokens are those with a character between
-    the template's `{% generation %}` and `{% endgeneration %}`. Conversations without any are left out, and counted in
-    a warning. `row_numbers` is what errors call the rows, where `dataset` is a selection of another.
+    The template gets the column `tools` if there is one. The assistant's tokens are those with a character between the
+    template's `{% generation %}` and `{% endgeneration %}`. Conversations without any are left out, and a warning says how
+    many. `row_numbers` are the row numbers for error messages, if `dataset` is a selection of another one.
 
-    Raises DataError for a template without these markers, a tokenizer that does not know the characters of its tokens,
-    and malformed messages.
+    Raises DataError for a template without these markers, for a tokenizer that cannot say which characters a token covers,
+    and for malformed messages.
     """
     has_tools = "tools" in dataset.column_names
     check_chat_tokenizer(tokenizer, has_tools)
@@ -97,12 +98,12 @@ def tokenise_chat(
 
 
 def joined(texts: Sequence[str | None], separator: str) -> str:
-    """The texts of a row's columns as one document."""
+    """Joins the texts of a row's columns into one document."""
     return separator.join(text for text in texts if text)
 
 
 def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
-    """A tokenised dataset with `input_ids` as int32 and, if wanted, `labels`: every token its own where there were none."""
+    """Brings a tokenised dataset to int32 columns `input_ids` and, if `has_labels`, `labels` (the tokens, if it had none)."""
     features = _TOKENS_AND_LABELS if has_labels else _TOKENS
     if has_labels and "labels" not in dataset.column_names:
         tokens = dataset.select_columns(["input_ids"])
@@ -124,7 +125,7 @@ def count_tokens(dataset: Dataset) -> TokenCounts:
     return TokenCounts(len(dataset), num_tokens, num_label_tokens)
 
 
-# encoders are data, so that `datasets` finds the same cached result for the same fields
+# encoders are dataclasses, so that `datasets` finds the cached result of an encoder with equal fields
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class _TextEncoder:
         end = self.tokenizer.eos_token_id
         texts = [joined(texts, self.separator) for texts in zip(*(batch[column] for column in self.columns), strict=True)]
         texts = [text for text in texts if text]
-        # long documents are what this package is for: no warning about the tokenizer's own limit
+        # documents above the tokenizer's own limit are what this package is for: ask for no warning
         ids = self.tokenizer(texts, verbose=False)["input_ids"] if texts else []
         return {"input_ids": [row if end is None or row[-1:] == [end] else [*row, end] for row in ids]}
 
@@ -189,7 +190,7 @@ class _ChatEncoder:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[RenderedText], add_special_tokens: bool) -> Rows:
-    """Token ids of texts and labels on their spans."""
+    """Tokenises texts, with labels on their spans only."""
     if not texts:
         return {"input_ids": [], "labels": []}
     encoded = tokenizer(
@@ -206,7 +207,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[RenderedText], add_s
 
 
 def _span_labels(ids: list[int], offsets: list[tuple[int, int]], rendered: RenderedText) -> list[int]:
-    """The ids of the tokens that have a character in a span, and of those between them; IGNORE_INDEX for the others."""
+    """Labels of one text: the id for tokens from the first to the last with a character in a span, else IGNORE_INDEX."""
     starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     labels = [IGNORE_INDEX] * len(ids)
     for start, stop in rendered.spans:
@@ -216,14 +217,14 @@ def _span_labels(ids: list[int], offsets: list[tuple[int, int]], rendered: Rende
             labels[first:last] = ids[first:last]
         elif rendered.text[start:stop].strip():
             raise DataError(
-                f"the tokenizer gives no token for {rendered.text[start:stop]!r:.60}, which is to be learnt; its offsets do "
-                f"not cover the text, so use another version of it"
+                f"the tokenizer gives no token for {rendered.text[start:stop]!r:.60}, which should be learnt: its offsets do "
+                f"not cover this text; use another version of the tokenizer"
             )
     return labels
 
 
 def _mapped(dataset: Dataset, encoder: Callable[[Batch, list[int]], Rows], features: Features, needed: str) -> Dataset:
-    """The rows that `encoder` makes of a dataset; says how many it left out, and raises DataError if these are all."""
+    """Encodes all rows of a dataset; logs how many the encoder left out, and raises DataError if it left out all of them."""
     tokens = dataset.map(
         encoder,
         batched=True,
@@ -234,7 +235,7 @@ def _mapped(dataset: Dataset, encoder: Callable[[Batch, list[int]], Rows], featu
         desc="tokenise",
     )
     if not len(tokens):
-        raise DataError(f"none of {len(dataset)} rows has any {needed}, so there is nothing to learn; check the column")
+        raise DataError(f"none of the {len(dataset)} rows has any {needed}, so there is nothing to learn; check the column")
     if num_left_out := len(dataset) - len(tokens):
-        logger.warning("%d of %d rows left out, they have no %s", num_left_out, len(dataset), needed)
+        logger.warning("%d of %d rows are left out, because they have no %s", num_left_out, len(dataset), needed)
     return tokens

@@ -1,1 +1,1 @@
-"""Evaluation at long context: perplexity by position, needles, pictures."""
+"""Evaluates a model on long documents during training: held-out loss by position, and needles hidden in long documents."""

@@ -1,4 +1,7 @@
-"""What one long-context evaluation found: the loss by position and the needle grid, added up over ranks."""
+"""Results of one long-context evaluation: the loss by position and the needle grid, summed over ranks.
+
+`LongContextEvaluation` makes them; `pictures` draws them.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from numpy.typing import NDArray
 
 from hf_longctx.hf.trainer.row_scores import RowScores
 
-# buckets of powers of two, up to more tokens than a document has
+# number of position buckets: each is twice as wide as the one before, so these cover any document
 _NUM_BUCKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LossBucket:
-    """The mean loss of the `num_tokens` tokens at positions `first` to `last`, both counted in."""
+    """The mean loss of the `num_tokens` tokens at positions `first` to `last`, both included."""
 
     first: int
     last: int
@@ -28,7 +31,10 @@ class LossBucket:
 
 @dataclass(frozen=True, slots=True)
 class NeedleCell:
-    """The documents of one length and depth: the share of answer tokens that were likeliest, and their mean loss."""
+    """The result of all documents of one length and depth, over their answer tokens.
+
+    `share_right` is the share of them that the model found likeliest, `loss` their mean loss.
+    """
 
     length: int
     depth: float
@@ -38,7 +44,7 @@ class NeedleCell:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRun:
-    """One evaluation of the trained model behind optimizer step `step`, or of another model with a `name`."""
+    """One evaluation: of the trained model after optimizer step `step`, or of another model called `name`."""
 
     step: int
     buckets: tuple[LossBucket, ...]
@@ -47,44 +53,48 @@ class EvaluationRun:
 
     @property
     def title(self) -> str:
+        """Name in pictures."""
         return self.name or f"step {self.step}"
 
     def metrics(self) -> dict[str, float]:
-        """What a log shows, for example `eval_loss_at_4096_8191` and `eval_needle_8192_50` (depth in percent)."""
+        """Metrics for the log, for example `eval_loss_at_4096_8191` and `eval_needle_8192_50` (depth in percent)."""
         logs = {f"eval_loss_at_{bucket.first}_{bucket.last}": bucket.loss for bucket in self.buckets}
         logs |= {f"eval_needle_{cell.length}_{cell.depth * 100:g}": cell.share_right for cell in self.cells}
         if self.cells:
-            # every cell has as many answers
+            # all cells have equally many documents, so their plain mean is the mean over documents
             logs["eval_needle"] = math.fsum(cell.share_right for cell in self.cells) / len(self.cells)
             logs["eval_needle_loss"] = math.fsum(cell.loss for cell in self.cells) / len(self.cells)
         return logs
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """This run as JSON values."""
         return asdict(self)
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> EvaluationRun:
-        """The run of a `record`; TypeError or KeyError for something else."""
+        """Reads what `record` wrote; raises TypeError or KeyError for anything else."""
         buckets = tuple(LossBucket(**each) for each in record["buckets"])
         return cls(record["step"], buckets, tuple(NeedleCell(**each) for each in record["cells"]), record["name"])
 
 
 def bucket_sums(scores: RowScores, first_bucket: int) -> NDArray[np.float64]:
-    """[buckets, 2] the summed loss and the tokens of every bucket: below `first_bucket`, then to the next power of two..."""
-    # the exponent of a power of two is one more than its logarithm
+    """Summed loss and number of tokens of every bucket of positions, shape [buckets, 2].
+
+    The first bucket holds the positions below `first_bucket`, each other one those from a power of two to the next.
+    """
+    # frexp's exponent of 2^k is k + 1
     numbers = np.frexp(scores.positions.astype(np.float64))[1] - int(math.log2(first_bucket))
     return _sums(np.maximum(numbers, 0), [scores.losses, np.ones_like(scores.losses)], _NUM_BUCKETS)
 
 
 def cell_sums(scores: RowScores, num_documents: int, num_cells: int) -> NDArray[np.float64]:
-    """[cells, 3] the right tokens, the summed loss and the tokens of every cell of rows that come cell by cell."""
+    """Right tokens, summed loss and number of tokens of every cell, shape [cells, 3]; rows must come cell by cell."""
     columns = [scores.is_right.astype(np.float64), scores.losses, np.ones_like(scores.losses)]
     return _sums(scores.rows // num_documents, columns, num_cells)
 
 
 def loss_buckets(sums: NDArray[np.float64], first_bucket: int) -> tuple[LossBucket, ...]:
-    """The buckets that have tokens, of the sums over all ranks."""
+    """Makes the buckets that have tokens, from the sums over all ranks."""
     buckets = []
     for number, (loss, count) in enumerate(sums.tolist()):
         if count:
@@ -94,7 +104,7 @@ def loss_buckets(sums: NDArray[np.float64], first_bucket: int) -> tuple[LossBuck
 
 
 def needle_cells(sums: NDArray[np.float64], cells: Sequence[tuple[int, float]]) -> tuple[NeedleCell, ...]:
-    """The grid, of the sums over all ranks."""
+    """Makes the needle grid from the sums over all ranks."""
     return tuple(
         NeedleCell(length, depth, right / count, loss / count)
         for (length, depth), (right, loss, count) in zip(cells, sums.tolist(), strict=True)

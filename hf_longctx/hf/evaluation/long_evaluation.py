@@ -1,8 +1,8 @@
-"""`LongContextEvaluation`: the loss by position and a needle grid while a trainer trains, under its own plans.
+"""`LongContextEvaluation`, a callback that measures the loss by position and a needle grid while a trainer trains.
 
-Both come from one forward per document with the losses of single tokens: under plans on the groups, slices and stages of the
-run, with a stock `Trainer` on its plain model. Nothing is generated: an answer token counts as right if it was the likeliest
-one behind the true tokens before it.
+Both come from one forward per document that returns the loss of every token. Under `LongContextTrainer` this forward runs
+under plans, with the run's groups, slices and stages; under a stock `Trainer` it runs the plain model. Nothing is generated:
+an answer token counts as right if the model found it likeliest after the true tokens before it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _RECORD, _NEEDLES, _LOSS = "long_evaluation.json", "needles.png", "loss_by_posit
 class LongContextEvaluation(TrainerCallback):
     """Logs the loss of held-out rows by position and the needle grid; writes both, with pictures, into `output_dir`.
 
-    It runs where training begins and ends, and behind every `every_steps`th step; `run()` does it at any time. Positions are
-    counted from 1 in every document and put together up to the next power of two, those below `first_bucket` in one bucket.
-    `held_out` has rows as an evaluation set. Raises ValueError for a trainer or lengths that it cannot measure.
+    It runs when training begins and ends, and after every `every_steps`th step; `run()` does it at any time. Positions count
+    from 1 in every document and are grouped into buckets: one below `first_bucket`, then one per power of two. `held_out`
+    has rows like an evaluation dataset. Raises ValueError for a trainer or for lengths that it cannot measure.
 
-    A run that is resumed goes on with the evaluations that it finds in `output_dir`; those of another training or with other
-    cells are kept there under another name. Collective over all ranks.
+    A resumed run continues the evaluations it finds in `output_dir`; those of another training, or with other cells, are
+    kept there under another name. Collective over all ranks.
 
     Example:
 
@@ -72,7 +72,7 @@ class LongContextEvaluation(TrainerCallback):
         if held_out is None and needles is None:
             raise ValueError("a long-context evaluation has nothing to do; give it held_out rows, needles, or both")
         if first_bucket < 2 or first_bucket & (first_bucket - 1):
-            raise ValueError(f"first_bucket is {first_bucket}; give a power of two from 2 on")
+            raise ValueError(f"first_bucket is {first_bucket}; give a power of two, 2 or more")
         if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps is {every_steps}; give 1 or more, or leave it out")
         self.trainer, self.held_out, self.needles, self.first_bucket = trainer, held_out, needles, first_bucket
@@ -82,10 +82,10 @@ class LongContextEvaluation(TrainerCallback):
         self._num_read = len(self.runs)
         self._needle_rows = datasets.Dataset.from_list(needles.rows()) if needles is not None else None
         if trainer.args.process_index == 0 and find_spec("matplotlib") is None:
-            logger.warning("%s is written without pictures, which need matplotlib: pip install matplotlib", _RECORD)
+            logger.warning("%s is written without pictures; for pictures, pip install matplotlib", _RECORD)
 
     def run(self) -> dict[str, float]:
-        """Evaluates now, logs and writes; returns what is logged. Collective over all ranks."""
+        """Evaluates now, logs the metrics, writes the files, and returns the metrics. Collective over all ranks."""
         self.runs.append(self._evaluated())
         metrics = self.runs[-1].metrics()
         self.trainer.log(dict(metrics))
@@ -93,13 +93,13 @@ class LongContextEvaluation(TrainerCallback):
         return metrics
 
     def measure(self, model: PreTrainedModel, name: str) -> dict[str, float]:
-        """Evaluates another model, on its own and whole on every rank, for comparison: in files and pictures, not in logs."""
+        """Evaluates another model for comparison, whole on every rank; its results go to files and pictures, not to logs."""
         self.runs.append(self._evaluated(model, name))
         self._write_and_wait()
         return self.runs[-1].metrics()
 
     def _evaluated(self, model: PreTrainedModel | None = None, name: str = "") -> EvaluationRun:
-        """Of the trained model, or of another one."""
+        """Evaluates the trained model, or another one. Collective over all ranks."""
         buckets: tuple[LossBucket, ...] = ()
         cells: tuple[NeedleCell, ...] = ()
         if self.held_out is not None:
@@ -126,7 +126,7 @@ class LongContextEvaluation(TrainerCallback):
             self._run_once(state)
 
     def _run_once(self, state: TrainerState) -> None:
-        """Unless the last evaluation was of this step."""
+        """Evaluates, unless the last evaluation was of this step already."""
         if not self.runs or self.runs[-1].name or self.runs[-1].step != state.global_step:
             self.run()
 
@@ -136,19 +136,19 @@ class LongContextEvaluation(TrainerCallback):
             limit = planned.longest_sequence
             if self.needles is not None and (longest := max(self.needles.lengths)) > limit:
                 raise ValueError(
-                    f"a needle document of {longest} tokens is above the {limit} that this run has room for, and would be cut; "
-                    f"lower the needle lengths, or raise max_length or tokens_per_rank"
+                    f"a needle document has {longest} tokens, but this run fits {limit} at most and would cut it; lower the "
+                    f"needle lengths, or raise max_length or tokens_per_rank"
                 )
             return
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or getattr(trainer.model, "tp_size", None) is not None:
             raise ValueError(
-                "the model's weights are spread over ranks (FSDP, DeepSpeed or tensor parallel), which a long-context evaluation "
-                "runs under LongContextTrainer only; use it, with parameters='sharded'"
+                "the model's weights are spread over ranks (FSDP, DeepSpeed or tensor parallelism); a long-context evaluation "
+                "supports this only under LongContextTrainer: use that, with parameters='sharded'"
             )
 
     @property
     def _planned(self) -> LongContextMixin | None:
-        """The trainer if it evaluates under plans."""
+        """The trainer if it evaluates under plans, else None."""
         trainer: Any = self.trainer
         return trainer if isinstance(trainer, LongContextMixin) and trainer._plans_evaluation else None
 
@@ -159,15 +159,16 @@ class LongContextEvaluation(TrainerCallback):
         assert model is not None
         model.to(args.device)
         scores = plain_scores(model, dataset, args.process_index, args.world_size, args.device)
-        # rows may differ by minutes: wait patiently before the short time-outs begin
+        # ranks may finish minutes apart: wait here, on the group with the long time-out, before the short ones apply
         PartialState().wait_for_everyone()
         return scores
 
     def _over_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Added in the order of ranks, so that all have the same."""
+        """Sums over ranks, in the order of ranks, so that all get exactly the same result."""
         return np.sum(self._of_ranks(sums), axis=0)
 
     def _of_ranks(self, value: Any) -> list[Any]:
+        """Gathers a value from every rank."""
         if (planned := self._planned) is not None:
             return gather_objects(value, planned._control)
         everyone: list[Any] = gather_object([value])
@@ -179,12 +180,12 @@ class LongContextEvaluation(TrainerCallback):
 
     @property
     def _kind(self) -> dict[str, Any]:
-        """What evaluations must have in common to stand in one record, as JSON."""
+        """Settings that all evaluations of one record must share, as JSON values."""
         cells = [] if self.needles is None else [list(cell) for cell in self.needles.cells]
         return {"first_bucket": None if self.held_out is None else self.first_bucket, "cells": cells}
 
     def _read(self) -> list[EvaluationRun]:
-        """The evaluations of this kind in the folder, as rank 0 finds them; others are set aside."""
+        """Reads the earlier evaluations in the folder (as rank 0 sees it); a record with other settings is set aside."""
         path = self._folder / _RECORD
         text = self._of_ranks(path.read_text() if self.trainer.args.process_index == 0 and path.exists() else "")[0]
         if not text:
@@ -195,24 +196,24 @@ class LongContextEvaluation(TrainerCallback):
                 return [EvaluationRun.of(run) for run in record["runs"]]
             why = "its evaluations have other needle lengths, depths or buckets"
         except (ValueError, TypeError, KeyError):
-            why = "it is no record of this version"
+            why = "this version cannot read it"
         self._set_aside(why)
         return []
 
     def _leave_other_trainings(self, step: int) -> None:
-        """Of what was read, only what lies before `step`, from which training goes on, belongs to it; from 0 on nothing does."""
+        """Drops the evaluations read that are not of this training: those after `step`, where it goes on, or all at step 0."""
         read, own = self.runs[: self._num_read], self.runs[self._num_read :]
         kept = [run for run in read if run.step <= step] if step else []
         self._num_read = 0
         if len(kept) == len(read):
             return
         self.runs = kept + own
-        why = f"training goes on from step {step}, behind which it has evaluations" if step else "another training begins"
+        why = f"training resumes at step {step}, and it has later evaluations" if step else "a new training begins"
         self._set_aside(why)
         self._write_record()
 
     def _set_aside(self, why: str) -> None:
-        """Gives the record in the folder a name that is free, by the rank that saves."""
+        """Renames the record in the folder to a free name; only the rank that saves does it."""
         path = self._folder / _RECORD
         if self.trainer.args.should_save and path.exists():
             names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
@@ -221,12 +222,15 @@ class LongContextEvaluation(TrainerCallback):
             logger.warning("%s is kept as %s: %s", path, free.name, why)
 
     def _write_and_wait(self) -> None:
-        """Pictures may take a minute on a busy machine: ranks wait patiently before the short time-outs of the next step."""
+        """Writes the files while all ranks wait.
+
+        Pictures may take a minute on a busy machine, and the next step's collectives have shorter time-outs than this wait.
+        """
         self._write()
         PartialState().wait_for_everyone()
 
     def _write(self) -> None:
-        """The record of all evaluations so far, and its pictures where matplotlib is installed, by the rank that saves."""
+        """Writes the record and, if matplotlib is installed, the pictures; only the rank that saves does it."""
         if not self.trainer.args.should_save:
             return
         self._write_record()
@@ -238,7 +242,7 @@ class LongContextEvaluation(TrainerCallback):
             save_png_loss(self.runs, self._folder / _LOSS)
 
     def _write_record(self) -> None:
-        """Whole or not at all: what a training that stops here has left is read again."""
+        """Writes the record, completely or not at all: a training that stops here will read it when it resumes."""
         if not self.trainer.args.should_save:
             return
         self._folder.mkdir(parents=True, exist_ok=True)

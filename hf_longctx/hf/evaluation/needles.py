@@ -1,4 +1,7 @@
-"""Documents that hide something early and ask for it at the end: a grid of lengths and depths, the same in every run."""
+"""Needle tasks: documents that hide a fact somewhere and ask for it at the end, over a grid of lengths and depths.
+
+The documents are the same in every run. `LongContextEvaluation` measures how well the model answers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
-# length in tokens, depth from 0 to 1, and a source of chance -> token ids, and how many of the last are the answer
+# (length in tokens, depth from 0 to 1, random generator) -> (token ids, how many of the last ones are the answer)
 MakeDocument = Callable[[int, float, random.Random], tuple[list[int], int]]
 
 _FILLER = (
@@ -22,7 +25,7 @@ _FILLER = (
 class NeedleTask:
     """A grid of documents: `num_documents` for every length in tokens and every depth, from 0 (the start) to 1 (the end).
 
-    `make` writes one; `passkeys` makes such a function from a tokenizer.
+    `make` writes one document; `passkeys` makes such a function from a tokenizer.
 
     Example:
 
@@ -36,43 +39,46 @@ class NeedleTask:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # lists are as good, but cells are compared
+        # users may give lists, but cells are compared as tuples
         object.__setattr__(self, "lengths", tuple(self.lengths))
         object.__setattr__(self, "depths", tuple(self.depths))
         if not self.lengths or not self.depths or self.num_documents < 1:
             raise ValueError(
-                f"a needle task has {len(self.lengths)} lengths, {len(self.depths)} depths and {self.num_documents} documents "
-                f"for each pair; give at least one of each"
+                f"the needle task has {len(self.lengths)} lengths, {len(self.depths)} depths and {self.num_documents} documents "
+                f"per pair; give at least one of each"
             )
         if len(set(self.lengths)) < len(self.lengths) or len(set(self.depths)) < len(self.depths):
-            raise ValueError(f"needle lengths {self.lengths} or depths {self.depths} hold one twice; give each once")
+            raise ValueError(f"needle lengths {self.lengths} or depths {self.depths} contain a value twice; give each once")
         if off := [depth for depth in self.depths if not 0 <= depth <= 1]:
-            raise ValueError(f"needle depth {off[0]:g} is not between 0 (the start) and 1 (the end); give shares of the length")
+            raise ValueError(f"needle depth {off[0]:g} is not a share of the length; give 0 (the start) to 1 (the end)")
 
     @property
     def cells(self) -> list[tuple[int, float]]:
-        """(length, depth) in the order of the rows."""
+        """All (length, depth) pairs, in the order of the rows."""
         return [(length, depth) for length in self.lengths for depth in self.depths]
 
     def rows(self) -> list[dict[str, list[int]]]:
-        """All documents, cell by cell, with labels on the answers only. Raises ValueError for a document of another length."""
+        """Makes all documents, cell by cell, with labels on the answers only.
+
+        Raises ValueError if `make` returns a document of another length than asked for.
+        """
         rows = []
         for length, depth in self.cells:
             for number in range(self.num_documents):
                 ids, num_answer = self.make(length, depth, random.Random(f"{self.seed} {length} {depth:g} {number}"))
                 if len(ids) != length or not 0 < num_answer < length:
                     raise ValueError(
-                        f"the needle task was asked for {length} tokens and made {len(ids)}, {num_answer} of them the answer; "
-                        f"return as many as asked for, with an answer behind at least one token"
+                        f"`make` was asked for {length} tokens and returned {len(ids)}, {num_answer} of them the answer; return "
+                        f"exactly as many as asked for, with an answer after at least one token"
                     )
                 rows.append({"input_ids": list(ids), "labels": [IGNORE_INDEX] * (length - num_answer) + ids[-num_answer:]})
         return rows
 
 
 def passkeys(tokenizer: Any, num_digits: int = 5) -> MakeDocument:
-    """Documents of filler sentences that name a pass key once, at the depth, and ask for it at the end; for any tokenizer.
+    """Returns a function that writes filler documents which state a pass key at the given depth and ask for it at the end.
 
-    A document starts as the tokenizer starts texts (with its first token if it has one).
+    Works with any tokenizer; a document begins with its beginning-of-sequence token, if it has one.
     """
 
     def tokens(text: str) -> list[int]:
@@ -85,11 +91,13 @@ def passkeys(tokenizer: Any, num_digits: int = 5) -> MakeDocument:
         needle = tokens(f"\nThe pass key is {key}. Remember it: {key} is the pass key.\n")
         question = tokens("\nWhat is the pass key? The pass key is")
         asked = tokens(f"\nWhat is the pass key? The pass key is {key}")
-        # a tokenizer may join the question's end with the answer
+        # a tokenizer may merge the end of the question with the answer, so compare the tokens with and without it
         common = next((i for i, pair in enumerate(zip(question, asked, strict=False)) if pair[0] != pair[1]), len(question))
         room = length - len(first) - len(needle) - len(asked)
         if room < 0:
-            raise ValueError(f"a pass key document needs {length - room} tokens, the needle length is {length}; raise it")
+            raise ValueError(
+                f"a pass key document needs at least {length - room} tokens, but the needle length is {length}; raise it"
+            )
         unit = tokens(_FILLER)
         start = chance.randrange(len(unit))
         filler = (unit * (room // len(unit) + 2))[start : start + room]

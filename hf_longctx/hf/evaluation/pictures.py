@@ -1,4 +1,7 @@
-"""Pictures of long-context evaluations: the needle grid as heat maps, the loss by position as lines (the extra `plot`)."""
+"""Draws long-context evaluations: the needle grid as heat maps, the loss by position as lines.
+
+Needs matplotlib (the extra `plot`). Called by `LongContextEvaluation` when it writes its files.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import Any
 
 from hf_longctx.hf.evaluation.findings import EvaluationRun, LossBucket, NeedleCell
 
+# line colours: models with a name, the first evaluation of the training, its last one, and those between
 _NAMED, _FIRST, _LAST, _BETWEEN = "#d1495b", "#f58518", "#4c78a8", "#c8c8c8"
 _DPI = 110
 
 
 def save_png_needles(runs: Sequence[EvaluationRun], path: Path) -> None:
-    """The share of right answer tokens by length and depth: the named, the first and the last evaluation side by side."""
+    """Draws the share of right answer tokens by length and depth, for the named, the first and the last evaluation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,7 +50,7 @@ def save_png_needles(runs: Sequence[EvaluationRun], path: Path) -> None:
 
 
 def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
-    """The mean loss of every bucket of positions on a logarithmic axis, a line per evaluation."""
+    """Draws the mean loss of every bucket of positions on a logarithmic axis, one line per evaluation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,7 +59,7 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
     axes = figure.subplots()
     axes.set_title("held-out loss by position in the document", fontsize=11, loc="left")
     shown = _shown(runs)
-    # of the trained model: one with a name may stand behind it
+    # last evaluation of the trained model; a named model's may come after it
     last = [run for run in shown if not run.name][-1:]
     for run in runs:
         colour = _BETWEEN if run not in shown else _NAMED if run.name else _LAST if run in last else _FIRST
@@ -81,18 +85,18 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
 
 
 def _shown(runs: Sequence[EvaluationRun]) -> list[EvaluationRun]:
-    """Those with a name, and the first and the last without."""
+    """Selects the runs that pictures name: those with a name, and the first and the last of the training."""
     steps = [run for run in runs if not run.name]
     return [run for run in runs if run.name or run in steps[:1] + steps[-1:]]
 
 
 def _left(bucket: LossBucket) -> int:
-    """Where a bucket begins in the picture: the first one is as wide as the next."""
+    """Left edge of a bucket in the picture, where the first bucket is drawn as wide as the next."""
     return max(bucket.first, (bucket.last + 1) // 2)
 
 
 def _ticks(bucket: LossBucket) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Where its edges are in the picture, and their names."""
+    """Positions of a bucket's two edges in the picture, each with the position it is labelled with."""
     return (_left(bucket), bucket.first), (bucket.last + 1, bucket.last + 1)
 
 

@@ -1,7 +1,7 @@
-"""Which collators of transformers a plan replaces without changing what is learnt, and why it cannot replace the others.
+"""Decides whether a stock trainer's data collator can be replaced by plans without changing what is learnt.
 
-A plan packs whole sequences and learns the next token of each. A padding collator means the same as long as its padding has
-no label and the first token of a sequence none either.
+Called when the callback attaches to a stock trainer. A plan packs whole sequences and trains the next token of each. A
+padding collator trains the same, as long as neither its padding nor the first token of a sequence has a label.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 _BATCH_ROWS = 1000
 _PADDING = (transformers.DataCollatorWithPadding, transformers.DefaultDataCollator)
-# of its labels a row's own column or the ids, as plans
+# TRL's collator: like plans, it takes labels from the row's column or else the token ids
 _TRL = ("trl.trainer.sft_trainer", "DataCollatorForLanguageModeling")
 _KNOWN = "default_data_collator, DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorWithFlattening and \
 DataCollatorForLanguageModeling(mlm=False)"
 
 
 def collator_problems(collator: Any, dataset: Any) -> list[str]:
-    """Why plans would teach something else than batches of `collator` over the rows of `dataset`; empty if they would not.
+    """Lists why plans would train something else than batches of `collator` over `dataset`; empty if they train the same.
 
-    Subclasses of known collators may do anything and are refused.
+    Subclasses of known collators are refused, because they may do anything.
     """
     kind, name = type(collator), getattr(collator, "__name__", type(collator).__name__)
     if kind is transformers.DataCollatorWithFlattening:
@@ -38,13 +38,13 @@ def collator_problems(collator: Any, dataset: Any) -> list[str]:
     if kind is transformers.DataCollatorForLanguageModeling:
         return _language_modeling_problems(collator, dataset)
     if (kind.__module__, kind.__name__) == _TRL:
-        # pads on the right, without labels, or flattens and masks every document's first label
+        # it pads on the right without labels, or flattens documents and masks the first label of each
         return []
     if kind in _PADDING or collator is default_data_collator:
         return _label_problems(name, dataset)
     return [
-        f"data_collator is {name}, and whether plans mean the same is not known; known are {_KNOWN}: use one of these and "
-        f"put what it does into the dataset (dataset.map), or leave `attach` out and use the callback alone"
+        f"data_collator is {name}, and it is not known whether plans would train the same; use one of {_KNOWN} and do the rest "
+        f"in the dataset (dataset.map), or use the callback without `attach`"
     ]
 
 
@@ -77,7 +77,7 @@ def _flattening_problems(collator: Any) -> list[str]:
     if not collator.return_position_ids or collator.position_ids_start:
         problems.append(
             f"DataCollatorWithFlattening has return_position_ids={collator.return_position_ids} and position_ids_start="
-            f"{collator.position_ids_start}, plans count every document from 0; set them to True and 0"
+            f"{collator.position_ids_start}, but plans count the positions of every document from 0; set them to True and 0"
         )
     return problems
 
@@ -85,21 +85,21 @@ def _flattening_problems(collator: Any) -> list[str]:
 def _language_modeling_problems(collator: Any, dataset: Any) -> list[str]:
     name = "DataCollatorForLanguageModeling"
     if collator.mlm:
-        return [f"{name} has mlm=True, masked language modelling; plans train the next token: set mlm=False"]
+        return [f"{name} has mlm=True (masked language modelling), but plans train the next token; set mlm=False"]
     problems = _padding_side_problems(collator)
     if not _is_readable(dataset):
         return problems
     if _has_labels(dataset):
         problems.append(
-            f"{name} overwrites the column 'labels' of train_dataset, plans would use it; remove the column, or use "
+            f"{name} overwrites the column 'labels' of train_dataset, but plans would use it; remove the column, or use "
             f"DataCollatorForSeq2Seq, which keeps it"
         )
     pad = collator.tokenizer.pad_token_id
     if pad is not None and _has_token(dataset, pad):
         problems.append(
-            f"{name} gives no label to the token {pad} (pad_token_id) wherever it stands, and train_dataset contains it, for "
-            f"example as end of text; plans would learn it. Give the tokenizer a pad token of its own, or write a column "
-            f"'labels' with {IGNORE_INDEX} there and use DataCollatorForSeq2Seq"
+            f"{name} gives token {pad} (pad_token_id) no label anywhere, but plans would, and train_dataset contains it, for "
+            f"example as end of text; give the tokenizer a pad token of its own, or write a column 'labels' with "
+            f"{IGNORE_INDEX} there and use DataCollatorForSeq2Seq"
         )
     return problems
 
@@ -109,12 +109,12 @@ def _padding_side_problems(collator: Any) -> list[str]:
         return []
     return [
         f"the tokenizer of {type(collator).__name__} pads on the {collator.tokenizer.padding_side}, so a sequence's first token "
-        f"is learnt from padding, which plans do not have; set tokenizer.padding_side='right' for training"
+        f"is predicted from padding, which plans do not have; set tokenizer.padding_side='right' for training"
     ]
 
 
 def _is_readable(dataset: Any) -> bool:
-    """Whether rows can be looked up; other sets are refused by the scan."""
+    """Whether rows can be looked up by number; the scan refuses other datasets later."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict) and len(dataset) > 0
 
 

@@ -136,7 +136,7 @@ def test_layers_are_cut_off_with_their_types(num_layers: int) -> None:
 
 REFUSED = {
     "unknown": ("gpt-9", "model 'gpt-9' is neither a config.json, nor a folder with one, nor one of gpt-7b, "),
-    "another kind of layers": ("gpt-7b", "model 'gpt-7b' has no Llama's layers"),
+    "another kind of layers": ("gpt-7b", "model 'gpt-7b' does not have the layers of a Llama"),
 }
 
 
@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_built_is_refused_by_name(name: str) -> None:
 def test_a_broken_config_file_is_refused_by_its_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"this is no config\.json of a causal language model"):
+    with pytest.raises(ValueError, match=r"is not the config\.json of a causal language model"):
         model_config(str(path))
 
 

@@ -36,8 +36,8 @@ def test_rendered_text_and_spans_are_those_found_by_hand(template: str) -> None:
         (slow_tokenizer(TEMPLATE), "ByT5Tokenizer.* is written in Python .* use a fast tokenizer"),
         (byte_tokenizer(None), "has no chat template, .* set chat_template to a Jinja file"),
         (byte_tokenizer(UNMARKED), "has no {% generation %} marker, .* set chat_template to that file"),
-        (byte_tokenizer("{# {%" + " generation %} #}" + UNMARKED), "markers .* mark ''"),
-        (byte_tokenizer(TEMPLATE.replace("== 'assistant'", "== 'user'")), "markers .* mark 'Zebra.*Marmot and Lemur"),
+        (byte_tokenizer("{# {%" + " generation %} #}" + UNMARKED), "markers .* enclose ''"),
+        (byte_tokenizer(TEMPLATE.replace("== 'assistant'", "== 'user'")), "markers .* enclose 'Zebra.*Marmot and Lemur"),
         (
             byte_tokenizer(
                 "{% for m in messages %}{% set t %}{{ m.role + ' ' }}{% if m.role == 'assistant' %}{% generation %}"
@@ -67,7 +67,7 @@ def test_a_template_that_refuses_the_test_conversation_is_judged_by_the_real_one
     strict = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + TEMPLATE
     tokenizer = byte_tokenizer(strict)
     check_chat_tokenizer(tokenizer)
-    with pytest.raises(DataError, match="row 7: the chat template refuses it: system first"):
+    with pytest.raises(DataError, match="row 7: the chat template cannot render it: system first"):
         render_chat(tokenizer, conversation("a", "b"), None, "row 7")
 
 
@@ -97,7 +97,7 @@ def test_keys_that_arrow_added_are_dropped_at_every_depth() -> None:
         ([{"role": 1, "content": "a"}], "message 0 is .* expected"),
         ([{"role": "user", "content": 5}], "has the content 5, expected text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "has the content .*image.* expected text or parts"),
-        ([{"from": "alice", "value": "a"}], "message 0 is from 'alice', known are human, user, gpt"),
+        ([{"from": "alice", "value": "a"}], "message 0 is from the unknown speaker 'alice'; use one of human, user, gpt"),
         ([{"from": "human", "text": "a"}], "has the content None, expected text"),
     ],
 )
@@ -111,7 +111,7 @@ def test_tools_are_a_list_or_its_json() -> None:
     assert read_tools([{**schema, "extra": None}], "row 0") == [schema]
     assert read_tools('[{"type": "function", "function": {"name": "f"}}]', "row 0") == [schema]
     assert read_tools(None, "row 0") is read_tools([], "row 0") is read_tools("", "row 0") is None
-    with pytest.raises(DataError, match="row 2 has tools that are not JSON"):
+    with pytest.raises(DataError, match="row 2 has tools that are not valid JSON"):
         read_tools("{", "row 2")
     with pytest.raises(DataError, match="row 2 has the tools 'f', expected a list"):
         read_tools('"f"', "row 2")

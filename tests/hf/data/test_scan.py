@@ -88,11 +88,11 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "id at the vocabulary's size": (
         {"input_ids": [5, 64]},
-        "train_dataset holds token id 64, the model's vocabulary has 64; tokenise with the model's own tokenizer",
+        "train_dataset holds token id 64, but the model's vocabulary has 64 entries; tokenise with the model's own tokenizer",
     ),
     "negative id": (
         {"input_ids": [5, -1]},
-        "train_dataset holds token id -1, the model's vocabulary has 64; tokenise with the model's own tokenizer",
+        "train_dataset holds token id -1, but the model's vocabulary has 64 entries; tokenise with the model's own tokenizer",
     ),
     "fewer labels than tokens": (
         {"labels": [5]},
@@ -104,12 +104,12 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "label at the vocabulary's size": (
         {"labels": [5, 64]},
-        "train_dataset holds label 64, the model's vocabulary has 64 (-100 means no label); "
+        "train_dataset holds label 64, but the model's vocabulary has 64 entries (-100 means no label); "
         "tokenise with the model's own tokenizer",
     ),
     "padding": (
         {"attention_mask": [1, 0]},
-        "train_dataset is padded (attention_mask holds zeros); tokenise without padding, rows of any length are packed",
+        "train_dataset is padded (attention_mask holds zeros); tokenise without padding: rows of any length can be packed",
     ),
 }
 
@@ -292,7 +292,7 @@ def test_the_longest_row_above_max_length_is_named_with_all_remedies() -> None:
 
 def test_a_row_above_memory_names_the_setting_behind_the_limit() -> None:
     (problem,) = too_long(np.array([5, 21]), 100, 20, 10, "train_dataset")
-    assert "row 1 has 21 tokens, above memory: tokens_per_rank 10 on the largest group gives 20;" in problem
+    assert "row 1 has 21 tokens, above the memory limit: tokens_per_rank 10 on the largest group gives 20;" in problem
 
 
 def test_a_row_above_both_limits_names_max_length() -> None:
@@ -304,7 +304,7 @@ def test_a_row_above_both_limits_names_max_length() -> None:
 def test_a_column_that_would_change_what_is_trained_is_refused(make, column: str) -> None:
     rows = [{"input_ids": [1, 2], column: [0, 1]}]
     (problem,) = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)[1]
-    assert f"has a column {column!r}, which is not supported and would change what is trained" in problem
+    assert f"has a column {column!r}, which is not supported, and to ignore it would change what is trained" in problem
 
 
 def test_a_set_without_any_label_is_refused(make) -> None:
@@ -380,7 +380,7 @@ def test_a_missing_label_inside_a_row_is_found() -> None:
     kind = pa.list_(pa.int64())
     table = pa.table({"input_ids": pa.array([[1, 2], [3, 4]], kind), "labels": pa.array([[1, 2], [3, None]], kind)})
     (problem,) = dataset_problems(datasets.Dataset(table), "train_dataset", VOCAB_SIZE)[1]
-    assert "holds a missing label inside a row" in problem
+    assert "has a row with a missing label" in problem
 
 
 class Slow(PlainList):

@@ -78,7 +78,7 @@ def test_a_damaged_file_is_built_again_with_one_line(tmp_path: Path, caplog: Any
     for _ in range(2):
         assert same(cached_scan(dataset, "train_dataset", VOCAB_SIZE), first)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "is damaged; it is built again" in caplog.text
+    assert "is damaged, so it is built again" in caplog.text
 
 
 def test_other_rows_under_the_old_fingerprint_are_noticed(tmp_path: Path, caplog: Any) -> None:
@@ -90,7 +90,7 @@ def test_other_rows_under_the_old_fingerprint_are_noticed(tmp_path: Path, caplog
         Path(file["filename"]).write_bytes(Path(other.cache_files[0]["filename"]).read_bytes())
     found = cached_scan(datasets.load_from_disk(str(tmp_path / "here")), "train_dataset", VOCAB_SIZE)
     assert found.lengths.tolist() == [2] * len(ROWS)
-    assert len(caplog.records) == 1 and "was made from other files; it is built again" in caplog.text
+    assert len(caplog.records) == 1 and "was made from other files, so it is built again" in caplog.text
 
 
 def test_a_set_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: Any) -> None:
@@ -114,7 +114,7 @@ def test_without_room_for_the_file_the_run_goes_on(tmp_path: Path, caplog: Any) 
     dataset = on_disk(tmp_path, ROWS)
     with patch.object(Path, "replace", side_effect=OSError("no space left")):
         assert len(cached_scan(dataset, "train_dataset", VOCAB_SIZE).lengths) == len(ROWS)
-    assert "could not be kept" in caplog.text and "no space left" in caplog.text
+    assert "could not be written" in caplog.text and "no space left" in caplog.text
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
 
 

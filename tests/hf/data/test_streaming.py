@@ -159,9 +159,9 @@ def test_a_stream_that_does_not_repeat_itself_is_refused(changes: dict[str, Any]
     rows = random_rows([9, 3, 5, 2, 7, 4, 6, 8])
     after = some_batches(Stream(rows), 1, **changes)[0].after
     other = [rows[1], rows[0], *rows[2:]]
-    with pytest.raises(ValueError, match=f"gives other rows before row {after.row} of epoch 0"):
+    with pytest.raises(ValueError, match=f"before row {after.row} of epoch 0 are not those of the run"):
         some_batches(Stream(other), 1, after, **changes)
-    with pytest.raises(ValueError, match="ended after 1 rows of epoch 0, but the checkpoint's cursor is at row"):
+    with pytest.raises(ValueError, match="ended after 1 rows of epoch 0, but the checkpoint stopped at row"):
         some_batches(Stream(rows[:1]), 1, after, **changes)
 
 
@@ -172,14 +172,17 @@ def good(number: int) -> dict[str, list[int]]:
 # the row at number 5 -> what is said about it
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "no tokens": ({"input_ids": [], "labels": []}, "train_dataset row 5 has no tokens"),
-    "id outside": ({"input_ids": [64], "labels": [1]}, r"holds token id 64, the model's vocabulary has 64.*\(row 5 of epoch 0"),
+    "id outside": (
+        {"input_ids": [64], "labels": [1]},
+        r"holds token id 64, but the model's vocabulary has 64.*\(row 5 of epoch 0",
+    ),
     "label outside": ({"input_ids": [1], "labels": [-3]}, r"holds label -3.*\(row 5 of epoch 0 of the stream\)"),
     "fewer labels": ({"input_ids": [1, 2], "labels": [1]}, "train_dataset row 5 has 2 tokens but 1 labels"),
     "text": ({"text": "abc"}, r"no column 'input_ids' \(it has text\).*\(row 5 of epoch 0"),
     "no mapping": ([1, 2], r"no column 'input_ids' \(it has list\).*\(row 5 of epoch 0"),
     "fractions": ({"input_ids": [1.5], "labels": [1]}, "train_dataset row 5 column 'input_ids' holds"),
     "padding": ({"input_ids": [1], "labels": [1], "attention_mask": [0]}, "row 5"),
-    "other columns": ({"input_ids": [1]}, "row 5 has no 'labels', the first row has"),
+    "other columns": ({"input_ids": [1]}, "row 5 has no 'labels', but the first row has"),
     "packed": ({**good(0), "position_ids": [0, 1, 2]}, r"has a column 'position_ids'.*\(row 5 of epoch 0"),
     "too long": ({"input_ids": [1] * 101, "labels": [1] * 101}, "train_dataset row 5 has 101 tokens, above max_length 100"),
 }
@@ -213,7 +216,7 @@ def test_streams_that_never_give_a_step_are_errors() -> None:
         def __iter__(self) -> Iterator[Any]:
             return self.rows
 
-    with pytest.raises(ValueError, match="gave no rows in epoch 1: it must start again on every iteration"):
+    with pytest.raises(ValueError, match="gave no rows in epoch 1: every iteration must start anew"):
         some_batches(Once(), 2)
 
 
@@ -353,7 +356,7 @@ def fail_in_the_middle(kind: str) -> tuple[int, str]:
 
 
 FAILURES = {
-    "bad row": (2, "token id 64, the model's vocabulary has 64"),
+    "bad row": (2, "token id 64, but the model's vocabulary has 64"),
     "failing source": (2, "train_dataset failed at row 20 of epoch 0 of the stream: KeyError"),
     "empty": (0, "train_dataset gave no rows"),
 }
@@ -424,7 +427,7 @@ REFUSALS = {
     "workers": "dataloader_num_workers=2 has no effect with an iterable dataset",
     "no steps": "set max_steps",
     "evaluation": "eval_dataset is an iterable dataset, which cannot be evaluated as a whole; pass a map-style one",
-    "map-style": "lookahead_batches=2 has no effect without an iterable train_dataset; leave it out",
+    "map-style": "lookahead_batches=2 has no effect unless train_dataset is iterable; leave it out",
     "split": "train_dataset is split over nodes (split_dataset_by_node)",
 }
 

@@ -109,14 +109,16 @@ def test_conversations_without_an_answer_are_counted_and_left_out(caplog) -> Non
     tokenizer = byte_tokenizer()
     rows = tokenise_chat(chats(conversation("a"), conversation("a", "b"), conversation("c")), tokenizer)
     assert len(rows) == 1
-    assert [record.getMessage() for record in caplog.records] == ["2 of 3 rows left out, they have no message of the assistant"]
-    with pytest.raises(DataError, match="none of 2 rows has any message of the assistant"):
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 of 3 rows are left out, because they have no message of the assistant"
+    ]
+    with pytest.raises(DataError, match="none of the 2 rows has any message of the assistant"):
         tokenise_chat(chats(conversation("a"), conversation("b")), tokenizer)
 
 
 def test_errors_name_the_row_of_the_original() -> None:
     rows = chats(conversation("a", "b"), [{"from": "x", "value": "y"}])
-    with pytest.raises(DataError, match="row 1 column 'messages' message 0 is from 'x'"):
+    with pytest.raises(DataError, match="row 1 column 'messages' message 0 is from the unknown speaker 'x'"):
         tokenise_chat(rows, byte_tokenizer())
     with pytest.raises(DataError, match="row 90 column 'messages'"):
         tokenise_chat(rows, byte_tokenizer(), row_numbers=[7, 90])
@@ -167,7 +169,7 @@ def test_text_columns_are_joined_and_empty_rows_left_out(caplog) -> None:
     rows = list(tokenise_text(dataset, tokenizer, ("title", "body"), separator=" | "))
     assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["one | cat<|end|>", "hello<|end|>", "two<|end|>"]
     assert all(list(row) == ["input_ids"] for row in rows)
-    assert "1 of 4 rows left out" in caplog.text
+    assert "1 of 4 rows are left out" in caplog.text
 
 
 def test_counts_leave_out_the_first_label_of_a_row() -> None:

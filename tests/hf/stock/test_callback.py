@@ -227,7 +227,7 @@ def test_resuming_inside_an_epoch_goes_on_with_the_same_samples_at_any_world_siz
         if mode == "attached":
             assert "sequences_per_step was 8 in checkpoint-7 and is 4 now" in message
         else:
-            assert "the checkpoint stands at step 7 and epoch 1.4000" in message and "per_device_train_batch_size (2)" in message
+            assert "the checkpoint is at step 7 and epoch 1.4000" in message and "per_device_train_batch_size (2)" in message
 
 
 class Failing(TrainerCallback):

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "subclass": (
         type("Mine", (transformers.DataCollatorForSeq2Seq,), {})(tokenizer()),
         LABELLED,
-        "data_collator is Mine, and whether plans mean the same is not known",
+        "data_collator is Mine, and it is not known whether plans would train the same",
     ),
     "masked": (transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False), LABELLED, "overwrites the column 'labels'"),
     "no labels": (transformers.DataCollatorWithPadding(tokenizer()), UNLABELLED, "train_dataset has no column 'labels'"),
@@ -64,12 +64,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "pad is a word": (
         transformers.DataCollatorForLanguageModeling(tokenizer(str(LABELLED[0]["input_ids"][1])), mlm=False),
         UNLABELLED,
-        "wherever it stands, and train_dataset contains it",
+        "no label anywhere, but plans would, and train_dataset contains it",
     ),
     "pad is a word in plain rows": (
         transformers.DataCollatorForLanguageModeling(tokenizer(str(LABELLED[0]["input_ids"][1])), mlm=False),
         [{"input_ids": row["input_ids"]} for row in LABELLED],
-        "wherever it stands, and train_dataset contains it",
+        "no label anywhere, but plans would, and train_dataset contains it",
     ),
     "left": (transformers.DataCollatorForSeq2Seq(tokenizer(padding_side="left")), LABELLED, "pads on the left"),
     "learnt padding": (
