@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from hf_longctx.plan.core.planner_config import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
@@ -175,27 +174,6 @@ def make_forecast(
     return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, workload.limit, rows)
 
 
-def folded_layout(plan: StepPlan) -> str:
-    """The groups of all micro-batches with repeats counted: "<32,8x4> <1x64> x3" for four micro-batches."""
-    return " ".join(folded_micro_batches(plan))
-
-
-def folded_micro_batches(plan: StepPlan) -> list[str]:
-    """The words of `folded_layout`, one for neighbouring micro-batches of equal groups."""
-    layouts = [
-        ",".join(
-            _times(str(degree), len(list(same)))
-            for degree, same in groupby(sorted((group.degree for group in micro_batch.groups), reverse=True))
-        )
-        for micro_batch in plan.micro_batches
-    ]
-    return [_times(f"<{layout}>", len(list(same)), " x") for layout, same in groupby(layouts)]
-
-
-def _times(text: str, count: int, sign: str = "x") -> str:
-    return f"{text}{sign}{count}" if count > 1 else text
-
-
 def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, limit: int) -> StepForecast:
     plan = plan_step(number, lengths, scenario.costs, scenario.planner_config)
     execution = execute_plan(plan, scenario.costs)
@@ -256,7 +234,7 @@ def _judged(name: str, lengths: Sequence[int], layout: Layout, problem: Grouping
     """A layout under the same judge as the plan."""
     placed = place_layout(layout, problem.num_ranks, costs.cluster.ranks_per_node, node_aligned=True)
     plan = build_plan(0, lengths, placed, problem.shapes, costs)
-    return Choice(name, execute_plan(plan, costs).step_s, folded_layout(plan))
+    return Choice(name, execute_plan(plan, costs).step_s, plan.folded_layout)
 
 
 def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:

@@ -16,7 +16,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.execution import execute_plan
-from hf_longctx.sim.forecast import Forecast, folded_layout, make_forecast
+from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.output.histogram import length_bins
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
@@ -175,7 +175,7 @@ def test_a_job_wide_enough_for_the_longest_sequence_is_named() -> None:
 def plan_of(costs: CostModel, layout: list[list[tuple[int, tuple[int, ...]]]], lengths: tuple[int, ...]) -> str:
     shapes = {1: GroupShape(1), 2: GroupShape(2, 2), 4: GroupShape(4, 4)}
     placed = place_layout(layout, costs.cluster.num_ranks, costs.cluster.ranks_per_node, node_aligned=True)
-    return folded_layout(build_plan(0, lengths, placed, shapes, replace(costs, parameters="sharded")))
+    return build_plan(0, lengths, placed, shapes, replace(costs, parameters="sharded")).folded_layout
 
 
 def test_layouts_are_folded_by_degree_and_by_repeat() -> None:

@@ -1,9 +1,9 @@
-"""Plans solved ahead of their step on rank 0: the fast planner's first, then that of a slow solver, if it is there in time.
+"""Solves plans ahead of their step on rank 0, for `PlanSource`: a fast plan first, and a slow solver's if it is done in time.
 
 A step never waits longer for a better plan than that plan could save. Whichever plan runs, loss and gradients are the same up
-to rounding; only the time differs. A slow solver runs in a thread: HiGHS releases the interpreter's lock and CBC is a process
-of its own, so that training goes on meanwhile. A thread cannot be stopped: a solve that was given up goes on until the
-solver's own time limit, and until then the steps that follow run under the fast planner's plans.
+to rounding; only the time differs. A slow solver runs in a thread while training goes on: HiGHS releases the interpreter lock,
+and CBC is a process of its own. A thread cannot be stopped, so a solve that nobody waits for any more continues until the
+solver's own time limit; until then, later steps run under the fast planner's plans.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from hf_longctx.plan.cost.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
 
-# what `plan_step` is
+# signature of `plan_step`
 Planner = Callable[[int, list[int], CostModel, PlannerConfig], StepPlan]
 
-# these end soon by themselves; any other solver gets a stand-in of the fast planner
+# solvers that finish soon; any other one gets a stand-in plan from the fast planner
 FAST_SOLVERS = ("auto", "greedy", "static")
 
-# a plan that is nearly there is waited for even if it could save less
+# shortest wait for a slow solver's plan, even if that plan could save less
 _LEAST_PATIENCE_S = 0.05
 
 
 def is_slow(config: PlannerConfig) -> bool:
-    """Whether the configured solver may take its time, so that its plan needs a stand-in."""
+    """Whether the configured solver may take long, so that its plan needs a stand-in."""
     return config.solver not in FAST_SOLVERS and not config.one_micro_batch
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What is known of a step's plan: the fast planner's, or why it has none, and the slow solver's future, if any."""
+    """The plans that a step may run: the fast planner's (or the error it raised), and the future of the slow solver's, if any."""
 
     fast: StepPlan | Exception
     slow: Future[StepPlan] | None = None
 
 
 class DraftPlanner:
-    """Solves drafts in order, in threads, and chooses the plan of each; counts the plans that had to be replaced.
+    """Solves the drafts of steps in order, in threads, and chooses each step's plan.
 
-    `late_s`: seconds that a step waits for a slow solver's plan. Default: what that plan could save, which is what the fast
-    planner's takes beyond the lower bound.
+    Counts the slow solver's plans that were late or failed. `late_s`: seconds that a step waits for the slow solver. None:
+    as long as its plan could save, which is the fast plan's time minus the lower bound.
     """
 
     def __init__(self, planner: Planner, late_s: float | None) -> None:
@@ -58,15 +58,15 @@ class DraftPlanner:
         self.late_plans = self.failed_plans = 0
         self._fast_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-planner")
         self._slow_thread = _DaemonThread("longctx-solver")
-        # what may keep that thread busy although nobody waits for it any more
+        # a solve that nobody waits for any more, but that may still keep the slow thread busy
         self._given_up: Future[StepPlan] | None = None
 
     def submit(self, draft: Callable[[], Draft]) -> Future[Draft]:
-        """Runs `draft` behind those submitted before, in the thread of the fast planner."""
+        """Runs `draft` in the fast planner's thread, after those submitted before."""
         return self._fast_thread.submit(draft)
 
     def draft(self, step: int, lengths: list[int], costs: CostModel, config: PlannerConfig) -> Draft:
-        """The fast planner's plan, the slow solver's being under way; ValueError for lengths that nobody can plan."""
+        """Plans with the fast planner and starts the slow solver; raises ValueError for lengths that cannot be planned."""
         fast: StepPlan | Exception
         try:
             fast = self.planner(step, lengths, costs, replace(config, solver="greedy"))
@@ -77,7 +77,7 @@ class DraftPlanner:
         return Draft(fast, self._slow_thread.submit(lambda: self.planner(step, lengths, costs, config)))
 
     def patience_s(self, draft: Draft) -> float:
-        """How long the step may wait for the slow solver: not at all while that is busy with a plan that was given up."""
+        """Seconds that the step may wait for the slow solver; 0 while that is still busy with an abandoned solve."""
         if isinstance(draft.fast, Exception):
             return inf
         if self._given_up is not None and not self._given_up.done():
@@ -87,9 +87,12 @@ class DraftPlanner:
         return max(_LEAST_PATIENCE_S, draft.fast.estimate.step_s - draft.fast.estimate.lower_bound_s)
 
     def chosen(self, draft: Draft) -> StepPlan:
-        """The plan of a step that waited long enough; raises the fast planner's error if neither planner has one."""
+        """Chooses the plan of a step that has waited long enough.
+
+        Raises the fast planner's error if neither planner has a plan.
+        """
         fast, slow = draft.fast, draft.slow
-        # asked once: it may end at any moment
+        # ask only once, because the solve may end at any moment
         is_late = slow is not None and not slow.done()
         error = slow.exception() if slow is not None and not is_late else None
         if slow is not None and not is_late and error is None:
@@ -106,8 +109,8 @@ class DraftPlanner:
         self.late_plans += 1
         if self.late_plans == 1:
             logger.warning(
-                "step %d: the solver's plan is late, so the fast planner's runs, now and in later steps (counted in late_plans); "
-                "lower the solver's time limit or use solver 'greedy' if it happens often",
+                "step %d: the solver's plan is late, so the fast planner's plan runs; later cases are only counted, in "
+                "late_plans. If it happens often, lower the solver's time limit or use solver 'greedy'",
                 fast.step,
             )
         return _as_stand_in(fast, "late")
@@ -116,8 +119,8 @@ class DraftPlanner:
         self.failed_plans += 1
         if self.failed_plans == 1:
             logger.warning(
-                "step %d: the solver failed, so the fast planner's plan runs, now and in later steps (counted in failed_plans); "
-                "use solver 'greedy' if it happens often. %s: %s",
+                "step %d: the solver failed, so the fast planner's plan runs; later cases are only counted, in failed_plans. If "
+                "it happens often, use solver 'greedy'. %s: %s",
                 *(fast.step, type(error).__name__, error),
             )
         return _as_stand_in(fast, "failed")
@@ -136,7 +139,10 @@ def _as_stand_in(plan: StepPlan, reason: str) -> StepPlan:
 
 
 class _DaemonThread:
-    """Runs functions in order; lives while there are some. Unlike an executor's, it does not hold up the process's end."""
+    """Runs functions in order, in a thread that lives while there are some.
+
+    Unlike the thread of a `ThreadPoolExecutor`, it does not keep the process alive.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,6 +1,7 @@
-"""Keeps the cost model of a run true: fitted to its first steps, and again whenever predictions drift away from them.
+"""Keeps a run's cost model accurate: fits it to the first steps, and again whenever its predictions drift.
 
-Every rank calls in the same order with the same plans, so all gather, decide and fit alike; nothing happens inside a step.
+Trainer and callback add every finished plan. All ranks do so in the same order with the same plans, so they all gather,
+decide and fit alike; nothing happens inside a step.
 """
 
 from __future__ import annotations
@@ -17,26 +18,29 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, fit_coefficients, scaled_coefficients
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
-# plans that a refit looks back on, few enough to follow a machine that changes its speed: the prior knows what they lack
+# plans that a refit uses: few, to follow a machine whose speed changes; what they do not show keeps its earlier coefficients
 _WINDOW_PLANS = 8
 _CHECK_EVERY_PLANS = 2
+# last plans whose prediction errors decide whether to refit
 _RECENT_PLANS = 4
-# with fewer predictions than this there is no median to speak of
+# fewest predictions from which to take a median
 _LEAST_PREDICTIONS = 3
+# largest median of |predicted / measured - 1| that needs no refit
 _TOLERATED_ERROR = 0.1
-# a step that differs more than this from its chunks is no step of this plan
+# bounds of measured / predicted step seconds; a ratio beyond them has another cause than the plan's chunks
 _FACTORS = (0.7, 1.5)
 
-# micro-batch, positions of the group, and the forward's name, which says stage, part and chunk
+# number of the micro-batch, positions of the group, and the forward's name, which says stage, layer range and chunk
 ChunkKey = tuple[int, tuple[int, ...], str]
 Samples = dict[ChunkKey, ChunkSample]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """What one rank measured of one plan: its chunks, all of it, and of that the gradient reduction.
+    """Measurements of one plan on one rank.
 
-    reduce_s: negative if this plan had none. error: predicted / measured - 1; None without a prediction.
+    measured_s: seconds of the whole plan. reduce_s: seconds of its gradient reduction, negative if it had none.
+    error: predicted / measured - 1, or None without a prediction.
     """
 
     plan: StepPlan
@@ -47,9 +51,9 @@ class MeasuredPlan:
 
 
 class CostRefit:
-    """Replaces the coefficients of `source`: first after `first_plans` plans, later where predictions are off.
+    """Replaces the cost coefficients of `source`: first after `first_plans` plans, later when predictions are off.
 
-    A source that starts with measured coefficients is refitted only where they are off. 0 plans: never.
+    A source that starts with measured coefficients is refitted only when they are off. `first_plans=0`: never refit.
     """
 
     def __init__(self, source: PlanSource, first_plans: int) -> None:
@@ -57,22 +61,22 @@ class CostRefit:
         self.num_fits = 0
         self._window: deque[MeasuredPlan] = deque(maxlen=max(_WINDOW_PLANS, first_plans))
         self._num_plans = 0
-        # one more: the first plan pays for start-up and is left out
+        # one plan more, because the first one includes start-up costs and is left out
         self._next_look = first_plans + 1 if first_plans else 0
 
     def add(self, plan: MeasuredPlan, ends_step: bool) -> str:
-        """Takes in a finished plan; the line to print if it led to a fit, else "". Collective over the control group."""
+        """Adds a finished plan; returns the line to print if it led to a fit, else "". Collective over the control group."""
         self._num_plans += 1
         if self._num_plans > 1:
             self._window.append(plan)
-        # a look must see a reduction, which only the last plan of a step has
+        # a fit needs a gradient reduction, which only the last plan of a step has
         if not self._next_look or self._num_plans < self._next_look or not ends_step or not self._window:
             return ""
         self._next_look = self._num_plans + _CHECK_EVERY_PLANS
         return self._fit() if self._is_off() else ""
 
     def _is_off(self) -> bool:
-        """Whether the present coefficients are guesses, or predicted the last plans badly; rank 0 decides."""
+        """Whether the present coefficients are guesses or have predicted the last plans badly; rank 0 decides for all."""
         present = self.source.costs.coefficients
         if not present.is_measured:
             return True
@@ -88,13 +92,13 @@ class CostRefit:
         mine = [(plan.samples, plan.reduce_s, plan.measured_s) for plan in self._window]
         everyone = gather_objects(mine, self.source.pool.control)
         samples = [sample for plans in zip(*everyone, strict=True) for sample in without_waiting([p[0] for p in plans])]
-        # the rank that came last did not wait: its reduction is the transfer alone
+        # the rank that came last did not wait, so its reduction is the transfer alone
         reductions = [min(plan[1] for plan in plans) for plans in zip(*everyone, strict=True) if plans[0][1] >= 0]
         self.num_fits += 1
         name = "measured" if self.num_fits == 1 and not costs.coefficients.is_measured else f"measured, fit {self.num_fits}"
         fit = fit_coefficients(samples, median(reductions), name, costs.coefficients)
         fitted = replace(costs, coefficients=fit.coefficients)
-        # a rank that starts late measures the least: how much later is no matter of costs
+        # the rank that started last measured the least; how late it started has nothing to do with costs
         seconds = [min(plan[2] for plan in plans) for plans in zip(*everyone, strict=True)]
         factor = whole_step_factor(list(self._window), seconds, fitted)
         self.source.costs = replace(fitted, coefficients=scaled_coefficients(fit.coefficients, factor))
@@ -102,9 +106,9 @@ class CostRefit:
 
 
 def whole_step_factor(plans: Sequence[MeasuredPlan], seconds: Sequence[float], costs: CostModel) -> float:
-    """How much longer than their chunks most of `plans` took, whose whole `seconds` were measured.
+    """Median ratio of the measured `seconds` of whole plans to their prediction, which is made from chunks; within bounds.
 
-    Ranks wait for the slowest of them, which the typical chunk does not show, and for the host between chunks.
+    Whole plans take longer than typical chunks suggest: ranks wait for the slowest of them, and for the host between chunks.
     """
     ratios = []
     for plan, measured_s in zip(plans, seconds, strict=True):
@@ -117,7 +121,7 @@ def whole_step_factor(plans: Sequence[MeasuredPlan], seconds: Sequence[float], c
 
 
 def without_waiting(ranks: Sequence[Samples]) -> list[ChunkSample]:
-    """One sample per chunk and stage of a plan from those of all ranks: the pass of the stage's rank that waited least.
+    """Merges all ranks' samples of a plan into one per chunk and stage: the passes of the rank that waited least.
 
     Ranks enter a micro-batch at different times, and the early ones wait inside their first exchange.
     """

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planning.refit import CostRefit
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.planning.step_record import StepRecord, folded_layout, predicted_idle, predicted_memory
+from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -151,7 +151,7 @@ class RunReport(TrainerCallback):
         if self.source.costs.coefficients.is_measured:
             panels = {"predicted": _in_a_row([_predicted(record, self.source.costs) for record in self._last]), **panels}
         first = last_step - sum(record.ends_step for record in self._last) + 1
-        layouts = "  |  ".join(folded_layout(plan) for plan in plans)
+        layouts = "  |  ".join(plan.folded_layout for plan in plans)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.svg").write_text(svg_timeline(panels, f"steps {first} to {last_step}: {layouts}"))
         if find_spec("matplotlib") is not None:

@@ -1,4 +1,7 @@
-"""Measured forwards and backwards of one rank as samples for the cost model: of whole chunks, or of a pipeline's parts."""
+"""Turns one rank's measured forwards and backwards into samples for the cost model.
+
+A sample is a whole chunk, or what one pipeline stage runs of it. `StepRecord` calls this; `CostRefit` fits to the result.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from hf_longctx.runtime.core.clock import Interval
 
 
 def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> Samples:
-    """This rank's measured chunks, with the traffic that `costs` counts for them, called alike by all ranks of a group.
+    """This rank's measured chunks, each with the work and traffic that `costs` counts for it.
 
-    What policies add to a chunk is taken off, at the rate at which its forward ran.
+    All ranks of a group use the same keys for a chunk. The time that activation policies add (recomputing, waiting for
+    copies) is subtracted: it is predicted, then scaled by measured / predicted seconds of the chunk's forward.
     """
     seconds = _without_policies(plan, rank, intervals, costs)
 
@@ -33,7 +37,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         num_pairs = costs.model.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
         return PassSample(chunk.num_tokens, num_pairs, group.degree, traffic, seconds_of, tiles, part)
 
-    # nested plans leave ranks out of micro-batches, so a rank's rounds are not numbered as others' are
+    # nested plans leave ranks out of some micro-batches, so a rank's n-th one is not everybody's: use the plan's numbers
     _, position = plan.place(rank)
     micro_batches = [
         number
@@ -51,7 +55,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
 
 
 def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> dict[tuple[int, str], float]:
-    """Seconds of every (round, action) less what is run again, or waited for, under activation policies."""
+    """Seconds of every (rank's micro-batch, action), without the time that activation policies add."""
     seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in intervals}
     for index, (group, stage) in enumerate(plan.for_rank(rank).rounds):
         for forward, (forward_s, backward_s) in _added_by_policies(plan, costs, group, stage).items():
@@ -61,7 +65,7 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
             pairs = costs.model.attention_pairs(_layers_of(group, forward))
             expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head, pairs=pairs) + forward_s
             rate = seconds[names[0]] / max(expected_s, 1e-12)
-            # a pass takes time, whatever the model says of what was added
+            # keep a tenth at least: the added time is only predicted, and a pass cannot take no time
             for name, added_s in zip(names, (forward_s, backward_s), strict=True):
                 seconds[name] = max(seconds[name] - added_s * rate, seconds[name] / 10)
     return seconds
@@ -70,14 +74,14 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
 def _added_by_policies(
     plan: StepPlan, costs: CostModel, group: SequenceGroup, stage: StagePlan
 ) -> dict[Action, tuple[float, float]]:
-    """Seconds that policies add to the forward and the backward of every chunk and part, by the forward's action."""
+    """Predicted seconds that policies add to (forward, backward) of every chunk and layer range, keyed by the forward action."""
     policies = [policy for policy in stage.activations if policy.layers]
     if len(group.stages) == 1 and len(stage.parts) == 1:
         added = added_seconds(costs, group, stage)
         return {Action("F", stage.stage, chunk): seconds for chunk, seconds in added.items()}
     if not policies:
         return {}
-    # in a pipeline copies have time while a stage waits, which only a run shows
+    # in a pipeline, copies are hidden while a stage waits, so simulate the group with and without policies and compare
     with_s, without_s = (
         _action_seconds(run_pipeline(plan, each, costs, [0.0] * len(group.stages))[stage.stage])
         for each in (group, replace(group, stages=tuple(replace(other, activations=()) for other in group.stages)))
@@ -92,12 +96,12 @@ def _action_seconds(run: StageRun) -> dict[Action, float]:
 
 
 def _layers_of(group: SequenceGroup, action: Action) -> tuple[LayerRange, ...]:
-    """The layers that an F or B ran."""
+    """Layers that a forward or backward action runs."""
     return (group.stages[action.stage].parts[action.part],)
 
 
 def _part_of(model: ModelSpec, group: SequenceGroup, action: Action) -> ModelPart:
-    """What an F or B ran of the model."""
+    """Share of the model that a forward or backward action runs."""
     parts = group.stages[action.stage].parts
     if len(group.stages) == 1 and len(parts) == 1:
         return WHOLE_MODEL

@@ -1,9 +1,11 @@
-"""Prediction and measurement of one step, side by side."""
+"""Holds what was predicted and what was measured of one plan side by side, as the line that training prints for it.
+
+`report.py` makes a `StepRecord` after every plan; `refit.py` learns from it, and timelines are drawn from its events.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from hf_longctx.hf.planning.ahead import is_stand_in
@@ -24,10 +26,10 @@ from hf_longctx.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished plan as rank `rank` saw it: plan number `place` of the `count` plans of an optimizer step.
+    """One finished plan on rank `rank`: number `place` of the `count` plans in an optimizer step.
 
-    `loss` is that of the whole optimizer step. `predicted_memory` is what `memory` was expected to be, `predicted_idle` what
-    `idle_share` was; None where nothing was measured to predict from. `router_loss`, `router_load`: as in `StepResult`.
+    `loss` is the loss of the whole optimizer step. `predicted_memory` predicts `memory`, and `predicted_idle` predicts
+    `idle_share` (None before anything was measured to predict from). `router_loss` and `router_load` are as in `StepResult`.
     """
 
     plan: StepPlan
@@ -44,7 +46,7 @@ class StepRecord:
 
     @property
     def ends_step(self) -> bool:
-        """Whether gradients were reduced behind this plan."""
+        """Whether gradients were reduced after this plan."""
         return self.place == self.count - 1
 
     @property
@@ -54,14 +56,15 @@ class StepRecord:
 
     @property
     def reduce_s(self) -> float:
-        """Seconds of the gradient reduction, waiting for other ranks included."""
+        """Seconds of the gradient reduction, including the wait for other ranks."""
         return sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind == "reduce")
 
     @property
     def idle_share(self) -> float | None:
-        """Of a pipeline's first stage, whose last backward ends it: the share of its seconds outside forwards and backwards.
+        """Share of the time that a pipeline's first stage spends outside forwards and backwards.
 
-        None on other stages, whose reduction begins with waiting for the first one, and where there is one stage.
+        Only that stage's last backward ends the pipeline: on the others the reduction begins with a wait for it. So the share
+        is None there, and if there is only one stage.
         """
         if self.plan.num_stages == 1 or self.plan.place(self.rank)[0]:
             return None
@@ -70,18 +73,18 @@ class StepRecord:
 
     @property
     def error(self) -> float | None:
-        """predicted / measured - 1; None where nothing was measured to predict from."""
+        """predicted / measured - 1; None before anything was measured to predict from."""
         estimate = self.plan.estimate
         return None if estimate.cost_source == "default" else estimate.step_s / self.measured_s - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the plan over all ranks, dummy tokens not counted."""
+        """Number of tokens of the plan over all ranks, without dummy tokens."""
         return sum(self.plan.lengths)
 
     @property
     def padding_share(self) -> float:
-        """Dummy tokens among all tokens that run."""
+        """Share of dummy tokens among all tokens that run."""
         dummies = sum(
             sum(held_tokens(rank_pieces(chunk, group.shape))) - chunk.num_tokens
             for micro_batch in self.plan.micro_batches
@@ -91,19 +94,19 @@ class StepRecord:
         return dummies / (dummies + self.num_tokens)
 
     def line(self, step: int) -> str:
-        """The plan in one line; '-' where nothing was measured to predict from."""
+        """The plan in one line; a '-' stands for a prediction that was not possible yet."""
         estimate, count = self.plan.estimate, len(self.plan.micro_batches)
         place = f" ({self.place + 1}/{self.count})" if self.count > 1 else ""
         predicted = "    -" if self.error is None else f"{estimate.step_s:5.3g}"
         return (
             f"step {step:4d}{place} | loss {self.loss:7.4f} | predicted {predicted} s, measured {self.measured_s:5.3g} s | "
             f"{self.num_tokens / self.measured_s:7,.0f} tokens/s | padding {self.padding_share:4.1%} | "
-            f"{count} micro-batch{'' if count == 1 else 'es'} {folded_layout(self.plan)}{self._quality}{self._idle}{self._bytes}"
+            f"{count} micro-batch{'' if count == 1 else 'es'} {self.plan.folded_layout}{self._quality}{self._idle}{self._bytes}"
         )
 
     @property
     def gap(self) -> float | None:
-        """How far the prediction is above the bound below which no plan gets, as a share of that; None before calibration."""
+        """Predicted seconds above the lower bound of any plan, as a share of that bound; None before calibration."""
         estimate = self.plan.estimate
         if estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
             return None
@@ -123,7 +126,7 @@ class StepRecord:
 
     @property
     def _bytes(self) -> str:
-        """Predicted and measured bytes, of a CUDA device or, where something was recomputed or sliced, of what was counted."""
+        """Predicted and measured memory: of the device on CUDA, else of saved activations and K/V book, if there are any."""
         now, then = self.memory, self.predicted_memory
         if now.device_peak:
             text = f" | memory {then.device_peak / 2**30:.2f} GiB predicted, {now.device_peak / 2**30:.2f} GiB measured"
@@ -135,16 +138,16 @@ class StepRecord:
         return text + (f", {now.host / 2**20:,.1f} MiB of {then.host / 2**20:,.1f} on the host" if then.host else "")
 
     def samples(self, costs: CostModel) -> Samples:
-        """This rank's measured chunks, as `pass_samples` makes them."""
+        """This rank's measured chunks as samples for the cost model."""
         return pass_samples(self.plan, self.rank, self.intervals, costs)
 
     def measured(self, costs: CostModel) -> MeasuredPlan:
-        """What the cost model can learn from this plan."""
+        """Measurements from which the cost model can learn."""
         reduce_s = self.reduce_s if self.ends_step else -1.0
         return MeasuredPlan(self.plan, self.samples(costs), self.measured_s, reduce_s, self.error)
 
     def events(self) -> list[TimelineEvent]:
-        """This rank's timeline, from the start of the plan."""
+        """This rank's timeline; seconds count from the start of the plan."""
         rounds = self.plan.for_rank(self.rank).rounds
         return [
             TimelineEvent(
@@ -159,14 +162,8 @@ class StepRecord:
         ]
 
 
-def folded_layout(plan: StepPlan) -> str:
-    """The plan's layout with equal neighbours folded, for example "<2>,<1,1>x3"."""
-    runs = [(layout, len(list(same))) for layout, same in groupby(mb.layout for mb in plan.micro_batches)]
-    return ",".join(layout + (f"x{count}" if count > 1 else "") for layout, count in runs)
-
-
 def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:
-    """What `StepRecord.idle_share` of this rank is expected to be; None where it has none or costs are guesses."""
+    """Predicts `StepRecord.idle_share` of this rank; None if the rank has none, or if costs are guesses."""
     if plan.num_stages == 1 or plan.place(rank)[0] or not costs.coefficients.is_measured:
         return None
     run = evaluate_plan(plan, costs, with_events=False)
@@ -174,14 +171,14 @@ def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:
 
 
 def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
-    """What `StepResult.memory` of this rank is expected to be."""
+    """Predicts `StepResult.memory` of this rank."""
     memory = NO_MEMORY
     _, position = plan.place(rank)
     for group, stage in plan.for_rank(rank).rounds:
         place = group.positions.index(position)
         policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
         held: dict[tuple[int, int], tuple[int, int]] = {}
-        # whole chunks on one stage are the common case, and nothing of them is asked here
+        # whole chunks on one stage, the common case, have neither K/V book nor messages to count
         is_plain = len(group.chunks) == 1 and plan.num_stages == 1
         found = None if is_plain else round_bytes(model, group, stage, place)
         for action in stage.actions:
@@ -192,13 +189,13 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
                 continue
             tokens = shard_tokens(group.chunks[action.chunk], group.shape)[place]
             policy = policies.get(key, ActivationPolicy(action.chunk))
-            # layers that keep everything run as they are, which the engine does not see
+            # the activation engine does not see layers that keep everything, so do not count them here
             replayed = replace(policy, layers=tuple(layer for layer in policy.layers if not layer.keeps_everything))
             held[key] = held_bytes(model, replayed, len(replayed.layers), tokens)
             saved, host = (sum(column) for column in zip(*held.values(), strict=True))
             memory = memory.most(StepMemory(saved, host, found.book if found else 0))
         if found and plan.num_stages > 1:
-            # stages differ, and the plan's estimate is that of the fullest
+            # the plan's estimate is that of the fullest stage, but this rank's stage may hold less
             most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
             messages = message_bytes(model, stage, plan.num_stages, most_tokens)
             memory = memory.most(StepMemory(device_peak=stage_state_bytes(model, stage, plan) + found.peak + messages))

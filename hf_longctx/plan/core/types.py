@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, get_args
 
 Method = Literal["local", "ulysses", "ring", "hybrid"]
@@ -309,6 +310,23 @@ class StepPlan:
         return ",".join(micro_batch.layout for micro_batch in self.micro_batches)
 
     @property
+    def folded_layouts(self) -> tuple[str, ...]:
+        """Group degrees of equal neighbouring micro-batches, repeats counted, for example "<32,8x4>" and "<1x64> x3"."""
+        layouts = [
+            ",".join(
+                _times(str(degree), "x", len(list(same)))
+                for degree, same in groupby(sorted((group.degree for group in micro_batch.groups), reverse=True))
+            )
+            for micro_batch in self.micro_batches
+        ]
+        return tuple(_times(f"<{layout}>", " x", len(list(same))) for layout, same in groupby(layouts))
+
+    @property
+    def folded_layout(self) -> str:
+        """All `folded_layouts` in one line: "<32,8x4> <1x64> x3" for four micro-batches."""
+        return " ".join(self.folded_layouts)
+
+    @property
     def forwards_first(self) -> bool:
         """Whether every rank runs all its forwards first, without waiting for a backward of another rank meanwhile."""
         if self.num_stages > 1 or len(self.micro_batches) > 1:
@@ -332,3 +350,7 @@ class StepPlan:
             if position in group.positions
         )
         return RankPlan(rank, self.step, self.parameters, rounds, self.forwards_first)
+
+
+def _times(text: str, sign: str, count: int) -> str:
+    return f"{text}{sign}{count}" if count > 1 else text

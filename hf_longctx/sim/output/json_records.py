@@ -16,7 +16,7 @@ from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.capacity import MemoryModel, rooms
 from hf_longctx.sim.execution import Execution
-from hf_longctx.sim.forecast import Choice, Forecast, StepForecast, folded_layout
+from hf_longctx.sim.forecast import Choice, Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import length_bins
 
@@ -133,7 +133,7 @@ def _step_record(step: StepForecast) -> dict[str, Any]:
         "step_s": step.execution.step_s,
         "lower_bound_s": estimate.lower_bound_s,
         "solve_s": estimate.solve_s,
-        "layout": folded_layout(step.plan),
+        "layout": step.plan.folded_layout,
         "baselines": {choice.name: choice.step_s if choice.is_possible else None for choice in step.baselines},
     }
 

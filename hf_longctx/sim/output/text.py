@@ -9,7 +9,7 @@ from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.sim.capacity import MemoryModel, rooms
 from hf_longctx.sim.execution import Execution
-from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast, folded_layout, folded_micro_batches
+from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import LengthBin, length_bins
 
@@ -60,7 +60,7 @@ def _step(forecast: Forecast) -> list[str]:
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
         f"  planned in {_seconds(first.estimate.solve_s)} on this CPU ({first.estimate.solver}), which a run does one step ahead",
         f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
-        *_wrapped(folded_micro_batches(first)),
+        *_wrapped(first.folded_layouts),
     ]
 
 
@@ -286,7 +286,7 @@ def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memor
     return "\n".join(
         [
             f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
-            f"{_micro_batches(plan)} {_shortened(folded_layout(plan))}",
+            f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
             f"  {_seconds(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
             f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB that can be used",
             *_use_lines(memory_use(plan, execution, costs, memory)),

@@ -18,7 +18,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.planning.step_record import StepRecord, folded_layout, predicted_idle, predicted_memory
+from hf_longctx.hf.planning.step_record import StepRecord, predicted_idle, predicted_memory
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import (
     Action,
@@ -83,7 +83,7 @@ def test_padding_counts_every_dummy_of_a_chunk_smaller_than_its_group() -> None:
 def test_line_before_calibration_shows_a_dash_for_the_prediction() -> None:
     assert step_record(step_s=9.0).line(7) == (
         "step    7 | loss  2.5000 | predicted     - s, measured   0.5 s |      34 tokens/s | padding 5.6% | "
-        "2 micro-batches <2>,<1,1>"
+        "2 micro-batches <2> <1x2>"
     )
 
 
@@ -93,15 +93,15 @@ def test_line_after_calibration_shows_the_prediction() -> None:
 
 def test_line_shows_how_far_a_measured_plan_is_from_the_bound() -> None:
     bounded = {"step_s": 0.45, "lower_bound_s": 0.36}
-    assert step_record(**bounded, cost_source="measured").line(1).endswith("<2>,<1,1> | within 25.0% of optimal")
+    assert step_record(**bounded, cost_source="measured").line(1).endswith("<2> <1x2> | within 25.0% of optimal")
     # guessed costs say nothing, and no bound is no gap
     for estimate in (bounded, {"step_s": 0.45, "cost_source": "measured"}):
-        assert step_record(**estimate).line(1).endswith("<2>,<1,1>")
+        assert step_record(**estimate).line(1).endswith("<2> <1x2>")
 
 
 def test_line_of_a_plan_that_replaced_another_says_so() -> None:
     solver = "greedy in the place of a late one"
-    assert step_record(solver=solver).line(1).endswith(f"<2>,<1,1> | {solver}")
+    assert step_record(solver=solver).line(1).endswith(f"<2> <1x2> | {solver}")
 
 
 def test_line_of_one_micro_batch_is_in_the_singular() -> None:
@@ -113,12 +113,12 @@ def test_line_of_one_micro_batch_is_in_the_singular() -> None:
 def test_equal_neighbours_of_a_layout_are_folded() -> None:
     layout = [[(2, (0,))], [(1, (1,)), (1, (2,))], [(1, (3,))], [(1, (4,))], [(2, (5,))]]
     plan = plan_of(layout, [60, 9, 9, 8, 7, 50], 2)
-    runs = {"<2>,<2>,<1,1>,<1,1>,<1,1>": "<2>x2,<1,1>x3"}
-    assert runs[plan.layout] == folded_layout(plan)
+    runs = {"<2>,<2>,<1,1>,<1,1>,<1,1>": "<2> x2 <1x2> x3"}
+    assert runs[plan.layout] == plan.folded_layout
 
 
-def test_a_layout_of_one_micro_batch_stays_as_it_is() -> None:
-    assert folded_layout(plan_of([[(2, (0,)), (1, (1,))]], [9, 3], 4)) == "<2,1,1>"
+def test_equal_groups_of_one_micro_batch_are_folded() -> None:
+    assert plan_of([[(2, (0,)), (1, (1,))]], [9, 3], 4).folded_layout == "<2,1x2>"
 
 
 def test_samples_are_this_ranks_chunks_with_whole_chunk_sizes() -> None:
