@@ -120,6 +120,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "degrees": [1, 2],
         "method": "ring",
         "stages": 2,
+        "interleave": 2,
         "parameters": "sharded",
         "shard_ranks": 2,
         "solver": "static",
@@ -199,3 +200,8 @@ def test_stages_are_a_number_or_auto(given, found) -> None:
 def test_other_stages_are_refused(given) -> None:
     with pytest.raises(ValueError, match="give a number of pipeline stages, 1 for none, or 'auto'"):
         LongContextConfig(stages=given)
+
+
+def test_no_layer_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="interleave is 0; give the layer ranges of every pipeline stage, 1 for one each"):
+        LongContextConfig(interleave=0)

@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from helpers.plans.plan_cases import cost_model, lognormal_lengths
+from helpers.plans.plan_cases import COST_KINDS, cost_model, lognormal_lengths
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
@@ -30,10 +32,10 @@ CASES = {
 }
 
 
-def setup(num_stages: int, costs: CostModel, config: PlannerConfig) -> StageSetup:
-    """The whole model's layers on so many stages, and the degrees that fit into one."""
+def setup(num_stages: int, num_parts: int, costs: CostModel, config: PlannerConfig) -> StageSetup:
+    """The whole model's layers on so many stages, in so many ranges each, and the degrees that fit into one."""
     degrees = tuple(d for d in DEGREES if d <= costs.cluster.num_ranks // num_stages)
-    parts = stage_parts(costs.model, num_stages) if num_stages > 1 else ()
+    parts = stage_parts(costs.model, num_stages, num_parts) if num_stages > 1 else ()
     return StageSetup(costs, replace(config, degrees=degrees, stages=parts))
 
 
@@ -103,7 +105,7 @@ def test_the_choice_is_within_3_percent_of_everything(num_ranks: int, kind: str,
     costs, lengths = cost_model(kind, num_ranks), CASES[case]
     best = exhaustive_s(lengths, costs)
     counts = stage_counts(num_ranks, costs.model.num_layers, DEGREES)
-    options = stage_options(lengths, counts, lambda count: setup(count, costs, PLENTY))
+    options = stage_options(lengths, counts, lambda *numbers: setup(*numbers, costs, PLENTY))
     assert {option.num_stages for option in options} == set(best)
     for option in options:
         assert option.step_s <= 1.03 * best[option.num_stages]
@@ -114,8 +116,8 @@ def test_a_model_that_one_rank_cannot_hold_gets_stages() -> None:
     costs = cost_model("attention", 4)
     device_bytes = costs.state_bytes
 
-    def within(count: int) -> StageSetup:
-        found = setup(count, costs, PlannerConfig(1000, DEGREES))
+    def within(count: int, num_parts: int) -> StageSetup:
+        found = setup(count, num_parts, costs, PlannerConfig(1000, DEGREES))
         held = most_held_bytes(costs.model, found.config.stages, "replicated", 1) if count > 1 else costs.state_bytes
         return replace(found, config=replace(found.config, activations=ActivationBudget(0, device_bytes - held, 0)))
 
@@ -128,21 +130,62 @@ def test_a_model_that_one_rank_cannot_hold_gets_stages() -> None:
 def test_longer_sequences_than_there_is_room_for_count_as_that_long() -> None:
     costs = cost_model("linear", 2)
     with pytest.raises(ValueError, match="sequence 0 has 5000 tokens"):
-        stage_options([5000], [1, 2], lambda count: setup(count, costs, PlannerConfig(10, DEGREES)))
-    options = stage_options([5000], [1, 2], lambda count: replace(setup(count, costs, PLENTY), longest_tokens=12))
+        stage_options([5000], [1, 2], lambda *numbers: setup(*numbers, costs, PlannerConfig(10, DEGREES)))
+    options = stage_options([5000], [1, 2], lambda *numbers: replace(setup(*numbers, costs, PLENTY), longest_tokens=12))
     assert {option.plan.lengths for option in options} == {(12,)}
 
 
 def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_named() -> None:
     costs, asked = cost_model("linear", 4), []
 
-    def slower(count: int) -> StageSetup:
+    def slower(count: int, num_parts: int) -> StageSetup:
         asked.append(count)
         if count in (1, 7):
             raise ValueError(f"not {count} stages")
-        return replace(setup(2, costs, PLENTY), longest_tokens=100 * count)
+        return replace(setup(2, num_parts, costs, PLENTY), longest_tokens=100 * count)
 
     found = stage_options([5000], [1, 2, 4, 3, 5, 6], slower, most_slower=2)
     assert asked == [1, 2, 4, 3] and [option.num_stages for option in found] == [2, 3, 4]
     with pytest.raises(ValueError, match="not 1 stages"):
         stage_options([5000], [1, 7], slower)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=12), st.sampled_from(COST_KINDS), st.integers(2, 3))
+def test_interleaving_is_chosen_only_where_it_is_predicted_faster(lengths: list[int], kind: str, interleave: int) -> None:
+    costs = deeper(cost_model(kind, 4))
+    plain = stage_options(lengths, [2, 4], lambda *numbers: setup(*numbers, costs, PLENTY))
+    found = stage_options(lengths, [2, 4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=interleave)
+    assert found[0].step_s <= plain[0].step_s
+    assert {option.num_parts for option in plain} == {1}
+    # the options without it are those of a run without it
+    assert [option.step_s for option in found if option.num_parts == 1] == [option.step_s for option in plain]
+    if found[0].num_parts > 1:
+        assert found[0].step_s < plain[0].step_s
+        assert {action.part for stage in found[0].plan.micro_batches[0].groups[0].stages for action in stage.actions} == set(
+            range(interleave)
+        )
+
+
+def test_interleaving_divides_the_idle_time_of_few_whole_sequences() -> None:
+    costs = deeper(cost_model("fixed", 4))
+    costs = replace(costs, coefficients=replace(costs.coefficients, step_s=0.0))
+    plain, found = (
+        stage_options([400] * 4, [4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=parts)[0] for parts in (1, 2)
+    )
+    assert found.num_parts == 2 and found.step_s < 0.97 * plain.step_s
+
+
+def test_interleaving_does_not_count_where_sequences_would_have_to_be_shorter_for_it() -> None:
+    costs = deeper(cost_model("linear", 2))
+
+    def short(count: int, num_parts: int) -> StageSetup:
+        return replace(setup(count, num_parts, costs, PLENTY), longest_tokens=5000 // num_parts)
+
+    assert {option.num_parts for option in stage_options([4000], [2], short, interleave=2)} == {1}
+    assert {option.num_parts for option in stage_options([2500], [2], short, interleave=2)} == {1, 2}
+
+
+def deeper(costs: CostModel) -> CostModel:
+    """The cost model of a model with layers for several ranges per stage."""
+    return replace(costs, model=replace(costs.model, num_layers=12, windows=costs.model.windows * 3))

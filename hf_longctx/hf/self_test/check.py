@@ -94,7 +94,7 @@ class SelfTest:
             return None
         # sharding gives the class another one
         name = type(base_of(model)).__name__
-        boundaries = [ranges[0].first_layer for ranges in setup.ranges]
+        boundaries = sorted(layers.first_layer for ranges in setup.ranges for layers in ranges)
         elements = num_elements(model, boundaries)
         # a stage is cut from a second copy
         num_cut = int(setup.num_stages > 1)

@@ -27,7 +27,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
-from hf_longctx.plan.pipeline.orders import pipelined
+from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 
 # of the documents of `probe_lengths`: those that one group packs, the long one last, and those that are alone on their ranks
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)
@@ -51,27 +51,33 @@ def probe_lengths(long_tokens: int) -> tuple[int, ...]:
 
 
 def probe_plans(
-    lengths: Sequence[int], costs: CostModel, config: PlannerConfig, num_layers: Sequence[int], has_policies: bool
+    lengths: Sequence[int], costs: CostModel, config: PlannerConfig, num_layers: Sequence[Sequence[int]], has_policies: bool
 ) -> tuple[ProbePlan, ...]:
     """The plans for documents of `probe_lengths` on a run of these costs and limits.
 
-    num_layers: of every stage of the model that runs them. has_policies: whether activation policies may be planned. Slices
-    are there where plans may have them: under policies, and in pipelines.
+    num_layers: layers in every range of every stage of the model that runs them. has_policies: whether activation policies may be
+    planned. Slices are there where plans may have them: under policies, and in pipelines.
     """
     ranks_per_stage = costs.cluster.num_ranks // len(num_layers)
     cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
     degree = max(degree for degree in config.degrees if degree <= ranks_per_stage)
     shapes = group_shapes(degree, costs.method, costs.model, cluster) or (GroupShape(1),)
-    firsts = [0, *accumulate(num_layers)]
-    parts = [(LayerRange(first, count),) for first, count in zip(firsts, num_layers, strict=False)]
+    parts = _layer_ranges(num_layers)
     whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
     probes = [ProbePlan(_name(shape), _plan(_group(shape, whole), lengths, ranks_per_stage, parts, costs)) for shape in shapes]
     if has_policies or len(num_layers) > 1:
         shape = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
         plan = _plan(_group(shape, _slices(lengths)), lengths, ranks_per_stage, parts, costs)
-        name = f"slices, {_name(shape)}"
+        name = f"slices, {_name(shape)}" + (", interleaved" if len(parts[0]) > 1 else "")
         probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
     return tuple(probes)
+
+
+def _layer_ranges(num_layers: Sequence[Sequence[int]]) -> list[tuple[LayerRange, ...]]:
+    """Ranges of these many layers for every stage: the first range of every stage, then the second, and so on."""
+    counts = [of_stage[part] for part in range(len(num_layers[0])) for of_stage in num_layers]
+    ranges = [LayerRange(first, count) for first, count in zip([0, *accumulate(counts)], counts, strict=False)]
+    return [tuple(ranges[stage :: len(num_layers)]) for stage in range(len(num_layers))]
 
 
 def _name(shape: GroupShape) -> str:
@@ -103,7 +109,8 @@ def _plan(
     costs: CostModel,
 ) -> StepPlan:
     """The group, then the lone documents on the first and the last rank; ranks without any run dummy chunks in the same order."""
-    group = pipelined(group, parts)
+    schedule: Schedule = "interleaved" if len(parts[0]) > 1 else "elastic"
+    group = pipelined(group, parts, schedule)
     # under sharded parameters all ranks run the same order of kinds
     idle = [
         SequenceGroup((position,), "local", tuple(Chunk(chunk.index) for chunk in group.chunks), group.stages)
@@ -113,7 +120,9 @@ def _plan(
     for place, sequence in enumerate(LONE):
         members[(num_ranks - 1) * place].append(sequence)
     lone = [
-        pipelined(SequenceGroup((position,), "local", (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in each)),), ()), parts)
+        pipelined(
+            SequenceGroup((position,), "local", (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in each)),), ()), parts, schedule
+        )
         for position, each in members.items()
     ]
     return validate_plan(
@@ -134,8 +143,12 @@ def _recomputed(plan: StepPlan) -> StepPlan:
     shares = (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
 
     def with_policies(stage: StagePlan, num_chunks: int) -> StagePlan:
-        layers = (LayerPolicy(shares),) * stage.num_layers
-        return replace(stage, activations=tuple(ActivationPolicy(i, 0, layers, _TILE_TOKENS) for i in range(num_chunks)))
+        policies = (
+            ActivationPolicy(chunk, part, (LayerPolicy(shares),) * layers.num_layers, _TILE_TOKENS)
+            for part, layers in enumerate(stage.parts)
+            for chunk in range(num_chunks)
+        )
+        return replace(stage, activations=tuple(policies))
 
     micro_batches = tuple(
         MicroBatch(

@@ -135,7 +135,7 @@ def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[
 
 
 def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:
-    """The first layer of every kind, one of every stage, and two at least if there are."""
+    """The first layer of every kind, one of every layer range of a stage, and two at least if there are."""
     kinds: dict[Any, int] = {}
     for place, layer in enumerate(layers):
         kinds.setdefault((types[place], _kind(layer)), place)

@@ -101,10 +101,7 @@ class Specimen:
 
     def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
         """The plans that the copy runs."""
-        counts = [
-            sum(each.first_layer <= place < each.first_layer + each.num_layers for place in self.layers for each in ranges)
-            for ranges in self.setup.ranges
-        ]
+        counts = [self._kept_layers(stage) for stage in range(self.setup.num_stages)]
         return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, self.setup.planner.activations is not None)
 
     def plain(self, rows: Rows, members: Sequence[int] | None = None) -> CopyRun:
@@ -145,6 +142,12 @@ class Specimen:
         own = {site: module for site, module in self._own_sites.items() if site != EMBEDDING}
         return CopyRun(float(result.loss), self._take_gradients(self.stage.model, 1), trace, self._places(self.stage.model, own))
 
+    def _kept_layers(self, stage: int) -> tuple[int, ...]:
+        """Layers of the copy in every layer range of a stage."""
+        return tuple(
+            sum(place - each.first_layer in range(each.num_layers) for place in self.layers) for each in self.setup.ranges[stage]
+        )
+
     def _cut(self) -> tuple[StageModel, dict[int, Any]]:
         """This rank's stage of another copy, and the embedding and layers that it has."""
         model, ranges, stage = copy.deepcopy(self.model), self.setup.ranges, self.pool.stage
@@ -153,7 +156,7 @@ class Specimen:
         _, layers = decoder_layers(model)
         own = [place for place in self.layers for each in ranges[stage] if place - each.first_layer in range(each.num_layers)]
         sites |= {place: layers[place] for place in own}
-        return replace(stage_model(model, ranges, stage), attention_layers=(len(own),)), sites
+        return replace(stage_model(model, ranges, stage), attention_layers=self._kept_layers(stage)), sites
 
     def _forwards(self, plan: StepPlan) -> list[list[Part]]:
         """The tokens of this rank in every forward, in the order of its plan."""

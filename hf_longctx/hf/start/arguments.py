@@ -12,7 +12,7 @@ from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
-from hf_longctx.hf.start.stages import loaded_ranges
+from hf_longctx.hf.start.stages import Ranges, loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, trl_class
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import check_degrees
@@ -254,7 +254,13 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
     num_loaded = len(loaded or ())
     differs = f"the model was loaded as one of {num_loaded} stages, but stages is {config.stages!r}; load it with the same number"
     if config.stages == 1:
-        return [] if loaded is None else [differs]
+        problems = [] if loaded is None else [differs]
+        if config.interleave > 1:
+            problems.append(
+                f"interleave={config.interleave} divides pipeline stages into layer ranges, but stages is 1; set stages=2 or "
+                f"more, or leave interleave out"
+            )
+        return problems
     problems = [
         f"{name}={getattr(config, name)!r} has no effect on pipeline stages; leave it out"
         for name, default in (("solver", "auto"), ("node_aligned", True))
@@ -271,12 +277,34 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
     if config.stages != "auto" and num_ranks % config.stages:
         problems.append(f"stages={config.stages} does not divide the {num_ranks} ranks of the run; choose a divisor")
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    problems += _interleave_problems(config, num_layers, loaded)
     if config.stages != "auto" and config.stages > num_layers:
         problems.append(f"stages={config.stages} are more than the model's {num_layers} layers; use at most {num_layers}")
     elif loaded is None:
         problems += stage_problems(model)
     elif config.stages != num_loaded:
         problems.append(differs)
+    return problems
+
+
+def _interleave_problems(config: LongContextConfig, num_layers: int, loaded: Ranges | None) -> list[str]:
+    """What does not go with several layer ranges per stage, where there are stages."""
+    problems = []
+    if config.interleave > 1 and config.parameters == "gathered_per_round":
+        problems.append(
+            f"interleave={config.interleave} needs parameters='replicated', not {config.parameters!r}, whose shards are freed "
+            f"with the last backward of a whole stage; leave one of them out"
+        )
+    if config.stages != "auto" and config.stages <= num_layers < config.stages * config.interleave:
+        problems.append(
+            f"stages={config.stages} of interleave={config.interleave} layer ranges each are more than the model's {num_layers} "
+            f"layers; use interleave={num_layers // config.stages} or less"
+        )
+    if loaded is not None and (found := len(loaded[0])) != config.interleave:
+        problems.append(
+            f"the model was loaded in {found} layer range(s) per stage, but interleave is {config.interleave}; load it with the "
+            f"same number"
+        )
     return problems
 
 

@@ -120,22 +120,25 @@ def planning_setup(
     if (loaded := loaded_ranges(model)) is not None or config.stages == 1:
         return _setup_for(loaded or balanced_ranges(costs, 1, ()), costs, config, model, args, degrees, max_length, control)
     lengths = sampled_lengths(dataset, max_length, control)
-    setups: dict[int, PlanningSetup] = {}
+    setups: dict[tuple[int, int], PlanningSetup] = {}
 
-    def setup_of(count: int) -> StageSetup:
+    def setup_of(count: int, num_parts: int) -> StageSetup:
         # ranks of other devices may count on other costs
-        ranges = gather_objects(balanced_ranges(costs, count, lengths), control)[0]
-        setups[count] = setup = _setup_for(ranges, costs, config, model, args, degrees, max_length, control)
+        ranges = gather_objects(balanced_ranges(costs, count, lengths, num_parts), control)[0]
+        setup = _setup_for(ranges, costs, config, model, args, degrees, max_length, control)
+        setups[count, num_parts] = setup
         return StageSetup(setup.costs, setup.planner, setup.room_tokens)
 
-    if config.stages != "auto":
-        setup_of(int(config.stages))
-        return setups[int(config.stages)]
+    if config.stages != "auto" and config.interleave == 1:
+        setup_of(int(config.stages), 1)
+        return setups[int(config.stages), 1]
     per_step = max(1, args.per_device_train_batch_size * args.world_size)
     batch = list(itertools.islice(itertools.cycle(lengths), per_step))
-    best = stage_options(batch, stage_counts(args.world_size, spec.num_layers, degrees), setup_of)[0]
+    is_auto = config.stages == "auto"
+    counts = stage_counts(args.world_size, spec.num_layers, degrees) if is_auto else [int(config.stages)]
+    best = stage_options(batch, counts, setup_of, interleave=config.interleave)[0]
     # one rank decides for all: planning is deterministic, but costs nothing to agree on
-    return setups[gather_objects(best.num_stages, control)[0]]
+    return setups[gather_objects((best.num_stages, best.num_parts), control)[0]]
 
 
 def _setup_for(
@@ -286,6 +289,8 @@ def opening_line(setup: PlanningSetup, args: TrainingArguments, model: Any) -> s
     line = f"attention: torch's own for whole documents, {name} for tiles of rings, slices and replayed layers"
     if spec.caps_scores or spec.value_head_dim:
         line = f"attention: {name} for all tiles"
+    if (num_parts := len(setup.ranges[0])) > 1:
+        line = f"{line} | {setup.num_stages} stages interleaved, {num_parts} layer ranges each"
     if (budget := setup.planner.activations) is None:
         return f"{line} | everything is kept, up to {setup.planner.tokens_per_rank:,} tokens on a rank"
     host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""

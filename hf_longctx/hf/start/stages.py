@@ -48,8 +48,11 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
     return tuple(found)
 
 
-def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int]) -> Ranges:
-    """The layers of every stage for sequences of such lengths: the head with the loss counts as layers of its seconds."""
+def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], num_parts: int = 1) -> Ranges:
+    """Layers of every stage, in `num_parts` ranges each, balanced for sequences of such lengths.
+
+    The head with the loss counts as the layers that take as many seconds. Raises ValueError where there are too few layers.
+    """
     if num_stages == 1:
         return ((LayerRange(0, costs.model.num_layers),),)
     chunk, shape = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths))), GroupShape(1)
@@ -66,8 +69,8 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int]) -
     head_s = sum(per_token.part_s(chunk, shape, is_backward, 0, has_head=True) for is_backward in (False, True))
     if layer_s <= 0:
         # a fit to very small chunks may find nothing but constants
-        return layer_ranges(costs.model.num_layers, num_stages)
-    return layer_ranges(costs.model.num_layers, num_stages, head_layers=head_s / layer_s)
+        return layer_ranges(costs.model.num_layers, num_stages, num_parts)
+    return layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=head_s / layer_s)
 
 
 def load_pipeline_stage(
@@ -76,8 +79,9 @@ def load_pipeline_stage(
     """This rank's stage of the checkpoint in a local `folder`, for a trainer with the same `config`; of one stage all of it.
 
     No rank reads or holds the weights of another stage, but for an embedding that the head is tied to. Layers are split by
-    operation counts for sequences of `max_length`. `settings` go to `from_pretrained`. Not collective, but every rank must call
-    it. Raises ValueError for stages "auto", which a trainer chooses by its data, and as `load_stage`.
+    operation counts for sequences of `max_length`, into `interleave` ranges per stage. `settings` go to `from_pretrained`. Not
+    collective, but every rank must call it. Raises ValueError for stages "auto", which a trainer chooses by its data, and as
+    `load_stage`.
 
     Example:
 
@@ -98,11 +102,14 @@ def load_pipeline_stage(
     if state.num_processes % config.stages:
         raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")
     spec = ModelSpec.from_config(checkpoint.get_text_config().to_dict())
-    if config.stages > spec.num_layers:
-        raise ValueError(f"stages is {config.stages}, more than the checkpoint's {spec.num_layers} layers; use fewer")
+    if config.stages * config.interleave > spec.num_layers:
+        raise ValueError(
+            f"stages={config.stages} of interleave={config.interleave} layer range(s) each are more than the checkpoint's "
+            f"{spec.num_layers} layers; use fewer"
+        )
     cluster = cluster_spec(state.device, state.num_processes, min(launch.ranks_per_node, state.num_processes))
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
-    ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions])
+    ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions], config.interleave)
     model = load_stage(folder, ranges, own_stage(config.stages), dtype, **settings)
     setattr(model, RANGES, ranges)
     return model

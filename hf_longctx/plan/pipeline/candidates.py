@@ -96,7 +96,9 @@ class PipelineStep:
 
     def __init__(self, lengths: Sequence[int], costs: CostModel, parts: Parts, config: PlannerConfig, schedule: Schedule) -> None:
         num_stages, cluster = len(parts), costs.cluster
-        self.parts, self.config, self.schedule, self.num_stages = parts, config, schedule, num_stages
+        self.parts, self.config, self.num_stages = parts, config, num_stages
+        # several layer ranges per stage run in one order alone
+        self.schedule: Schedule = schedule if len(parts[0]) == 1 else "interleaved"
         self.ranks_per_stage = per_stage = cluster.num_ranks // num_stages
         # groups lie inside a stage
         self.costs = costs = replace(costs, cluster=replace(cluster, num_ranks=per_stage))
@@ -214,7 +216,8 @@ class PipelineStep:
             if num_chunks * self.ranks_per_stage > _MOST_CHUNKS * group.degree and found:
                 continue
             slot_s = min(target_s, work_s / num_chunks) + rates.chunk_s
-            estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s
+            # a stage of several layer ranges waits for chunks on one of them
+            estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s / len(self.parts[0])
             held = min(tokens, longest + (self.num_stages - 1) * tokens / num_chunks) / group.degree
             estimate_s += self.room.added_s([held / _ROUGH], work_s)
             found.append(Cut(estimate_s, num_chunks, num_slices, target_s))

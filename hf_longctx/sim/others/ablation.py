@@ -126,10 +126,10 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
     """All four in one plan, at the best number of stages: they are tried one after the other until two in a row are slower."""
 
-    def setup_of(count: int) -> StageSetup:
+    def setup_of(count: int, num_parts: int) -> StageSetup:
         if count == 1:
             return StageSetup(machine.costs, machine.config)
-        costs, ranges = machine.staged_costs(count), stage_parts(machine.costs.model, count)
+        costs, ranges = machine.staged_costs(count), stage_parts(machine.costs.model, count, num_parts)
         degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // count)
         budget = machine.budget(costs, ranges, machine.host_bytes)
         most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
@@ -163,7 +163,7 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
     return AblationRow("lent stages", lending.lent_s, text, is_step=False)
 
 
-def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int], StageSetup]) -> AblationRow:
+def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int], StageSetup]) -> AblationRow:
     """The planner's plan at the best of these numbers of stages."""
     try:
         best = stage_options(lengths, counts, setup_of, _GIVEN_UP)[0]
@@ -178,7 +178,7 @@ def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
     if kept < 1:
         return AblationRow("FlexSP alone", 0.0, "states leave no room for a token with everything kept")
     config = replace(machine.config, activations=None, tokens_per_rank=kept)
-    return _chosen("FlexSP alone", lengths, [1], lambda _: StageSetup(machine.costs, config))
+    return _chosen("FlexSP alone", lengths, [1], lambda *_: StageSetup(machine.costs, config))
 
 
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers.models.models import ModelCase, build_model
+from helpers.models.models import ModelCase, build_model, reference_step
 from helpers.plans.steps import whole
 from packaging.version import Version
 from transformers import TrainerCallback, TrainingArguments, get_scheduler
@@ -24,6 +25,54 @@ resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"
 
 # plain trainings that were run before, with which several runs are compared
 _KNOWN_TRAININGS: dict[str, tuple[list[float], dict[str, Any]]] = {}
+
+
+Rows = list[dict[str, list[int]]]
+
+
+@dataclass
+class RecordedStep:
+    """Loss and gradients of one optimizer step, and what its plan had: layer ranges of a stage, actions with helpers."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    parts: set[int]
+    num_lent: int
+
+
+class StepRecorder:
+    """Steps of a training of one plan each, in full precision."""
+
+    def __init__(self) -> None:
+        self.steps: list[RecordedStep] = []
+
+    def attach(self, trainer: LongContextTrainer) -> None:
+        original = trainer._report.step_done
+
+        def step_done(plan: Any, result: Any) -> None:
+            groups = [group for each in plan.micro_batches for group in each.groups]
+            actions = [action for group in groups for stage in group.stages for action in stage.actions]
+            gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+            parts, num_lent = {action.part for action in actions}, sum(bool(action.helpers) for action in actions)
+            self.steps.append(RecordedStep(float(result.loss), gradients, parts, num_lent))
+            original(plan, result)
+
+        trainer._report.step_done = step_done
+
+
+def plain_steps(
+    case: ModelCase, rows: Rows, num_steps: int, learning_rate: float = 1e-2
+) -> tuple[list[tuple[float, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """Loss and gradients of steps of plain gradient descent on all rows, one document at a time, and the last weights."""
+    model = build_model(case)
+    steps = []
+    for _ in range(num_steps):
+        loss, gradients = reference_step(model, rows)
+        steps.append((loss, gradients))
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                model.get_parameter(name).sub_(learning_rate * gradient)
+    return steps, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 class LossRecorder(TrainerCallback):

@@ -17,7 +17,7 @@ MODEL = ModelSpec(8, 32, 48, 4, 2, 8, 64, 512)
 LENGTHS = probe_lengths(61)
 
 
-def probes(num_ranks: int, num_layers: tuple[int, ...] = (2,), has_policies: bool = True, degrees=(), **costs):
+def probes(num_ranks: int, num_layers: tuple[tuple[int, ...], ...] = ((2,),), has_policies: bool = True, degrees=(), **costs):
     cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_CPU)
     priced = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster))
     ranks_per_stage = num_ranks // len(num_layers)
@@ -35,8 +35,9 @@ def probes(num_ranks: int, num_layers: tuple[int, ...] = (2,), has_policies: boo
         (2, {"degrees": (1,)}, ["one rank", "slices, one rank, recomputed"]),
         (4, {"has_policies": False}, ["ulysses of 4", "hybrid of 4 in blocks of 2", "ring of 4"]),
         (4, {"degrees": (1, 3)}, ["ring of 3", "slices, one rank, recomputed"]),
-        (4, {"num_layers": (1, 3), "method": "ulysses"}, ["ulysses of 2", "slices, ulysses of 2, recomputed"]),
-        (2, {"num_layers": (1, 1), "method": "ulysses", "has_policies": False}, ["one rank", "slices, one rank"]),
+        (4, {"num_layers": ((1,), (3,)), "method": "ulysses"}, ["ulysses of 2", "slices, ulysses of 2, recomputed"]),
+        (2, {"num_layers": ((1,), (1,)), "method": "ulysses", "has_policies": False}, ["one rank", "slices, one rank"]),
+        (2, {"num_layers": ((1, 1), (1, 1)), "method": "ulysses"}, ["one rank", "slices, one rank, interleaved, recomputed"]),
         (
             8,
             {"parameters": "sharded", "shard_ranks": 4},
