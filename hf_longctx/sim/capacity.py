@@ -10,6 +10,7 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.capacity import most_tokens
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # token tile of norms, MLP and loss, as a run's default
 TILE_TOKENS = 2048
@@ -39,7 +40,7 @@ class MemoryModel:
     @classmethod
     def by_formula(cls, model: ModelSpec, device_bytes: int) -> MemoryModel:
         """Without measurements: the model's own formula for saved tensors, and four fifths of the device."""
-        return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), model.saved_bytes_per_token)
+        return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), saved_token_bytes(model))
 
     @property
     def is_measured(self) -> bool:
@@ -200,7 +201,7 @@ def _changes(memory: MemoryModel, placement: Placement) -> Sequence[tuple[str, M
         changes.append((f"states sharded over all ranks: --shard-ranks {num_ranks}", memory, whole))
     if memory.model.bytes_per_element > 2 and not memory.is_measured:
         model = replace(memory.model, bytes_per_element=2)
-        halved = replace(memory, model=model, saved_bytes_per_token=model.saved_bytes_per_token)
+        halved = replace(memory, model=model, saved_bytes_per_token=saved_token_bytes(model))
         changes.append(("weights and activations in bf16: --dtype bfloat16", halved, placement))
     more = wider_job(memory, placement, 2 * num_ranks, now + 1)
     changes.append((f"{more.num_ranks // num_ranks} times the ranks: --gpus {more.num_ranks}", memory, more))

@@ -161,7 +161,7 @@ CASES = {
 # what another width changes: what stays fp32 in norms and loss, tiles, shares on the host, heads, packs
 HALF_WIDTH = [
     *("recomputed-loss", "recomputed-qwen3", "tiles-mlp", "tiles-hidden", "host", "mlp-kept", "qkv-cut-heads"),
-    *("plain-mlp", "plain-packed"),
+    *("plain-mlp", "plain-packed", "plain-qwen3"),
 ]
 
 

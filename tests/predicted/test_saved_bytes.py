@@ -21,7 +21,13 @@ from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
-from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, class_bytes, held_bytes, plain_layer_bytes
+from hf_longctx.plan.memory.saved_tensors import (
+    checkpointed_layer_bytes,
+    class_bytes,
+    held_bytes,
+    plain_layer_bytes,
+    saved_token_bytes,
+)
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
@@ -109,8 +115,11 @@ def layer_bytes(family: str, dtype: torch.dtype, prepare: Callable[[Any], None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_layers_save_what_is_predicted(family: str, dtype: torch.dtype) -> None:
-    measured = layer_bytes(family, dtype, lambda model: None)
-    assert measured == pytest.approx(plain_layer_bytes(spec(dtype, family)), rel=0.01)
+    measured, one = layer_bytes(family, dtype, lambda model: None), spec(dtype, family)
+    assert measured == pytest.approx(plain_layer_bytes(one), rel=0.01)
+    # what decides how many tokens are wholly kept counts a layer by the same bytes
+    longer = replace(one, num_layers=one.num_layers + 3)
+    assert (saved_token_bytes(longer) - saved_token_bytes(one)) / 3 == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

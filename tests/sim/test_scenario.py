@@ -145,9 +145,9 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     message = str(error.value)
     assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 192.5 GiB" in message
     assert "59.6 of 74.5 GiB" in message
-    assert "4 times the ranks: --gpus 8 (up to 1,656 tokens)" in message
+    assert "4 times the ranks: --gpus 8 (up to 1,432 tokens)" in message
     # the remedy that it names works
-    assert build_scenario(Request("qwen3-32b", "h100", 8)).longest_tokens == 1656
+    assert build_scenario(Request("qwen3-32b", "h100", 8)).longest_tokens == 1432
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.sim_cases import MEMORY, MODEL
 
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.sim.capacity import MemoryModel, Placement, remedies, rooms, wider_job
 
 # weights and gradients of 4 bytes, two moments of 4 bytes
@@ -18,19 +19,19 @@ SHARDED = replace(REPLICATED, parameters="sharded", shard_ranks=4)
 
 
 def test_the_model_of_these_tests_has_the_numbers_of_its_comment() -> None:
-    assert (MODEL.num_parameters, MODEL.saved_bytes_per_token) == (1312, 1440)
+    assert (MODEL.num_parameters, saved_token_bytes(MODEL)) == (1312, 1296)
     assert MEMORY.usable_bytes == 80_000
 
 
 def test_tokens_fill_what_the_states_leave() -> None:
-    # 80,000 - 20,992 = 59,008 bytes, 40 tokens of 1,440 and some rest
+    # 80,000 - 20,992 = 59,008 bytes, 45 tokens of 1,296 and some rest
     assert MEMORY.state_bytes("replicated", 1) == WHOLE
-    assert MEMORY.tokens_per_rank("replicated", 1) == 40
+    assert MEMORY.tokens_per_rank("replicated", 1) == 45
     # 80,000 - 20,992 / 4 - 10,496 = 64,256 bytes
     assert MEMORY.state_bytes("sharded", 4) == WHOLE // 4 + GATHERED
-    assert MEMORY.tokens_per_rank("sharded", 4) == 44
-    assert MEMORY.rank_bytes(44, "sharded", 4) == 15_744 + 44 * 1440 <= MEMORY.usable_bytes
-    assert MEMORY.rank_bytes(45, "sharded", 4) > MEMORY.usable_bytes
+    assert MEMORY.tokens_per_rank("sharded", 4) == 49
+    assert MEMORY.rank_bytes(49, "sharded", 4) == 15_744 + 49 * 1296 <= MEMORY.usable_bytes
+    assert MEMORY.rank_bytes(50, "sharded", 4) > MEMORY.usable_bytes
 
 
 def test_states_that_do_not_fit_leave_no_tokens() -> None:
@@ -47,10 +48,10 @@ def test_measured_states_are_bytes_per_parameter_shared_by_the_ranks() -> None:
 
 
 def test_the_longest_sequence_fills_the_largest_group() -> None:
-    assert REPLICATED.longest_tokens(MEMORY) == 4 * 40
-    assert replace(REPLICATED, degrees=(1, 2)).longest_tokens(MEMORY) == 2 * 40
+    assert REPLICATED.longest_tokens(MEMORY) == 4 * 45
+    assert replace(REPLICATED, degrees=(1, 2)).longest_tokens(MEMORY) == 2 * 45
     assert replace(REPLICATED, max_tokens_per_rank=7).longest_tokens(MEMORY) == 4 * 7
-    assert replace(REPLICATED, max_tokens_per_rank=7000).longest_tokens(MEMORY) == 4 * 40
+    assert replace(REPLICATED, max_tokens_per_rank=7000).longest_tokens(MEMORY) == 4 * 45
 
 
 def lengths_by_remedy(placement: Placement, memory: MemoryModel = MEMORY) -> dict[str, int]:
@@ -61,30 +62,30 @@ def lengths_by_remedy(placement: Placement, memory: MemoryModel = MEMORY) -> dic
 
 def test_every_remedy_is_computed_by_the_same_formula() -> None:
     assert lengths_by_remedy(REPLICATED) == {
-        # 160,000 - 20,992 bytes are 96 tokens on each of 4 ranks
-        "devices of 0 GiB": 4 * 96,
-        # a token of two-byte numbers: 2 * 320 + 10 * (2 + 12) = 780 bytes; states 1312 * (4 + 8)
-        "weights and activations in bf16: --dtype bfloat16": 4 * ((80_000 - 15_744) // 780),
-        "2 times the ranks: --gpus 8": 8 * 40,
-        "states sharded over 4 ranks: --parameters sharded": 4 * 44,
+        # 160,000 - 20,992 bytes are 107 tokens on each of 4 ranks
+        "devices of 0 GiB": 4 * 107,
+        # a token of two-byte numbers: 2 * 328 + 10 * (2 + 12) = 796 bytes; states 1312 * (4 + 8)
+        "weights and activations in bf16: --dtype bfloat16": 4 * ((80_000 - 15_744) // 796),
+        "2 times the ranks: --gpus 8": 8 * 45,
+        "states sharded over 4 ranks: --parameters sharded": 4 * 49,
     }
 
 
 def test_wider_groups_and_a_lifted_bound_are_remedies() -> None:
     found = lengths_by_remedy(replace(REPLICATED, degrees=(1, 2), max_tokens_per_rank=20))
-    assert found["leave --tokens-per-rank out"] == 2 * 40
+    assert found["leave --tokens-per-rank out"] == 2 * 45
     assert found["groups of up to 4 ranks: --degrees"] == 4 * 20
     # MODEL has four heads, so Ulysses stops at four of eight ranks
     eight = replace(REPLICATED, num_ranks=8, method="ulysses")
-    assert lengths_by_remedy(eight)["groups of up to 8 ranks: --method auto"] == 8 * 40
+    assert lengths_by_remedy(eight)["groups of up to 8 ranks: --method auto"] == 8 * 45
 
 
 def test_states_shared_by_a_few_ranks_may_be_shared_by_all() -> None:
-    # 80,000 - 20,992 / 2 - 10,496 = 59,008 bytes: 40 tokens, and 44 over all four ranks
+    # 80,000 - 20,992 / 2 - 10,496 = 59,008 bytes: 45 tokens, and 49 over all four ranks
     found = lengths_by_remedy(replace(SHARDED, shard_ranks=2))
-    assert found["states sharded over all ranks: --shard-ranks 4"] == 4 * 44
+    assert found["states sharded over all ranks: --shard-ranks 4"] == 4 * 49
     # eight ranks that share states by two as before
-    assert found["2 times the ranks: --gpus 8"] == 8 * 40
+    assert found["2 times the ranks: --gpus 8"] == 8 * 45
 
 
 def test_a_measured_model_is_not_offered_another_number_format() -> None:
@@ -98,9 +99,9 @@ def test_a_change_that_gains_nothing_is_no_remedy() -> None:
 
 
 def test_ranks_are_doubled_until_a_sequence_fits() -> None:
-    # replicated: 40 tokens on each rank
-    assert wider_job(MEMORY, REPLICATED, 8, 320).num_ranks == 8
-    assert wider_job(MEMORY, REPLICATED, 8, 321).num_ranks == 16
+    # replicated: 45 tokens on each rank
+    assert wider_job(MEMORY, REPLICATED, 8, 360).num_ranks == 8
+    assert wider_job(MEMORY, REPLICATED, 8, 361).num_ranks == 16
     # no number of ranks helps states that are whole on each; the search ends
     tiny = replace(MEMORY, usable_bytes=100)
     assert wider_job(tiny, REPLICATED, 8, 1).longest_tokens(tiny) == 0
@@ -119,7 +120,7 @@ def test_rooms_compare_all_ways_of_keeping_the_states() -> None:
         "sharded": WHOLE // 4 + GATHERED,
         "gathered_per_round": WHOLE // 4 + GATHERED,
     }
-    assert [(room.tokens_per_rank, room.longest_tokens) for room in found.values()] == [(40, 160), (44, 176), (44, 176)]
+    assert [(room.tokens_per_rank, room.longest_tokens) for room in found.values()] == [(45, 180), (49, 196), (49, 196)]
     assert {room.parameters: room.state_bytes for room in rooms(MEMORY, replace(SHARDED, shard_ranks=2))}["sharded"] == 20_992
 
 
@@ -127,6 +128,6 @@ def test_a_single_rank_has_one_way_to_keep_its_states() -> None:
     assert [room.parameters for room in rooms(MEMORY, Placement(1, "replicated", 1, (1,), "auto"))] == ["replicated"]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+@pytest.mark.parametrize("num_tokens", [0, 1, 45])
 def test_what_fits_by_one_function_fits_by_the_other(num_tokens: int) -> None:
     assert MEMORY.rank_bytes(num_tokens, "replicated", 1) <= MEMORY.usable_bytes

@@ -34,6 +34,7 @@ from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration
 from hf_longctx.plan.cost.traffic import group_shapes, mean_traffic
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.measure import ChunkBench, Timing, copy_rate, exchange_rates, neighbour_rate, probe_grid, target_seconds
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -216,7 +217,7 @@ def describe(
     calibration = ModelCalibration(
         model=spec_name(spec),
         coefficients=coefficients,
-        saved_bytes_per_token=spec.saved_bytes_per_token,
+        saved_bytes_per_token=saved_token_bytes(spec),
         usable_bytes=int(USABLE_SHARE * hardware.device_bytes),
     )
     prose = (

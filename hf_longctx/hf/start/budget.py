@@ -14,6 +14,7 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_held_bytes
 
 # of a machine's memory that its ranks may fill with saved tensors where nothing else is said
@@ -57,4 +58,4 @@ def activation_budget(
             f"host_gib is {config.host_gib} for each of {cluster.ranks_per_node} ranks of a node, which has "
             f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
         )
-    return ActivationBudget(left_bytes // spec.saved_bytes_per_token, left_bytes, host_bytes, config.tile_tokens)
+    return ActivationBudget(left_bytes // saved_token_bytes(spec), left_bytes, host_bytes, config.tile_tokens)

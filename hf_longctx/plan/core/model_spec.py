@@ -265,22 +265,6 @@ class ModelSpec:
         """Whether the head's weight is trained: its own, or a copy beside it."""
         return not self.adapters.is_there or self.adapters.last_parameters > 0
 
-    @property
-    def saved_bytes_per_token(self) -> int:
-        """Bytes kept for backward per token without recomputation, logits and their loss included.
-
-        HF eager modules around fused attention keep 16d + 4a + 4k + 8f + 4h bytes per layer at two bytes an element (d
-        hidden, a all query heads, k all KV heads, f intermediate, h heads; 4f without a gate; with values of another size the
-        mean of queries and outputs, and of keys and values); the loss keeps logits, their fp32 copy and its log-probabilities.
-        Tokens on their way to experts add `routed_elements`.
-        """
-        heads = 2 * (self.query_size + self.output_size) + 2 * self.kv_size
-        mlp = (8 if self.gated_mlp else 4) * self.intermediate_size
-        layer = 16 * self.hidden_size + heads + mlp + 4 * self.num_heads + 2 * self.routed_elements
-        logits = self.vocab_size * (self.bytes_per_element + 3 * max(4, self.bytes_per_element))
-        beside = self.latent_saved_bytes + self.adapters.layer_saved_bytes
-        return self.num_layers * (layer * self.bytes_per_element // 2 + beside) + logits
-
     def state_bytes(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
         """Bytes on a rank of weights, gradients and two fp32 Adam moments, which `shard_ranks` ranks share if sharded.
 

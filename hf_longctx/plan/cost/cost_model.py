@@ -228,10 +228,6 @@ class CostModel:
         chunk_s = self.coefficients.forward.chunk_s + self.coefficients.backward.chunk_s
         return chunk_s + self._exchange_s(0.0, shape)
 
-    def rank_bytes(self, num_tokens: int) -> int:
-        """Bytes on a rank that holds `num_tokens` tokens: weights, gradients, two fp32 Adam moments and saved tensors."""
-        return self.state_bytes + num_tokens * self.model.saved_bytes_per_token
-
     @property
     def state_bytes(self) -> int:
         """Bytes on a rank of weights, gradients and two fp32 Adam moments."""

@@ -51,6 +51,15 @@ def plain_layer_bytes(model: ModelSpec) -> int:
     return norms + qk_norms + heads + mlp + model.latent_saved_bytes + model.adapters.layer_saved_bytes
 
 
+def saved_token_bytes(model: ModelSpec) -> int:
+    """Bytes per token that all layers and the loss save for backward when nothing is recomputed.
+
+    The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these.
+    """
+    e = model.bytes_per_element
+    return model.num_layers * plain_layer_bytes(model) + model.vocab_size * (e + 3 * max(4, e))
+
+
 def checkpointed_layer_bytes(model: ModelSpec) -> int:
     """Bytes per token that one layer saves when it is replayed from its input, as Hugging Face does."""
     return class_bytes(model, "layer_input")

@@ -10,6 +10,7 @@ from hf_longctx.plan.core.sharding import is_shared, shard_tokens
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_in_flight, stage_state_bytes
 from hf_longctx.plan.prediction.lent_run import run_shared_pipeline
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns, check_action, near_ranks, run_pipeline
@@ -133,13 +134,14 @@ class _Run:
         # formulas for the whole chunk are the quick way where everything is kept
         is_plain = not stage.activations and len(group.chunks) == 1
         memory = None if is_plain else round_bytes(self.costs.model, group, stage)
+        token_bytes = saved_token_bytes(self.costs.model)
         for position, tokens in zip(group.positions, held, strict=True):
             self.clocks[position] = clock_s
             self.busy[position] += clock_s - start_s
             self.exchanging[position] += exchanged_s
             self.tokens[position] = max(self.tokens[position], tokens)
-            peak_bytes = self.costs.rank_bytes(tokens) if memory is None else self.costs.state_bytes + memory.peak
-            self.peak_bytes[position] = max(self.peak_bytes[position], peak_bytes)
+            held_bytes = tokens * token_bytes if memory is None else memory.peak
+            self.peak_bytes[position] = max(self.peak_bytes[position], self.costs.state_bytes + held_bytes)
             self.host_bytes[position] = max(self.host_bytes[position], 0 if memory is None else memory.host)
 
     def _record(

@@ -17,6 +17,7 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_held_bytes, stage_state_bytes
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.deal import deal_sequences
@@ -108,7 +109,7 @@ class Machine:
         held = most_held_bytes(costs.model, ranges, costs.parameters, costs.shard_ranks)
         if (left := self.device_bytes - held) <= 0:
             raise ValueError(f"states take {held / 2**30:.1f} GiB of {self.device_bytes / 2**30:.1f}")
-        return ActivationBudget(left // costs.model.saved_bytes_per_token, left, host_bytes, self.tile_tokens)
+        return ActivationBudget(left // saved_token_bytes(costs.model), left, host_bytes, self.tile_tokens)
 
 
 def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...]:

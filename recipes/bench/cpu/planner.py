@@ -46,6 +46,7 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
@@ -120,7 +121,7 @@ def print_stages() -> list[str]:
         name = "everything kept"
         if device_gib is not None:
             num_bytes = int(device_gib * 2**30)
-            room = ActivationBudget(num_bytes // model.saved_bytes_per_token, num_bytes, int(host_gib * 2**30), 1024)
+            room = ActivationBudget(num_bytes // saved_token_bytes(model), num_bytes, int(host_gib * 2**30), 1024)
             name = f"{device_gib:g} GiB" + (f" + {host_gib:g} host" if host_gib else "")
         cells = []
         for num_stages in STAGES:

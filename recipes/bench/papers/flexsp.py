@@ -47,6 +47,7 @@ from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, read_profile
 from hf_longctx.plan.groups.problem import GroupingProblem
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout
@@ -105,7 +106,7 @@ def build_setup(name: str, limit: int, num_gpus: int, profile: HardwareProfile) 
     model = read_model(name, limit)
     cluster = ClusterSpec(num_gpus, min(num_gpus, RANKS_PER_NODE), profile.spec)
     usable_bytes = int(USABLE_SHARE * profile.spec.device_bytes)
-    guessed = ModelCalibration(name, default_coefficients(model, cluster), model.saved_bytes_per_token, usable_bytes)
+    guessed = ModelCalibration(name, default_coefficients(model, cluster), saved_token_bytes(model), usable_bytes)
     calibration = profile.calibration(name) or guessed
     costs = CostModel(model, cluster, calibration.coefficients, "ulysses", parameters="sharded", shard_ranks=num_gpus)
     setup = Setup(costs, calibration.tokens_per_rank(model, num_gpus), limit)

@@ -23,6 +23,7 @@ from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.memory.capacity import most_tokens
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -36,7 +37,7 @@ def gib_of_tokens(tokens: int, num_ranks: int = 1, shards: int = 1) -> float:
     """GiB of a device that keeps everything of so many tokens of the tiny model."""
     spec = model_spec(build_model(CASE))
     parameters = "sharded" if shards > 1 else "replicated"
-    return (spec.state_bytes(parameters, shards) + tokens * spec.saved_bytes_per_token) / 2**30
+    return (spec.state_bytes(parameters, shards) + tokens * saved_token_bytes(spec)) / 2**30
 
 
 class PlanRecorder(LossRecorder):
@@ -204,7 +205,7 @@ def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> N
     make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 1}).train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention: ")]
     spec = model_spec(build_model(CASE))
-    most = most_tokens(spec, 30 * spec.saved_bytes_per_token, 0, 16)
+    most = most_tokens(spec, 30 * saved_token_bytes(spec), 0, 16)
     assert lines == [
         "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers | everything is "
         f"kept up to 30 tokens on a rank, recomputed by need up to {most}, in 0.0 GiB beside the model"

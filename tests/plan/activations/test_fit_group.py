@@ -20,6 +20,7 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
@@ -36,7 +37,7 @@ def costs_of(model: ModelSpec, num_ranks: int = 1, copy_bytes_per_s: float = 5e1
 def config_of(costs: CostModel, device_bytes: int, host_bytes: int = 0, tile_tokens: int = 2048, **settings) -> PlannerConfig:
     """Memory for saved tensors on every rank, as a run works it out."""
     model, num_ranks = costs.model, costs.cluster.num_ranks
-    budget = ActivationBudget(device_bytes // model.saved_bytes_per_token, device_bytes, host_bytes, tile_tokens)
+    budget = ActivationBudget(device_bytes // saved_token_bytes(model), device_bytes, host_bytes, tile_tokens)
     most = max(1, most_tokens(model, device_bytes, host_bytes, tile_tokens, is_shared=num_ranks > 1))
     degrees = tuple(d for d in (1, 2, 4, 8) if d <= num_ranks)
     return PlannerConfig(most, degrees, activations=budget, **settings)
@@ -101,7 +102,7 @@ def test_ranks_without_sequences_need_no_slices_where_nothing_is_wholly_kept() -
 @settings(max_examples=20, deadline=None)
 def test_what_fits_as_it_is_keeps_everything(lengths: list[int], num_ranks: int) -> None:
     costs = costs_of(MODEL, num_ranks)
-    config = config_of(costs, 4_000 * MODEL.saved_bytes_per_token)
+    config = config_of(costs, 4_000 * saved_token_bytes(MODEL))
     kept = plan_step(0, lengths, costs, replace(config, activations=None, tokens_per_rank=4_000))
     assert plan_digest(plan_step(0, lengths, costs, config)) == plan_digest(kept)
 
@@ -109,7 +110,7 @@ def test_what_fits_as_it_is_keeps_everything(lengths: list[int], num_ranks: int)
 def test_one_long_sequence_is_recomputed_and_short_ones_are_not() -> None:
     # a model whose seconds are not those of starting kernels
     costs = costs_of(LARGE)
-    config = config_of(costs, 8_000 * LARGE.saved_bytes_per_token)
+    config = config_of(costs, 8_000 * saved_token_bytes(LARGE))
     plan = plan_step(0, [60_000, 7_900, 7_800, 7_700], costs, config)
     policies = {
         tuple(sorted(span.sequence for chunk in group.chunks for span in chunk.spans)): group.stages[0].activations
@@ -154,7 +155,7 @@ def test_what_cannot_fit_is_named() -> None:
 
 def test_the_judge_counts_what_policies_add() -> None:
     costs = costs_of(MODEL)
-    config = config_of(costs, 2_000 * MODEL.saved_bytes_per_token)
+    config = config_of(costs, 2_000 * saved_token_bytes(MODEL))
     plan = plan_step(0, [16_000], costs, config)
     plain = replace(
         plan,

@@ -8,6 +8,7 @@ import pytest
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig, all_degrees, check_degrees, default_degrees
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 LLAMA_7B = {
     "num_hidden_layers": 32,
@@ -69,12 +70,14 @@ def test_grouped_heads_shrink_keys_and_values_only() -> None:
 
 def test_saved_bytes_of_a_tiny_model_by_hand() -> None:
     spec = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=2)
-    # per layer 16 * 8 + 4 * 8 + 4 * 4 + 8 * 16 + 4 * 4 = 320 bytes; logits: 10 * (2 + 3 * 4)
-    assert spec.saved_bytes_per_token == 2 * 320 + 140
+    # per layer 16 * 8 + 8 in norms, 4 * 8 + 4 * 4 + 4 * 4 in attention, 8 * 16 in the MLP; logits: 10 * (2 + 3 * 4)
+    assert saved_token_bytes(spec) == 2 * 328 + 140
+    # a norm's input is fp32 in any format: 24 * 8 + 8, 8 * 8 + 8 * 4 + 4 * 4, 16 * 16
     wide = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=4)
-    assert wide.saved_bytes_per_token == 2 * 640 + 160
+    assert saved_token_bytes(wide) == 2 * 568 + 160
+    # 40 * 8 + 8, 16 * 8 + 16 * 4 + 8 * 4, 32 * 16
     double = ModelSpec(2, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=8)
-    assert double.saved_bytes_per_token == 2 * 1280 + 320
+    assert saved_token_bytes(double) == 2 * 1064 + 320
 
 
 MIXTRAL_8X7B = LLAMA_7B | {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}

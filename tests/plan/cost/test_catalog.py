@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_longctx.plan.cost.catalog import model_names, named_model, spec_name
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # parameters as the model cards and safetensors indices give them; for gpt-* as FlexSP's artefact does, at 192K positions
 PUBLISHED = {
@@ -50,7 +51,7 @@ def test_an_mlp_without_a_gate_by_hand() -> None:
     assert model.layer_parameters == 4 * 4096**2 + 2 * 4096 * 16384
     gated = replace(model, gated_mlp=True)
     assert gated.layer_parameters - model.layer_parameters == 4096 * 16384
-    assert gated.saved_bytes_per_token - model.saved_bytes_per_token == 32 * 4 * 16384
+    assert saved_token_bytes(gated) - saved_token_bytes(model) == 32 * 4 * 16384
 
 
 def test_names_are_read_in_any_spelling() -> None:

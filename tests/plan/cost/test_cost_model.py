@@ -156,11 +156,10 @@ def test_groups_above_the_favoured_degree_are_avoided() -> None:
     assert dear.sequences_s([10], FOUR)[0] > 100 * COSTS.sequences_s([10], FOUR)[0]
 
 
-def test_a_rank_holds_weights_gradients_moments_and_saved_tensors() -> None:
+def test_a_rank_holds_weights_gradients_and_moments() -> None:
     costs = cost_model("linear", 4)
     # weights and gradients of 4 bytes, two moments of 4 bytes
-    assert costs.rank_bytes(0) == 16 * MODEL.num_parameters
-    assert costs.rank_bytes(7) - costs.rank_bytes(0) == 7 * MODEL.saved_bytes_per_token
+    assert costs.state_bytes == 16 * MODEL.num_parameters
 
 
 def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
@@ -172,7 +171,7 @@ def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
     # or all weights, and the gradients of two layers and the embeddings
     assert model.state_bytes("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + 4 * (2 * 576 + 160)
     costs = replace(COSTS, model=model, parameters="sharded", shard_ranks=4)
-    assert costs.rank_bytes(3) == model.state_bytes("sharded", 4) + 3 * model.saved_bytes_per_token
+    assert costs.state_bytes == model.state_bytes("sharded", 4)
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments() -> None:

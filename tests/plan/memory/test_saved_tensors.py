@@ -11,7 +11,13 @@ from hf_longctx.plan.activations.shares import MemoryLimits
 from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
-from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, class_bytes, held_bytes, plain_layer_bytes
+from hf_longctx.plan.memory.saved_tensors import (
+    checkpointed_layer_bytes,
+    class_bytes,
+    held_bytes,
+    plain_layer_bytes,
+    saved_token_bytes,
+)
 from hf_longctx.recipes.bench.gpu.cases import plan_activations
 
 # Llama-3.1-8B
@@ -26,6 +32,26 @@ def test_plain_bytes_are_those_of_the_formula() -> None:
     # 256 KiB per token checkpointed, 516 with attention output and LSE
     assert 32 * checkpointed_layer_bytes(LLAMA) == 256 * 1024
     assert 32 * (checkpointed_layer_bytes(LLAMA) + class_bytes(LLAMA, "attention_output")) == 516 * 1024
+
+
+SPECS = {
+    "bf16": LLAMA,
+    "fp32": replace(LLAMA, bytes_per_element=4),
+    "fp64": replace(LLAMA, bytes_per_element=8),
+    "bf16, q/k norms": replace(LLAMA, qk_norms=True),
+    "fp32, q/k norms": replace(LLAMA, qk_norms=True, bytes_per_element=4),
+    "no gate": replace(LLAMA, gated_mlp=False),
+    "latent attention": replace(LLAMA, num_kv_heads=32, value_head_dim=64, query_rank=512, kv_rank=256, rope_head_dim=64),
+    "experts": replace(LLAMA, idle_parameters=2**20, routed_elements=2**14),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_token_takes_what_its_layers_save_and_the_loss(name: str) -> None:
+    spec = SPECS[name]
+    # the loss keeps logits, their fp32 copy, log-probabilities and a gradient of these
+    loss = spec.vocab_size * (spec.bytes_per_element + 3 * max(4, spec.bytes_per_element))
+    assert saved_token_bytes(spec) == spec.num_layers * plain_layer_bytes(spec) + loss
 
 
 def test_held_bytes_by_hand() -> None:
