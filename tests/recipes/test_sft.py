@@ -65,7 +65,7 @@ def test_demo_prints_one_line_per_step_and_its_world(demo) -> None:
     assert len(lines) == 8
     assert all(re.search(r"tokens/s \| padding .*% \| \d+ micro-batch", line) for line in lines)
     assert "predicted     - s" in lines[0] and "predicted     - s" not in lines[-1]
-    assert any("<2>" in line and "<1,1>" in line for line in lines)
+    assert any("<2>" in line and "<1x2>" in line for line in lines)
     before, after = re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", run.stdout).groups()
     assert float(after) < float(before)
 
