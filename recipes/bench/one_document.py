@@ -1,6 +1,7 @@
-"""One long document on one rank, forward and backward: by plain Hugging Face, and by a hand-written plan with policies.
+"""Runs one long document on one rank, forward and backward: with plain Hugging Face, or under a hand-written plan.
 
-What benchmarks and the smoke table share. The plan's road is the package's own: rank plan, executor, engine, group pool.
+Shared by `cpu/memory.py` and the GPU benchmarks. The plan goes through the package's own rank plan, executor, activation
+engine and group pool.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
-# in names of kernels that compute attention
+# words by which to recognise attention kernels in a profile
 _ATTENTION = ("attention", "fmha", "flash", "sdpa")
 
 
 def replayed(attention_host: float = 0.0, attention_recompute: float = 0.0, input_host: float = 0.0) -> LayerPolicy:
-    """A layer that is replayed: queries, keys, values and MLP run again; the rest of its attention output is kept."""
+    """Policy of a layer that recomputes queries, keys, values and MLP, and keeps what is left of input and attention output.
+
+    The arguments are shares of tokens: attention output on the host or recomputed, layer input on the host.
+    """
     return LayerPolicy(
         (
             TensorShare("layer_input", host=input_host, device=1 - input_host),
@@ -63,7 +67,7 @@ def replayed(attention_host: float = 0.0, attention_recompute: float = 0.0, inpu
 
 
 def document_plan(num_tokens: int, layers: tuple[LayerPolicy, ...], tile_tokens: int = 0, num_slices: int = 1) -> RankPlan:
-    """The plan of one document on one rank, in equal slices: all forward, then all backward, last first.
+    """Plan of one document on one rank, in equal slices: forward of all slices, then backward of all, last slice first.
 
     layers: the policy of each layer of the model.
     """
@@ -77,7 +81,7 @@ def document_plan(num_tokens: int, layers: tuple[LayerPolicy, ...], tile_tokens:
 
 
 def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
-    """(device, host) bytes that wait for backward in the decoder layers when all forwards are done, by the plan's formulae."""
+    """Predicted bytes (on device, on host) that the decoder layers hold for backward when all forwards are done."""
     group, stage = plan.rounds[0]
     policies = {policy.chunk: policy for policy in stage.activations}
     found = [
@@ -88,16 +92,17 @@ def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
 
 
 def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec, trains_weights: bool = True) -> int:
-    """The most that the plan's chunks take on the device at one moment, beside weights, gradients and optimizer states."""
+    """Predicted peak bytes of the plan's chunks on the device, without weights, gradients and optimizer states."""
     group, stage = plan.rounds[0]
     return round_bytes(spec, group, stage, trains_weights=trains_weights).peak
 
 
 @dataclass(frozen=True)
 class PlannedDocument:
-    """A document under its plan; `model` runs `longctx` attention and is bound to the engine until `close`.
+    """A document under its plan.
 
-    With `tile_tokens` in the plan the loss is taken in tiles too.
+    `model` runs `longctx` attention and is bound to the activation engine until `close`. If the plan has `tile_tokens`, the
+    loss is computed in tiles too.
     """
 
     model: Any
@@ -119,7 +124,7 @@ class PlannedDocument:
         return self.plan.rounds[0][0].chunks
 
     def step(self) -> Tensor:
-        """Forward and backward; the mean loss over the document's labels."""
+        """Runs forward and backward; returns the mean loss over the document's labels."""
         return self.executor.run(self.plan, [self.inputs()], self.ids_1T.shape[1] - 1, engine=self.engine).loss
 
     def inputs(self) -> list[ChunkInputs]:
@@ -129,7 +134,7 @@ class PlannedDocument:
         return [ChunkInputs(*(x[:, span.start : span.stop] for x in (self.ids_1T, positions, labels))) for span in spans]
 
     def saved_bytes(self) -> int:
-        """What really waits for backward in the decoder of a whole document: torch's hooks and the engine's count."""
+        """Measured bytes that the decoder holds for backward of a whole document: torch's hooks plus the engine's count."""
         group, stage = self.plan.rounds[0]
         (inputs,) = self.inputs()
         context = self.executor.pool.context(group, group.chunks[0])
@@ -147,35 +152,35 @@ class PlannedDocument:
                     longctx=context,
                 ),
             )
-        # hooks see whole layer inputs too
+        # both the hooks and the engine count whole layer inputs
         whole_inputs = sum(slot.whole_input_bytes for slot in activations.slots.values())
         return hooked - final_norm_bytes(self.model, self.ids_1T.shape[1]) + sum(activations.held_bytes()) - whole_inputs
 
     def close(self) -> None:
-        """Puts the layers back as they were; attention keeps the registered function, which without a plan is the old one."""
+        """Restores the layers. Attention keeps the registered function, which without a plan does what the old one did."""
         self.engine.unbind()
 
 
 def next_tokens(ids_1T: Tensor) -> Tensor:
-    """The label of every position: the token behind it, none for the last."""
+    """Labels: every token's next token, and IGNORE_INDEX for the last."""
     return torch.cat([ids_1T[:, 1:], torch.full_like(ids_1T[:, :1], IGNORE_INDEX)], dim=1)
 
 
 def plain_step(model: Any, ids_1T: Tensor) -> Tensor:
-    """The same by Hugging Face's model with its own loss."""
+    """Runs forward and backward of a plain Hugging Face model with its own loss; returns the loss."""
     loss: Tensor = model(input_ids=ids_1T, labels=ids_1T, use_cache=False).loss
     loss.backward()
     return loss.detach()
 
 
 def plain_saved_bytes(model: Any, ids_1T: Tensor) -> int:
-    """What waits for backward in the decoder layers of a plain or checkpointed model."""
+    """Bytes that the decoder layers of a plain or checkpointed Hugging Face model hold for backward."""
     hooked, _kept = saved_bytes(model, lambda: model.model(input_ids=ids_1T, use_cache=False))
     return hooked - final_norm_bytes(model, ids_1T.shape[1])
 
 
 def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes of all storages that a forward saves and that are no parameters or buffers, and what it returned."""
+    """Bytes of all storages that a forward saves (except parameters and buffers), and what the forward returned."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     seen: dict[int, int] = {}
 
@@ -191,25 +196,28 @@ def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def final_norm_bytes(model: Any, num_tokens: int) -> int:
-    """What a decoder saves behind its layers: the last norm's fp32 input, product and root mean square; and the token ids."""
+    """Bytes that a decoder saves outside its layers.
+
+    These are the last norm's fp32 input, its product and root mean square, and the token ids.
+    """
     return num_tokens * (model.config.hidden_size * (4 + model.dtype.itemsize) + 4 + 8)
 
 
 def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference over all tensors, relative to each tensor's largest value."""
+    """Largest difference over all tensors, relative to each tensor's largest value."""
     pairs = zip(found, expected, strict=True)
     return max(float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in pairs)
 
 
 def attention_kernel(function: Callable[[], Any], device: torch.device) -> str:
-    """The name of the kernel (on the CPU: operator) of attention that took the longest in a call; '-' if none was seen."""
+    """Name of the attention kernel (on CPU: operator) that took longest in a call; '-' if there was none."""
     is_cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as found:
         function()
         if is_cuda:
             torch.cuda.synchronize(device)
     events = [event for event in found.key_averages() if any(word in event.key.lower() for word in _ATTENTION)]
-    # nodes of autograd hold kernels' and operators' time too
+    # autograd nodes include the time of the kernels and operators under them: leave them out
     kind = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
     events = [e for e in events if e.device_type == kind and (is_cuda or e.key.startswith("aten::"))]
     longest = max(events, key=lambda e: e.self_device_time_total if is_cuda else e.self_cpu_time_total, default=None)

@@ -2,9 +2,9 @@
 
     python recipes/bench/cpu/host_overhead.py [--chunks 50] [--repeats 5]
 
-A tiny Llama on chunks so short that the host's work is all there is: forward and backward through `StepExecutor` (context,
-clock, gradient sums) against the same calls of the plain model. Also what the layout of a pack of many documents costs on
-a large group. Medians of alternating repeats, so that a busy machine disturbs both alike.
+Runs a tiny Llama on chunks so short that nearly all time is host work: forward and backward through `StepExecutor` (context,
+clock, gradient sums) against the same calls of the plain model. Also times the layout of a pack of many documents on a large
+group. Prints medians of alternating repeats, so that a busy machine disturbs both alike.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ LAYERS = 4
 def main() -> None:
     """Prints one line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--chunks", type=int, default=50, help="chunks of a step")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side")
+    parser.add_argument("--chunks", type=int, default=50, help="chunks in a step (default: 50)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of the executor and of the plain model (default: 5)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     planned, bare = steps(arguments.chunks)
-    # the first calls pay for start-up
+    # not timed: the first calls include start-up
     planned(), bare()
     planned_s, bare_s = [], []
     for _ in range(arguments.repeats):
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def steps(num_chunks: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A step of one-chunk micro-batches under the executor, and the same forwards and backwards of the plain model."""
+    """Returns two functions: a step of one-chunk micro-batches under the executor, and the same work on the plain model."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, use_cache=False
     )
@@ -88,7 +88,7 @@ def steps(num_chunks: int) -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Wall-clock seconds of one call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

@@ -1,10 +1,10 @@
-"""Seconds and memory of the index of a large dataset: first scan, reading it from its cache, and the start of an epoch.
+"""Seconds and memory that the index of a large dataset takes: first scan, reading it from the cache, start of an epoch.
 
     python recipes/bench/cpu/index_speed.py [--rows 1000000] [--shortest 64] [--longest 128] [--labels] [--json FILE]
 
 Writes a dataset of random token ids (int32, as tokenizers give them) into a temporary folder, about 4 bytes per token
-(8 with labels), and deletes it at the end. Memory is the peak of this process's anonymous pages (Arrow files are mapped and
-count nowhere) above what it had before, in a process of its own for every measurement; lengths are 8 bytes per row.
+(8 with labels), and deletes it at the end. Every measurement runs in a process of its own. Memory is the peak of that process's
+anonymous pages above what it had before; Arrow files are memory-mapped and do not count. Lengths take 8 bytes per row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BATCH_ROWS = 100_000
 
 
 def write_dataset(folder: str, num_rows: int, shortest: int, longest: int, has_labels: bool) -> None:
-    """Rows of `shortest` to `longest` random token ids, written batch by batch."""
+    """Writes rows of `shortest` to `longest` random token ids, batch by batch."""
     generator = np.random.default_rng(0)
     file = Path(folder, "rows.arrow")
     kind = pa.list_(pa.int32())
@@ -45,13 +45,13 @@ def write_dataset(folder: str, num_rows: int, shortest: int, longest: int, has_l
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no mapped file."""
+    """Bytes of this process's memory, without memory-mapped files."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def measured(work: Callable[[], object]) -> tuple[float, float]:
-    """(seconds, peak MB above the start) of `work`."""
+    """Runs `work`; returns (seconds, peak MB above the start)."""
     before, peak, is_over = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -72,13 +72,13 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def scan(folder: str) -> tuple[float, float]:
-    """Of the scan, or of reading its result where it was kept."""
+    """Measures the scan, or reading its result if there is one in the cache."""
     dataset = datasets.Dataset.from_file(str(Path(folder, "rows.arrow")))
     return measured(lambda: cached_scan(dataset, "train_dataset", VOCAB_SIZE))
 
 
 def start_epoch(folder: str, tokens_per_step: int | None) -> tuple[float, float]:
-    """Of index, shuffle and first step, once the lengths are known."""
+    """Measures making the index, the shuffle and the first step from known lengths."""
     dataset = datasets.Dataset.from_file(str(Path(folder, "rows.arrow")))
     lengths = cached_scan(dataset, "train_dataset", VOCAB_SIZE).lengths
 
@@ -92,10 +92,10 @@ def start_epoch(folder: str, tokens_per_step: int | None) -> tuple[float, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--shortest", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=128)
-    parser.add_argument("--labels", action="store_true", help="a labels column too")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the dataset (default: 1000000)")
+    parser.add_argument("--shortest", type=int, default=64, help="tokens of the shortest row (default: 64)")
+    parser.add_argument("--longest", type=int, default=128, help="tokens of the longest row (default: 128)")
+    parser.add_argument("--labels", action="store_true", help="give the dataset a labels column too")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     settings = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, mp.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:

@@ -1,16 +1,17 @@
-"""Seconds and peak memory of one long document's forward and backward, against Hugging Face's activation checkpointing.
+"""Time and peak memory of one long document's forward and backward, against Hugging Face's activation checkpointing.
 
     python recipes/bench/cpu/memory.py [--lengths 8192 16384 32768] [--rounds 5] [--json FILE]
 
-A Llama of four layers (hidden 256, 8 query and 2 KV heads, ffn 704, 4096 tokens of vocabulary), fp32, random weights, one
-process, two threads. In every round each method runs once, in turns first to last and last to first, so that a busy machine
-disturbs all alike; ratios are taken inside a round. Ours keeps the attention output on the device and recomputes queries,
-keys, values and MLP. The first of ours is the one that `--require` judges, the others show what tiles cost and save.
+The model is a Llama of four layers (hidden size 256, 8 query and 2 KV heads, MLP 704, vocabulary 4096) in fp32 with random
+weights, in one process with two threads. Every round runs each method once, alternately from first to last and from last to
+first, so that a busy machine disturbs all alike; ratios compare times of the same round. Ours keeps the attention output on
+the device and recomputes queries, keys, values and MLP. `--require` judges the first of ours; the other shows what tiles cost
+and save.
 
-peak: the most resident memory above that at the start of a step. saved: what waits for backward in the decoder layers, per
-token, by torch's hooks and the engine's count, beside what the plan's formulae say. gradient: the largest difference to
-plain Hugging Face over all tensors, relative to each tensor's largest value. (Hugging Face's `offload` needs an accelerator;
-`gpu.py` beside this file has it.)
+Columns: `peak` is the largest resident memory during a step, above that at its start. `saved` is what the decoder layers hold
+for backward, in bytes per token, measured by torch's hooks and the activation engine; `predicted` is the same by the plan's
+formulas. `gradient` is the largest difference from plain Hugging Face over all tensors, relative to each tensor's largest
+value. (Hugging Face's `offload` needs an accelerator, so `recipes/bench/gpu/matrix.py` measures it.)
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ JUDGED = "ours, tiles"
 
 @dataclass(frozen=True)
 class Method:
-    """One way to run the document: a step, the bytes it saves, and the bytes that formulae say."""
+    """One way to run the document: its step, the bytes it holds for backward, and the predicted bytes."""
 
     name: str
     model: LlamaForCausalLM
@@ -71,7 +72,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Result:
-    """What one method took at one length. ratios: seconds of checkpointing over its own, of each round."""
+    """Measurements of one method at one length. ratios: seconds of checkpointing over the method's own, round by round."""
 
     method: str
     num_tokens: int
@@ -88,10 +89,10 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one table per length; fails where a requirement is not met."""
+    """Prints one table per length; fails if a requirement is not met."""
     options = parse(arguments)
     torch.set_num_threads(THREADS)
-    # the name that every supported version knows is deprecated in the newest
+    # transformers warns about a name that is deprecated in its newest version, but the only one that all versions have
     warnings.filterwarnings("ignore", category=FutureWarning)
     print(
         f"{CONFIG['num_hidden_layers']} layers, fp32, {THREADS} threads, torch {torch.__version__}, "
@@ -108,31 +109,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768], help="tokens of the document")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not (default: 5)")
-    parser.add_argument("--tile-tokens", type=int, default=2048, help="tokens of a tile where tiles are on (default: 2048)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not (default: 5)")
+    parser.add_argument("--tile-tokens", type=int, default=2048, help="tokens of a tile, for methods with tiles (default: 2048)")
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
     parser.add_argument("--require", nargs="+", type=length_and_ratio, default=[], metavar="LENGTH:RATIO",
-                        help="fail unless ours is faster than checkpointing by this median ratio at this length")  # fmt: skip
-    parser.add_argument("--require-round", type=float, default=0.0, metavar="RATIO", help="and by this ratio in every round")
+                        help="fail unless ours is this many times as fast as checkpointing at this length (median)")  # fmt: skip
+    parser.add_argument("--require-round", type=float, default=0.0, metavar="RATIO",
+                        help="fail unless ours is this many times as fast as checkpointing in every round")  # fmt: skip
     parser.add_argument("--require-peak", type=float, default=None, metavar="SHARE",
-                        help="and takes at most this share of checkpointing's peak memory")  # fmt: skip
+                        help="fail if ours takes more than this share of checkpointing's peak memory")  # fmt: skip
     return parser.parse_args(arguments)
 
 
 def length_and_ratio(text: str) -> tuple[int, float]:
-    """`8192:1.15` as numbers."""
+    """Parses a requirement such as `8192:1.15`."""
     length, _, ratio = text.partition(":")
     return int(length), float(ratio)
 
 
 def build() -> LlamaForCausalLM:
-    """The model, the same weights at every call."""
+    """Builds the model, with the same weights at every call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="sdpa")).train()
 
 
 def methods(num_tokens: int, tile_tokens: int) -> list[Method]:
-    """Plain Hugging Face first, then its checkpointing, then ours: the one that is judged, then others."""
+    """Builds all methods: plain Hugging Face, its checkpointing, then ours, of which `--require` judges the first."""
     ids_1T = torch.randint(0, CONFIG["vocab_size"], (1, num_tokens), generator=torch.Generator().manual_seed(1))
     spec = ModelSpec.from_config(build().config.to_dict())
     found = []
@@ -154,9 +156,9 @@ def of_plain(model: LlamaForCausalLM, ids_1T: Tensor) -> tuple[Callable[[], Tens
 
 
 def measure(num_tokens: int, num_rounds: int, tile_tokens: int) -> list[Result]:
-    """All methods at one length; prints their table."""
+    """Measures all methods at one length and prints their table."""
     plain, *rest = methods(num_tokens, tile_tokens)
-    # once, for its gradients: what it takes is not compared
+    # one run of plain Hugging Face gives the expected gradients; its time is not compared
     plain_s, plain_peak = timed_step(plain)
     expected = [parameter.grad for parameter in plain.model.parameters()]
     seconds: dict[str, list[float]] = {method.name: [] for method in rest}
@@ -166,7 +168,7 @@ def measure(num_tokens: int, num_rounds: int, tile_tokens: int) -> list[Result]:
         for method in rest if index % 2 else reversed(rest):
             step_s, peak_bytes = timed_step(method)
             if not index:
-                # the round that is not counted
+                # the first round does not count: use it to compare gradients
                 errors[method.name] = largest_error([p.grad for p in method.model.parameters()], expected)
             else:
                 seconds[method.name].append(step_s)
@@ -184,9 +186,9 @@ def measure(num_tokens: int, num_rounds: int, tile_tokens: int) -> list[Result]:
 
 
 def timed_step(method: Method) -> tuple[float, int]:
-    """(seconds, bytes of peak resident memory above the start) of one step."""
+    """Runs one step; returns (seconds, peak bytes of resident memory above the start)."""
     gc.collect()
-    # freed memory that the allocator still holds would count as there from the start
+    # return freed memory to the system, or it would count as resident from the start
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     start_bytes = status_bytes("VmRSS")
@@ -197,7 +199,7 @@ def timed_step(method: Method) -> tuple[float, int]:
 
 
 def status_bytes(field: str) -> int:
-    """A size of this process, which the kernel says in KiB."""
+    """A memory size of this process in bytes (the kernel reports KiB)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -222,7 +224,7 @@ def print_table(results: list[Result], num_rounds: int) -> None:
 
 
 def missed(results: list[Result], ratios: dict[int, float], round_ratio: float, peak_share: float | None) -> list[str]:
-    """What the judged method does not keep, one line each."""
+    """Lists the requirements that the judged method does not meet."""
     failures = []
     for num_tokens in dict.fromkeys(result.num_tokens for result in results):
         baseline, ours = (r for r in results if r.num_tokens == num_tokens and r.method in (BASELINE, JUDGED))

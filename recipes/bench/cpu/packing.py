@@ -1,16 +1,17 @@
-"""Sequences per second and bin efficiency of `pack_sequences`, beside TRL's best fit decreasing where TRL is installed.
+"""Speed (sequences per second) and bin efficiency of `pack_sequences`, next to TRL's best-fit-decreasing if TRL is installed.
 
     python recipes/bench/cpu/packing.py [--sequences 100000] [--capacities 4096 8192 32768 131072] [--lengths FILE] [--no-peer]
         [--require 10 0.999] [--json FILE]
 
-Only the decision which sequence goes into which bin is timed, sorting by length included. Of TRL that is the part of its own
-`_pack_bfd` from the first search for a bin to the copying of tokens (its sort comes before and is left out), on columns that
-hold no bytes, over all sequences at once (TRL's default is 1000 at a time, which fills bins less). The fastest of several runs
-counts. Lengths above a capacity are truncated to it, TRL's default. `bound` is a number of bins below which no packing gets.
+Only deciding which sequence goes into which bin is timed; for ours this includes sorting by length. For TRL it is the part of
+`_pack_bfd` from the first search for a bin to the copying of tokens, without its sort, which comes earlier. TRL gets columns
+without token data, and all sequences at once (its default is 1000 at a time, which fills bins less well). The fastest of
+several runs counts. Lengths above the capacity are truncated to it, as TRL does by default. `bound` is a lower bound on the
+number of bins of any packing.
 
-`--require RATIO EFFICIENCY` exits with 1 unless every row is RATIO times as fast as TRL, needs no more bins, and fills the
-share EFFICIENCY of its bins. Where the data allow no such share (more than half a bin long, say, and nothing short to go
-beside it), the bound's bins over its own count instead.
+`--require RATIO EFFICIENCY` exits with status 1 unless every row is RATIO times as fast as TRL, needs no more bins than TRL, and
+fills the share EFFICIENCY of its bins. Some data do not allow that share, for example if many sequences are longer than half
+a bin and nothing short goes beside them; then (bins of the bound) / (bins used) has to reach EFFICIENCY instead.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ OWN_RUNS, PEER_RUNS = 5, 2
 
 
 class _Decided(Exception):
-    """Raised where TRL has decided and starts to copy."""
+    """Raised when TRL has decided where all sequences go and starts to copy tokens."""
 
 
 def peer_packing(lengths: np.ndarray, capacity: int) -> tuple[float, int]:
-    """(seconds of the decision, bins) of TRL."""
+    """Packs with TRL; returns (seconds of the decision, number of bins)."""
     started_s = 0.0
 
     def start(largest: int, tree: Callable[[int], Any] = peer._SegmentTree) -> Any:
@@ -59,21 +60,21 @@ def peer_packing(lengths: np.ndarray, capacity: int) -> tuple[float, int]:
 
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
     rows = pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, pa.nulls(int(lengths.sum())))})
-    # nothing is empty, so nothing needs to be filtered out, which would take 8 bytes per token
+    # no row is empty, so skip TRL's filter, which would take 8 bytes per token
     same = patch.object(peer.pc, "filter", lambda column, is_kept: column)
     try:
         with patch.object(peer, "_SegmentTree", start), patch.object(peer.pc, "take", stop), same:
-            # no length exceeds the capacity, so nothing is split, and unlike "truncate" this copies nothing
+            # no length is above the capacity, so "split" splits nothing; unlike "truncate" it copies nothing either
             peer._pack_bfd(rows, capacity, "split")
     except _Decided as decided:
         seconds = time.perf_counter() - started_s
         frames = [frame for frame, _ in walk_tb(decided.__traceback__) if frame.f_code is peer._pack_bfd.__code__]
         return seconds, len(frames[0].f_locals["bins"])
-    raise RuntimeError("TRL packed without copying: this benchmark was written for trl 1.16, install that")
+    raise RuntimeError("TRL packed without copying tokens, which this benchmark does not expect; install trl 1.16")
 
 
 def distributions(num_sequences: int, capacity: int, file: Path | None) -> dict[str, np.ndarray]:
-    """Lengths of the table's rows, none above the capacity."""
+    """Draws the lengths of the table's rows (and reads those of `file`), truncated to the capacity."""
     generator = np.random.default_rng(0)
     found = {
         "log-normal, mean 2.6K": generator.lognormal(7.0, 1.3, num_sequences),
@@ -87,7 +88,7 @@ def distributions(num_sequences: int, capacity: int, file: Path | None) -> dict[
 
 
 def measure(lengths: np.ndarray, capacity: int, has_peer: bool) -> dict[str, float]:
-    """One row of the table."""
+    """Measures one row of the table."""
     runs_s = []
     for _ in range(OWN_RUNS):
         start_s = time.perf_counter()
@@ -108,12 +109,12 @@ def measure(lengths: np.ndarray, capacity: int, has_peer: bool) -> dict[str, flo
 
 
 def unmet(row: dict[str, float], ratio: float, efficiency: float) -> list[str]:
-    """What the row misses of the requirement."""
+    """Lists the requirements that the row does not meet."""
     missing = []
     if row["per_s"] < ratio * row["peer_per_s"]:
-        missing.append(f"{row['per_s'] / row['peer_per_s']:.1f} times TRL's speed, {ratio:g} are required")
+        missing.append(f"{row['per_s'] / row['peer_per_s']:.1f} times TRL's speed, required {ratio:g}")
     if row["bins"] > row["peer_bins"]:
-        missing.append(f"{row['bins']} bins, TRL needs {row['peer_bins']}")
+        missing.append(f"{row['bins']} bins, but TRL needs {row['peer_bins']}")
     if max(row["efficiency"], row["bound"] / row["bins"]) < efficiency:
         missing.append(f"efficiency {row['efficiency']:.5f} with {row['bins'] - row['bound']} bins above the bound")
     return missing
@@ -121,16 +122,17 @@ def unmet(row: dict[str, float], ratio: float, efficiency: float) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sequences", type=int, default=100_000, help="of the distributions that are drawn")
-    parser.add_argument("--capacities", type=int, nargs="+", default=[4096, 8192, 32768, 131072])
-    parser.add_argument("--lengths", type=Path, help="a file of lengths too, one a line, plain or .gz")
-    parser.add_argument("--no-peer", action="store_true", help="leave TRL out, which takes seconds per row")
-    parser.add_argument("--require", type=float, nargs=2, metavar=("RATIO", "EFFICIENCY"))
+    parser.add_argument("--sequences", type=int, default=100_000, help="sequences per drawn distribution (default: 100000)")
+    parser.add_argument("--capacities", type=int, nargs="+", default=[4096, 8192, 32768, 131072], help="tokens of a bin")
+    parser.add_argument("--lengths", type=Path, help="also pack the lengths in this file (one per line, plain or .gz)")
+    parser.add_argument("--no-peer", action="store_true", help="leave out TRL, which takes seconds per row")
+    parser.add_argument("--require", type=float, nargs=2, metavar=("RATIO", "EFFICIENCY"),
+                        help="exit with status 1 unless every row is RATIO times as fast as TRL and this efficient")  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     settings = parser.parse_args()
     has_peer = peer is not None and not settings.no_peer
     if settings.require and not has_peer:
-        parser.error("--require compares with TRL; install it (pip install trl) and leave --no-peer out")
+        parser.error("--require compares with TRL; install it (pip install trl) and do not give --no-peer")
     rows, problems = [], []
     print(f"{'lengths':24s}{'capacity':>9s}{'distinct':>9s}{'seq/s':>12s}{'TRL seq/s':>11s}{'ratio':>7s}", end="")
     print(f"{'bins':>8s}{'TRL bins':>9s}{'bound':>8s}{'efficiency':>11s}")

@@ -1,18 +1,20 @@
-"""Idle share and seconds of pipeline schedules on two gloo stages, predicted and measured, on one skewed batch.
+"""Idle share and seconds of pipeline schedules on two gloo stages and one skewed batch, predicted and measured.
 
     python recipes/bench/cpu/pipeline.py [--rounds 6] [--require RATIO] [--json FILE]
 
-One document of 3072 tokens and 20 short ones (log-normal), a Llama of seven layers, fp32, random weights, two processes of one
-thread, forward and backward, the same executor for all. First whole sequences and slices run on two cuts; from what every
-stage measured there the cost coefficients are fitted, the head's share among them. They give the cut (the last stage has fewer
-layers, because of the head), the number of slices, the packs of the batch-level baseline, and all predictions. Then every plan
-runs once in every round and the order turns from round to round. Other programs on the same cores show in the share of a core
-that the stages got: of every plan's rounds the half counts in which that was largest, and medians of those are compared.
+The batch has one document of 3072 tokens and 20 short ones (log-normal). The model is a Llama of seven layers in fp32 with random
+weights, on two processes of one thread each; all plans run forward and backward on the same executor.
 
-batch-level: plain 1F1B on whole sequences and packs of short ones, with the number of packs and the order that are predicted
-fastest. The others run the same slices and packs. idle: 1 - seconds in forwards and backwards / seconds from the first action
-of any stage to the last, by stage. in flight: the most chunks between their forward and their backward, by stage, as executed
-and as the judge says.
+First, whole sequences and slices run with two cuts of the model into stages. The cost coefficients are fitted to what every
+stage measured there, including the cost of the output head. With them the planner chooses the cut (the last stage gets fewer
+layers, because of the head), the number of slices and the packs of the batch-level baseline, and predicts every plan. Then
+each plan runs once per round, and the order alternates between rounds. Other programs on the machine show in the share of its
+core that a stage got. So only the half of a plan's rounds with the largest share counts, and medians of those are compared.
+
+"batch-level" is plain 1F1B on whole sequences and packs of short ones, with the number of packs and the order that are
+predicted to be fastest; the other plans run the same slices and packs as each other. Columns, by stage: `idle` is 1 - (seconds
+in forwards and backwards) / (seconds from the first action of any stage to the last); `in flight` is the largest number of
+chunks between their forward and their backward, as executed and as predicted ("judge").
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ LONG_TOKENS, NUM_SHORT = 3072, 20
 MOST_SLICES, MOST_PACKS = 12, 8
 BASELINE, JUDGED = "batch-level 1F1B", "slices, elastic"
 _FIT_ROUNDS = 3
-# as many as make the second cut of the fit another one than the first
+# layers that the head counts as in the second cut, just so that it differs from the first
 _HEAD_LAYERS = 2.0
 IDLE_TOLERANCE, LOSS_TOLERANCE = 0.05, 1e-5
 
@@ -69,7 +71,7 @@ Parts = tuple[tuple[LayerRange, ...], ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, predicted and measured; lists have an entry for every stage.
+    """One plan, predicted and measured; lists have an entry per stage, except `rounds_s`, which has one per round.
 
     rounds_s, core_share: of the rounds that count. kv_book: bytes of keys, values and their gradients.
     """
@@ -90,12 +92,12 @@ class Row:
 
     @property
     def idle_error(self) -> float:
-        """The largest difference between measured and predicted idle share."""
+        """Largest difference between measured and predicted idle share, over all stages."""
         return max(abs(found - said) for found, said in zip(self.measured_idle, self.predicted_idle, strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table; fails where losses differ or a requirement is not met."""
+    """Prints the table; fails if losses differ or a requirement is not met."""
     options = parse(arguments)
     rows = skewed_rows()
     lengths = [len(row["input_ids"]) for row in rows]
@@ -123,16 +125,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of every plan, after one that is not counted (default: 6)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of every plan, after one that does not count (default: 6)")
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
     parser.add_argument("--require", type=float, default=None, metavar="RATIO",
-                        help=f"fail unless elastic slices are faster than the batch level by this ratio and every idle share of "
-                        f"both is within {IDLE_TOLERANCE} of its prediction")  # fmt: skip
+                        help=f"fail unless elastic slices are this many times as fast as the batch level, and every idle share "
+                        f"of both is within {IDLE_TOLERANCE} of its prediction")  # fmt: skip
     return parser.parse_args(arguments)
 
 
 def skewed_rows(seed: int = 1) -> Rows:
-    """One long document and short ones of 32 to 512 tokens; every token is a label."""
+    """Draws one long document and short ones of 32 to 512 tokens; every token is a label."""
     generator = np.random.default_rng(seed)
     lengths = [LONG_TOKENS, *np.clip(generator.lognormal(4.8, 0.7, NUM_SHORT).astype(int), 32, 512).tolist()]
     ids = [generator.integers(5, CONFIG["vocab_size"], length).tolist() for length in lengths]
@@ -140,20 +142,20 @@ def skewed_rows(seed: int = 1) -> Rows:
 
 
 def plan_of(lengths: Sequence[int], chunks: tuple[Chunk, ...], parts: Parts, schedule: Schedule) -> StepPlan:
-    """One pipeline of one rank per stage."""
+    """Plans these chunks as one pipeline with one rank per stage."""
     group = pipelined(SequenceGroup((0,), "local", chunks, ()), parts, schedule)
     return validate_plan(StepPlan(0, tuple(lengths), len(parts), 1, "replicated", (MicroBatch((group,)),)))
 
 
 def sliced(lengths: Sequence[int], num_slices: int, costs: CostModel) -> tuple[Chunk, ...]:
-    """The longest sequence in slices of equal time, all others in slices and packs to match."""
+    """Cuts the longest sequence into slices of equal time, and all others into slices and packs that take as long."""
     passes = (costs.coefficients.forward, costs.coefficients.backward)
     pair_s, token_s = (sum(getattr(one, name) for one in passes) for name in ("pair_s", "token_s"))
     return elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(pair_s, token_s), sum(lengths))
 
 
 def whole(lengths: Sequence[int], num_packs: int, long_first: bool) -> tuple[Chunk, ...]:
-    """The longest sequence whole, the others in packs of about equal tokens."""
+    """Keeps the longest sequence whole, and packs the others into packs of about equally many tokens."""
     ordered = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     for sequence in ordered[1:]:
@@ -165,20 +167,20 @@ def whole(lengths: Sequence[int], num_packs: int, long_first: bool) -> tuple[Chu
 
 
 def measured_costs(processes: StageProcesses, lengths: Sequence[int]) -> CostModel:
-    """The cost model that explains best what stages of an even cut measured; prints how well."""
+    """Fits the cost model to what the stages of two cuts measure, and prints how well it fits."""
     spec, cluster = ModelSpec.from_config(CONFIG), ClusterSpec(NUM_STAGES, NUM_STAGES, GENERIC_CPU)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     chunkings = [whole(lengths, 3, True), sliced(lengths, 3, costs), sliced(lengths, 8, costs)]
     samples, rounds = [], []
-    # of two cuts, since one alone says little of what is the head's
+    # two cuts, because one alone cannot tell the cost of the head from that of the layers
     for parts in (layer_ranges(spec.num_layers, NUM_STAGES), layer_ranges(spec.num_layers, NUM_STAGES, 1, _HEAD_LAYERS)):
         plans = [plan_of(lengths, chunks, parts, "1f1b") for chunks in chunkings]
         found = processes.run(parts, plans, _FIT_ROUNDS)
-        # of all rounds of a plan the fastest pass counts, as of the ranks of one stage
+        # take the fastest pass over all rounds of a plan, just as a refit takes the fastest of a stage's ranks
         of_plans = [[step.record.samples(costs) for each in found for step in each[place]] for place in range(len(plans))]
         samples += [one for each in of_plans for one in without_waiting(each)]
         rounds += found
-    # the stage that came last did not wait: its reduction is what a step adds
+    # the stage that came last did not wait, so its reduction is what a step costs besides its chunks
     once_s = median(min(step.record.reduce_s for step in stages) for each in rounds for stages in each)
     fit = fit_coefficients(samples, once_s, "measured", costs.coefficients)
     print(fit_line(fit, spec))
@@ -195,7 +197,7 @@ def fit_line(fit: Fit, spec: ModelSpec) -> str:
 
 
 def plans_of(lengths: Sequence[int], parts: Parts, costs: CostModel) -> dict[str, StepPlan]:
-    """Every plan by name: of the batch level and of slices the one that is predicted fastest."""
+    """All plans by name; the number of packs and of slices are those that are predicted to be fastest."""
 
     def fastest(chunkings: Iterable[tuple[Chunk, ...]], schedule: Schedule) -> StepPlan:
         plans = [plan_of(lengths, chunks, parts, schedule) for chunks in chunkings]
@@ -213,7 +215,7 @@ def plans_of(lengths: Sequence[int], parts: Parts, costs: CostModel) -> dict[str
 
 
 def row_of(name: str, plan: StepPlan, costs: CostModel, rounds: Sequence[Sequence[StageStep]]) -> Row:
-    """A plan's row; `rounds` has what every stage measured in every round."""
+    """Makes a plan's row; `rounds[round][stage]` is what that stage measured."""
     (group,) = plan.micro_batches[0].groups
     said: Evaluation = evaluate_plan(plan, costs)
     check_order(plan, rounds[0])
@@ -238,29 +240,29 @@ def row_of(name: str, plan: StepPlan, costs: CostModel, rounds: Sequence[Sequenc
 
 
 def least_disturbed(rounds: Sequence[Sequence[StageStep]]) -> list[Sequence[StageStep]]:
-    """The half of the rounds in which the stages had most of their cores."""
+    """Selects the half of the rounds in which the stages got the largest share of their cores."""
     ordered = sorted(rounds, key=lambda stages: -min(step.core_share for step in stages))
     return ordered[: -(-len(rounds) // 2)]
 
 
 def makespan(stages: Sequence[StageStep]) -> float:
-    """Seconds until the last stage did its last action; all of them start together."""
+    """Seconds from the common start of all stages to the end of the last action."""
     return max(interval.stop_s for step in stages for interval in step.record.intervals if interval.round >= 0)
 
 
 def executed_in_flight(record: StepRecord) -> int:
-    """The most forwards of a stage that waited for their backward, as they ran."""
+    """Largest number of forwards of a stage that were waiting for their backward, in the order that ran."""
     steps = ({"F": 1, "B": -1}.get(interval.kind, 0) for interval in record.intervals)
     return max(itertools.accumulate(steps, initial=0))
 
 
 def check_order(plan: StepPlan, stages: Sequence[StageStep]) -> None:
-    """Stops the program where a stage ran anything but its planned actions in their order."""
+    """Exits unless every stage ran exactly its planned actions, in their order."""
     for record in (step.record for step in stages):
         planned = [str(action) for _, stage in plan.for_rank(record.rank).rounds for action in stage.actions]
         executed = [interval.name for interval in record.intervals if interval.round >= 0]
         if planned != executed:
-            raise SystemExit(f"stage {record.rank} was to run {' '.join(planned)}, and ran {' '.join(executed)}")
+            raise SystemExit(f"stage {record.rank} was planned to run {' '.join(planned)}, but ran {' '.join(executed)}")
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -283,20 +285,21 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def missed(rows: Sequence[Row], ratio: float | None) -> list[str]:
-    """What does not hold, one line each: losses, chunks in flight and bytes always, shares and the ratio where required."""
+    """Lists what does not hold: losses, chunks in flight and K/V bytes always; idle shares and the ratio only if required."""
     baseline, judged = (next(row for row in rows if row.plan == name) for name in (BASELINE, JUDGED))
     failures = []
     for row in rows:
         if abs(row.loss - baseline.loss) > LOSS_TOLERANCE * abs(baseline.loss):
-            failures.append(f"{row.plan}: loss {row.loss:.7f}, but {baseline.loss:.7f} of {BASELINE}")
+            failures.append(f"{row.plan}: loss {row.loss:.7f}, but {BASELINE} has {baseline.loss:.7f}")
         if row.executed_in_flight != row.planned_in_flight:
             failures.append(f"{row.plan}: {row.executed_in_flight} chunks in flight, predicted {row.planned_in_flight}")
         if row.executed_kv_book != row.planned_kv_book:
             failures.append(f"{row.plan}: {row.executed_kv_book} bytes of keys and values, predicted {row.planned_kv_book}")
         if ratio is not None and row.plan in (BASELINE, JUDGED) and row.idle_error > IDLE_TOLERANCE:
-            failures.append(f"{row.plan}: an idle share {row.idle_error:.3f} off its prediction, allowed {IDLE_TOLERANCE}")
+            failures.append(f"{row.plan}: an idle share is {row.idle_error:.3f} off its prediction, allowed {IDLE_TOLERANCE}")
     if ratio is not None and baseline.measured_s < ratio * judged.measured_s:
-        failures.append(f"{JUDGED}: faster than {BASELINE} by {baseline.measured_s / judged.measured_s:.3f}, required {ratio}")
+        speedup = baseline.measured_s / judged.measured_s
+        failures.append(f"{JUDGED}: {speedup:.3f} times as fast as {BASELINE}, required {ratio}")
     return failures
 
 

@@ -1,27 +1,27 @@
-"""The planner: how long it takes, how far from optimal its plans are, and what each idea beyond FlexSP brings.
+"""How long planning takes, how far from optimal the plans are, and what each idea beyond FlexSP gains.
 
     python recipes/bench/cpu/planner.py [times] [stages] [problems] [ablation] [--model gpt-7b] [--lengths commoncrawl]
         [--batches 8] [--problems-file tests/plan/microbatch_problems.json] [--require]
 
-All tables are printed where none is named. Costs are those of GPT-7B on A100-40GB, as in `papers/flexsp.py`, whose lengths
-and memory these are. Times are the least of several runs, in milliseconds, of everything `plan_step` does.
+Prints the named tables, or all of them. Costs, lengths and memory are those of GPT-7B on A100-40GB in `papers/flexsp.py`. Times
+are the shortest of several runs, in milliseconds, of everything that `plan_step` does.
 
-times: whole steps by Ulysses with sharded parameters. "own fluid" is how far the plan is above the fluid bounds of its own
-micro-batches, "any plan" how far above a bound on every plan, which memory keeps out of reach.
+times: whole steps with Ulysses groups and sharded parameters. "own fluid" is how far the plan is above the fluid bounds of its
+own micro-batches; "any plan" is how far it is above a bound on every plan, which no plan can reach within this memory.
 
-stages: `plan_pipelines` for 512 sequences on 32 GPUs (llama-3.1-8b on h100, lognormal lengths up to 64K tokens), with everything
-kept and with ever less room for it, on the device and on the host; the predicted seconds of the step beside it.
+stages: `plan_pipelines` for 512 sequences on 32 GPUs (llama-3.1-8b on h100, log-normal lengths up to 64K tokens), first with
+everything kept, then with less and less memory for activations on the device and on the host; with the step's predicted seconds.
 
-problems: single micro-batches of 64 GPUs against the configuration-LP bound, which no grouping of them can beat, and against
-what integer programming reached in a minute.
+problems: single micro-batches of 64 GPUs, compared with the configuration-LP bound, which no grouping can beat, and with what
+integer programming found in a minute.
 
-ablation: predicted seconds of the step, and what is saved against FlexSP (equal-token micro-batches, one after the other),
-with one idea at a time and with all. Nested groups need parameters that are replicated, or sharded inside blocks of ranks;
-their rows compare with FlexSP on the same costs. Integer degrees need rings, which are dearer than Ulysses inside a node of
-eight, and pay where nodes are not powers of two: the second table.
+ablation: predicted seconds of a step with one idea at a time and with all, compared with FlexSP (micro-batches of equal tokens,
+one after the other). Nested groups need parameters that are replicated, or sharded within blocks of ranks; their rows compare
+with FlexSP on the same costs. Integer degrees need rings, which cost more than Ulysses inside a node of eight GPUs, and pay off
+where the size of a node is not a power of two: see the second table.
 
-`--require` ends with status 1 unless the limits hold that these tables are measured against: 100, 400 and 1000 ms, 2 % above
-the fluid bounds at 1024 GPUs, gaps of 1 % on average and 2.5 % at most to the configuration LP.
+`--require` exits with status 1 unless these limits hold: 100, 400 and 1000 ms; 2 % above the fluid bounds at 1024 GPUs; gaps to
+the configuration LP of 1 % on average and 2.5 % at most.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ LIMIT = 384_000
 REPEATS = 5
 TABLES = ("times", "stages", "problems", "ablation")
 
-# GiB beside the model on a GPU (None: everything is kept), and on the host; stages
+# GiB for activations on a GPU (None: everything fits), and on the host
 ROOMS: tuple[tuple[float | None, float], ...] = ((None, 0), (40, 0), (12, 0), (6, 0), (12, 32), (6, 32))
 STAGES = (2, 4, 8)
 
-# the constants of the problems, in ms, MB and tokens: FlexSP's for GPT-7B up to 192K and 384K
+# constants of the single micro-batches, in ms, MB and tokens: FlexSP's for GPT-7B up to 192K and 384K tokens
 PAIR_MS, TOKEN_MS, GROUP_MS, MB_PER_TOKEN, MB_EXCHANGED = 5.128e-6, 0.18396, 629.3563, 4.480442, 2.0
 EXCHANGE_MB_PER_MS = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}
 BILLION_PARAMETERS = {192: 7.1174468994, 384: 7.8498687744}
 
 
 def print_times(model: str, lengths: str) -> list[str]:
-    """The table of planning times; what is above its limit."""
+    """Prints the table of planning times; returns what is above its limit."""
     print(f"{'GPUs':>5} {'sequences':>9} {'plan ms':>8} {'limit':>6} {'step s':>7} {'own fluid':>9} {'any plan':>9}  layout")
     faults = []
     profile = read_profile("a100-40g")
@@ -89,14 +89,14 @@ def print_times(model: str, lengths: str) -> list[str]:
             f"{len(plan.micro_batches)} micro-batches"
         )
         if plan_ms > limit_ms:
-            faults.append(f"{num_gpus} GPUs, {count} sequences: {plan_ms:.0f} ms, at most {limit_ms:.0f} are allowed")
+            faults.append(f"{num_gpus} GPUs, {count} sequences: {plan_ms:.0f} ms, allowed {limit_ms:.0f}")
         if num_gpus == SIZES[-1][0] and own > 0.02:
-            faults.append(f"{num_gpus} GPUs: {own:.1%} above the fluid bounds of its micro-batches, at most 2 % are allowed")
+            faults.append(f"{num_gpus} GPUs: {own:.1%} above the fluid bounds of its micro-batches, allowed 2 %")
     return faults
 
 
 def own_fluid_s(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> float:
-    """The sum of the fluid bounds of the plan's own micro-batches."""
+    """Sum of the fluid bounds of the plan's own micro-batches, in seconds."""
     problem = GroupingProblem.build(plan.lengths, costs, config)
     total_s = costs.coefficients.step_s
     for micro_batch in plan.micro_batches:
@@ -107,7 +107,7 @@ def own_fluid_s(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> floa
 
 
 def print_stages() -> list[str]:
-    """The table of planning times by stages and room; no limits."""
+    """Prints the table of planning times by stages and memory; returns nothing, because it has no limits."""
     profile = read_profile("h100")
     model, cluster = named_model("llama-3.1-8b"), ClusterSpec(32, 8, profile.spec)
     costs = CostModel(
@@ -137,7 +137,7 @@ def print_stages() -> list[str]:
 
 
 def print_problems(path: Path) -> list[str]:
-    """The table of single micro-batches; what is above its limit."""
+    """Prints the table of single micro-batches; returns what is above its limit."""
     print(f"{'problem':>18} {'sequences':>9} {'bound s':>8} {'ours s':>7} {'gap':>6} {'best integer program':>21} {'ms':>5}")
     gaps, faults = [], []
     for row in json.loads(path.read_text()):
@@ -152,15 +152,15 @@ def print_problems(path: Path) -> list[str]:
             f"{milp_s:>12.3f} {seconds / milp_s - 1:>+8.1%} {plan_ms:>5.0f}"
         )
         if seconds > 1.01 * milp_s:
-            faults.append(f"{row['problem']}: {seconds / milp_s - 1:.1%} slower than the integer program, 1 % is allowed")
+            faults.append(f"{row['problem']}: {seconds / milp_s - 1:.1%} slower than the integer program, allowed 1 %")
     print(f"gap to the configuration-LP bound: {mean(gaps):.2%} on average, {max(gaps):.2%} at most")
     if mean(gaps) > 0.01 or max(gaps) > 0.025:
-        faults.append(f"gaps of {mean(gaps):.2%} on average, {max(gaps):.2%} at most; 1 % and 2.5 % are allowed")
+        faults.append(f"gaps of {mean(gaps):.2%} on average and {max(gaps):.2%} at most, allowed 1 % and 2.5 %")
     return faults
 
 
 def published_problem(lengths: Sequence[int], limit_ktokens: int, num_ranks: int = 64) -> GroupingProblem:
-    """One micro-batch of the file under the constants of FlexSP's artefact, 30 GB a GPU."""
+    """Makes one micro-batch of the problems file, with the constants of FlexSP's artefact and 30 GB per GPU."""
     states_mb = BILLION_PARAMETERS[limit_ktokens] * 16 * 1024 / num_ranks
     tokens = np.array(lengths, dtype=np.float64)
     degrees = default_degrees(num_ranks, num_ranks)
@@ -180,10 +180,10 @@ def published_problem(lengths: Sequence[int], limit_ktokens: int, num_ranks: int
 
 
 def print_ablation(model: str, lengths: str, num_batches: int) -> list[str]:
-    """The tables of what each idea saves; no limits."""
+    """Prints the tables of what each idea saves; returns nothing, because they have no limits."""
     profile = read_profile("a100-40g")
     cluster = build_setup(model, LIMIT, 64, profile)
-    # the memory of the large job, on nodes that are no powers of two
+    # the memory per GPU of the large job, on nodes of six GPUs
     sixes = build_setup(model, LIMIT // 3, 64, profile)
     sixes = replace(sixes, costs=replace(sixes.costs, cluster=ClusterSpec(24, 6, profile.spec), shard_ranks=24))
     for title, setup, count in (("64 GPUs, 8 a node", cluster, 512), ("24 GPUs, 6 a node", sixes, 192)):
@@ -195,7 +195,7 @@ def print_ablation(model: str, lengths: str, num_batches: int) -> list[str]:
 
 
 def ablation(setup: Setup, batches: Sequence[Sequence[int]]) -> list[tuple[str, float, float]]:
-    """Name, mean seconds, and FlexSP's mean seconds on the same costs, of every row."""
+    """Rows of the table: name, mean seconds, and FlexSP's mean seconds on the same costs."""
     num_ranks, heads = setup.num_gpus, setup.costs.model.num_heads
     flexsp = PlannerConfig(setup.tokens_per_rank, setup.degrees, time_aware=False, nested=False, node_aligned=False)
     sharded = setup.costs
@@ -229,14 +229,14 @@ def mean_step_s(batches: Sequence[Sequence[int]], costs: CostModel, config: Plan
 
 
 def main() -> int:
-    """Prints the tables asked for; returns the exit status."""
+    """Prints the named tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which tables; all if none is named")
-    parser.add_argument("--model", default="gpt-7b")
-    parser.add_argument("--lengths", default="commoncrawl", choices=sorted(FITS))
-    parser.add_argument("--batches", type=int, default=8, help="batches of the ablation")
+    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="tables to print (default: all)")
+    parser.add_argument("--model", default="gpt-7b", help="a model of the catalogue (default: gpt-7b)")
+    parser.add_argument("--lengths", default="commoncrawl", choices=sorted(FITS), help="distribution of sequence lengths")
+    parser.add_argument("--batches", type=int, default=8, help="batches of the ablation (default: 8)")
     parser.add_argument("--problems-file", type=Path, default=Path("tests/plan/microbatch_problems.json"))
-    parser.add_argument("--require", action="store_true", help="end with status 1 where a limit is not kept")
+    parser.add_argument("--require", action="store_true", help="exit with status 1 if a limit does not hold")
     options = parser.parse_args()
     faults = []
     for table in options.tables or TABLES:
@@ -250,7 +250,7 @@ def main() -> int:
             faults += print_ablation(options.model, options.lengths, options.batches)
         print()
     for fault in faults if options.require else []:
-        print(f"not kept: {fault}", file=sys.stderr)
+        print(f"above its limit: {fault}", file=sys.stderr)
     return 1 if faults and options.require else 0
 
 

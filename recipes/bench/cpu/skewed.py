@@ -1,11 +1,11 @@
-"""Tokens per second on one skewed batch, against the two ways of `transformers.Trainer`: padding and flattening.
+"""Tokens per second on one skewed batch, against `transformers.Trainer` with padding and with flattening.
 
     python recipes/bench/cpu/skewed.py [--steps 3] [--json FILE]
 
-One document of 2048 tokens and 15 short ones (log-normal, 4,616 tokens in all), the same small Llama, one process, two
-threads, forward + backward + optimizer step, all three in one run. The first step of each is not counted; the loss of
-the first step must agree to 1e-5. `Trainer` with padding runs 16 rows of 2048 tokens; `DataCollatorWithFlattening` packs
-them into one row, for which sdpa builds a dense mask.
+The batch has one document of 2048 tokens and 15 short ones (log-normal; 4,616 tokens in all). All three methods run one after
+the other, in one process with two threads: the same small Llama, forward + backward + optimizer step. The first step of each
+does not count, but its losses must agree to 1e-5. `Trainer` with padding runs 16 rows of 2048 tokens;
+`DataCollatorWithFlattening` packs the documents into one row, for which sdpa builds a dense mask.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOLERANCE = 1e-5
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of every step, from its first forward to the end of the optimizer step, and the loss of the first."""
+    """Records the seconds of every step, from the start of its first forward to the end of the optimizer step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -52,14 +52,14 @@ class StepTimes(TrainerCallback):
 
 
 def skewed_rows(seed: int = 1) -> list[list[int]]:
-    """One document of 2048 tokens and 15 of 32 to 512."""
+    """Draws one document of 2048 tokens and 15 of 32 to 512 tokens."""
     generator = np.random.default_rng(seed)
     lengths = [2048, *np.clip(generator.lognormal(5.0, 0.7, 15).astype(int), 32, 512).tolist()]
     return [generator.integers(5, 4096, length).tolist() for length in lengths]
 
 
 def pad(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A padded batch with an attention mask; padding has no label."""
+    """Pads a batch and makes its attention mask; padding has no label."""
     longest = max(len(row["input_ids"]) for row in features)
     batch = {
         "input_ids": torch.zeros(len(features), longest, dtype=torch.int64),
@@ -75,7 +75,7 @@ def pad(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def measure(method: str, rows: list[list[int]], num_steps: int) -> tuple[float, float]:
-    """(median seconds of a step, loss of the first step) of one method, from the same weights."""
+    """Trains with one method, from the same weights; returns (median seconds of a step, loss of the first step)."""
     set_seed(0)
     config = LlamaConfig(
         hidden_size=192,
@@ -87,7 +87,7 @@ def measure(method: str, rows: list[list[int]], num_steps: int) -> tuple[float, 
         max_position_embeddings=32768,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    # every step sees the whole batch again
+    # repeat the rows, so that every step trains the whole batch
     dataset = datasets.Dataset.from_dict({"input_ids": rows * (num_steps + 1)})
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each method (default: 3)")
     parser.add_argument("--require", nargs=2, type=float, default=(0.0, 0.0), metavar=("PADDING", "FLATTENING"),
-                        help="fail unless ours is faster than each by this factor")  # fmt: skip
+                        help="fail unless ours is this many times as fast as padding and flattening")  # fmt: skip
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
@@ -142,10 +142,10 @@ def main() -> None:
         options.json.write_text(json.dumps(results, indent=1))
     spread = max(row["loss"] for row in results) - min(row["loss"] for row in results)
     if spread > TOLERANCE:
-        raise SystemExit(f"the losses differ by {spread:.1e}, above {TOLERANCE}: the methods do not compute the same thing")
+        raise SystemExit(f"the losses differ by {spread:.1e}, more than {TOLERANCE}: the methods do not compute the same thing")
     for row, factor in zip(results, options.require, strict=False):
         if row["ours_is_faster_by"] < factor:
-            raise SystemExit(f"ours is faster than {row['method']} by {row['ours_is_faster_by']:.2f}, required {factor}")
+            raise SystemExit(f"ours is {row['ours_is_faster_by']:.2f} times as fast as {row['method']}, required {factor}")
 
 
 if __name__ == "__main__":

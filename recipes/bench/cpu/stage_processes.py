@@ -1,6 +1,6 @@
-"""A pipeline of processes on this machine, one gloo rank and one thread per stage, that run plans and say what they measured.
+"""Runs plans on a pipeline of processes on this machine, one gloo rank and one thread per stage, and returns measurements.
 
-What the pipeline benchmark drives. The processes' road is the package's own: cut model, collator, group pool, executor.
+Used by `pipeline.py`. The processes use the package's own way of cutting a model, its collator, group pool and executor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class StageStep:
-    """What one stage measured of a plan, and the seconds of a core that it got meanwhile."""
+    """What one stage measured of a plan, and the CPU seconds that it got meanwhile."""
 
     record: StepRecord
     core_s: float
@@ -52,15 +52,18 @@ class StageStep:
 
     @property
     def core_share(self) -> float:
-        """How much of its core it had: less than 1 where other programs ran in its place."""
+        """Share of its core that the stage got; less than 1 if other programs ran on the core."""
         return self.core_s / self.busy_s
 
 
 class StageProcesses:
-    """`num_stages` processes with a Llama of `config` in random weights, the same at every cut, and the sequences `rows`."""
+    """`num_stages` processes that run plans over the sequences `rows` on a Llama with `config`.
+
+    Its random weights are the same however the model is cut.
+    """
 
     def __init__(self, config: Mapping[str, Any], rows: Rows, num_stages: int) -> None:
-        # read when a process starts
+        # every process reads this when it starts
         os.environ["OMP_NUM_THREADS"] = "1"
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -76,9 +79,10 @@ class StageProcesses:
             self._processes.append(process)
 
     def run(self, parts: Ranges, plans: Sequence[StepPlan], num_rounds: int) -> list[list[list[StageStep]]]:
-        """What every stage measured of every plan in every round: [round][plan][stage], after one round that is not counted.
+        """Runs every plan once per round; returns what the stages measured, as [round][plan][stage].
 
-        The model is cut into `parts`, which are those of the plans. The order of plans turns from round to round.
+        One round more runs first and does not count. The model is cut into `parts`, which must be those of the plans. The
+        order of plans alternates between rounds.
         """
         for pipe in self._pipes:
             pipe.send((parts, [plan_to_json(plan) for plan in plans], num_rounds))
@@ -96,7 +100,7 @@ class StageProcesses:
         try:
             steps: list[list[StageStep]] = self._pipes[rank].recv()
         except EOFError:
-            raise RuntimeError(f"the process of stage {rank} failed; its error is above") from None
+            raise RuntimeError(f"the process of stage {rank} failed; its error is printed above") from None
         return steps
 
 
@@ -141,7 +145,7 @@ def _measure(
 
 
 def _inputs(plan: StepPlan, rows: Rows, rank: int) -> list[list[ChunkInputs]]:
-    """The rank's inputs as the collator makes them; sequence i of the plan is row i."""
+    """Makes the rank's inputs with the collator; sequence i of the plan is row i."""
     lengths = np.array([len(row["input_ids"]) for row in rows])
     dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
     chunks: list[list[ChunkInputs]] = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]])["chunks"]

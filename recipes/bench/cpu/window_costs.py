@@ -1,11 +1,11 @@
-"""Seconds of long documents in a model whose layers have windows: predicted from short ones, and measured in the same run.
+"""Time of long documents in a model with sliding windows: predicted from short documents, and measured in the same run.
 
     python recipes/bench/cpu/window_costs.py [--seconds 60] [--require 0.25]
 
-A Qwen3 of six layers (hidden 64, 4 query and 2 KV heads of 16), of which five have windows of 128 tokens, fp32, random weights,
-one process, one thread, and the same without windows. Cost models are fitted to documents of 128 to 2048 tokens, alone and in
-packs, and predict documents of 4096 and 8192: each by its own fit, and the model with windows by the fit of the one without,
-with its windows counted and as if every layer saw everything.
+The model is a Qwen3 of six layers (hidden size 64, 4 query and 2 KV heads of size 16), five of them with windows of 128 tokens;
+a second one is the same without windows. Both have random weights in fp32 and run in one process with one thread. A cost
+model is fitted to each on documents of 128 to 2048 tokens, alone and in packs, and predicts documents of 4096 and 8192 tokens.
+The windowed model is also predicted with the other one's fit, once with its windows counted and once as if it had none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def config_of(window: int) -> Qwen3Config:
-    """Five layers of six with this window; 0: no layer has one."""
+    """Config with this window in five of six layers; 0 means no windows."""
     kinds = ["sliding_attention" if window and layer != 5 else "full_attention" for layer in range(6)]
     return Qwen3Config(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
@@ -49,7 +49,7 @@ def config_of(window: int) -> Qwen3Config:
 
 
 def measure(window: int, seconds: float) -> tuple[ModelSpec, tuple[Timing, ...]]:
-    """Timings of all probes for one model; the long documents are not used for a fit."""
+    """Measures all probes on one model; the long documents are marked as held out, so no fit uses them."""
     model = build_model(config_of(window), CPU, "float32")
     spec = model_spec(model)
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 60.0), CPU)
@@ -58,7 +58,7 @@ def measure(window: int, seconds: float) -> tuple[ModelSpec, tuple[Timing, ...]]
 
 
 def fitted(spec: ModelSpec, timings: Sequence[Timing]) -> CostModel:
-    """A cost model of `spec` by the timings of short documents."""
+    """Fits a cost model of `spec` to the timings of short documents."""
     cluster = cluster_spec(CPU, 1, 1)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     fit = fit_coefficients(chunk_samples(timings, costs, False), 0.0, "measured", costs.coefficients)
@@ -66,15 +66,15 @@ def fitted(spec: ModelSpec, timings: Sequence[Timing]) -> CostModel:
 
 
 def predicted_s(costs: CostModel) -> list[float]:
-    """Forward plus backward of the long documents."""
+    """Predicted seconds of forward plus backward, for each of the long documents."""
     return [float(costs.sequences_s([length], ALONE)[0]) + costs.group_s(ALONE) for length in LONG]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each of both models (default: 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds to measure each of the two models (default: 60)")
     parser.add_argument("--require", type=float, default=None, metavar="SHARE",
-                        help="fail unless the windowed model's own fit is within this share of what was measured")  # fmt: skip
+                        help="fail if predictions by the windowed model's own fit are off by more than this share")  # fmt: skip
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     spec, timings = measure(WINDOW, options.seconds)

@@ -1,1 +1,1 @@
-"""Benchmarks and first checks for GPUs."""
+"""What to run on a GPU: `smoke.py` checks that all paths work there, `matrix.py` measures them, `kernel_speed.py` the kernels."""

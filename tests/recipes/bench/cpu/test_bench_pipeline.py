@@ -59,11 +59,11 @@ def row(plan: str, **changes: Any) -> Any:
     "changes,ratio,message",
     [
         ({}, 1.2, ""),
-        ({}, 1.3, "slices, elastic: faster than batch-level 1F1B by 1.250, required 1.3"),
-        ({"measured_idle": [0.2, 0.36]}, 1.0, "slices, elastic: an idle share 0.060 off its prediction, allowed 0.05"),
+        ({}, 1.3, "slices, elastic: 1.250 times as fast as batch-level 1F1B, required 1.3"),
+        ({"measured_idle": [0.2, 0.36]}, 1.0, "slices, elastic: an idle share is 0.060 off its prediction, allowed 0.05"),
         # without a requirement only what does not depend on a quiet machine counts
         ({"measured_idle": [0.2, 0.36]}, None, ""),
-        ({"loss": 5.0001}, None, "slices, elastic: loss 5.0001000, but 5.0000000 of batch-level 1F1B"),
+        ({"loss": 5.0001}, None, "slices, elastic: loss 5.0001000, but batch-level 1F1B has 5.0000000"),
         ({"executed_in_flight": [4, 2]}, None, "slices, elastic: [4, 2] chunks in flight, predicted [3, 2]"),
         ({"executed_kv_book": [8, 9]}, None, "slices, elastic: [8, 9] bytes of keys and values, predicted [8, 8]"),
     ],
