@@ -1,4 +1,4 @@
-"""What ranks send is what the cost model counts: every byte of every method, forward and backward."""
+"""Ranks send exactly the bytes that the formula counts, for every method, forward and backward; the planner's mean agrees."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.measures.sent_bytes import sent_bytes
 from helpers.models.models import VOCAB_SIZE, ModelCase, build_model, random_rows
 from helpers.plans.steps import group_pool, plan_of, rank_inputs
 from hypothesis import given
@@ -21,7 +22,7 @@ from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import head_shares
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span, StepPlan
-from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic, sent_bytes
+from hf_longctx.plan.cost.traffic import HeadCounts, mean_traffic
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 
@@ -35,7 +36,7 @@ def spec_of(case: ModelCase) -> ModelSpec:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Bytes that this rank sends to others in exchanges of attention while the body runs, in one number."""
+    """Count the bytes that this rank sends to others for attention while the body runs, in a list of one number."""
     total = [0]
     all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
 
@@ -53,7 +54,7 @@ def counted_bytes() -> Iterator[list[int]]:
 
 
 def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[int, int]:
-    """Bytes of this rank in a forward alone, and in a step."""
+    """Bytes that this rank sends in a forward alone, and in a whole step."""
     pool, model = group_pool(), build_model(case)
     patch_model(model)
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
@@ -82,8 +83,8 @@ def test_values_of_another_size_are_counted(ranks, ulysses: int) -> None:
     check_sent(ranks, ModelCase("deepseek_v3", num_heads=6, dtype=torch.bfloat16), ulysses)
 
 
-# of three layers one without a window and two with one, shorter than a piece, as long as several, longer than all but the
-# longest document, and longer than all
+# three layers, two of them with a window that is shorter than a piece, as long as several pieces, longer than all documents
+# but the longest, or longer than all
 @pytest.mark.parametrize("window", [1, 3, 16, 36, 37])
 @pytest.mark.parametrize("ulysses", [2, 1], ids=["hybrid", "ring"])
 def test_layers_with_windows_send_what_is_seen(ranks, ulysses: int, window: int) -> None:

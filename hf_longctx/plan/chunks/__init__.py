@@ -1,1 +1,1 @@
-"""Long sequences cut into slices, short ones packed into chunks."""
+"""Make chunks from sequences: cut long sequences into slices and pack short ones."""

@@ -1,9 +1,9 @@
-"""`pack_sequences`: whole sequences into as few bins as best fit decreasing needs, by lengths alone.
+"""Pack whole sequences into bins by best fit decreasing: `pack_sequences`, a public function for offline data preparation.
 
 Best fit decreasing takes sequences longest first and puts each into the fullest bin that still has room for it. A bin that
-just took one of several equal sequences is the fullest that has room for the next, as long as it has room at all. So bins of
-equal space take a whole run of equal sequences at once, each as many as fit, and the work grows with the distinct lengths, not
-with the sequences. Which of several bins with equal space is taken changes no bin's fill.
+just took one of several equal sequences is then the fullest bin with room for the next, as long as it has room at all. So bins
+with equal space take a whole run of equal sequences at once, each as many as fit, and the work grows with the number of
+distinct lengths instead of sequences. The choice between bins with equal space does not change how full bins get.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from hf_longctx.plan.core.arrays import IntArray
 
-# tokens of any number of sequences that fits into memory then add up in 64 bits
+# largest capacity of a bin; the tokens of any number of sequences that fits into memory then add up in 64 bits
 MAX_CAPACITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Which sequences share a bin: bin b holds `order[offsets[b]:offsets[b + 1]]`, numbers of sequences, longest first.
+    """Bins of sequences: bin b holds the sequences numbered `order[offsets[b]:offsets[b + 1]]`, longest first.
 
-    Every sequence is in one bin. Bins come in the order in which they were opened, those with the longest sequences first:
+    Every sequence is in one bin. Bins come in the order in which they were opened, those with the longest sequences first, so
     shuffle them before training. The arrays are read-only.
     """
 
@@ -39,7 +39,7 @@ class Packing:
 
     @property
     def efficiency(self) -> float:
-        """Tokens of all sequences per token of all bins; 1 where there is no bin."""
+        """Tokens of all sequences divided by the capacity of all bins; 1 if there is no bin."""
         return self.num_tokens / (len(self) * self.capacity) if len(self) else 1.0
 
     def __len__(self) -> int:
@@ -48,23 +48,23 @@ class Packing:
 
     def __getitem__(self, number: int) -> IntArray:
         """The sequences of one bin, as a view."""
-        place = range(len(self))[number]
-        return self.order[self.offsets[place] : self.offsets[place + 1]]
+        index = range(len(self))[number]
+        return self.order[self.offsets[index] : self.offsets[index + 1]]
 
     def __iter__(self) -> Iterator[IntArray]:
         return (self[number] for number in range(len(self)))
 
     def bins(self) -> list[list[int]]:
-        """All bins as lists, one Python object per sequence."""
+        """All bins as lists of sequence numbers."""
         order, offsets = self.order.tolist(), self.offsets.tolist()
         return [order[start:stop] for start, stop in pairwise(offsets)]
 
 
 def pack_sequences(lengths: Sequence[int] | NDArray[Any], capacity: int) -> Packing:
-    """Bins of at most `capacity` tokens for sequences of `lengths` tokens, none cut: best fit decreasing.
+    """Pack sequences of `lengths` tokens into bins of at most `capacity` tokens by best fit decreasing, without cutting any.
 
-    Deterministic; of equal sequences the first in `lengths` is placed first. Raises ValueError for a sequence that no bin can
-    hold: cut it before, `numpy.minimum(lengths, capacity)` for example drops the tails.
+    The result is deterministic; sequences of equal length are placed in the order of `lengths`. Raises ValueError for a
+    sequence that no bin can hold: cut it first; for example, `numpy.minimum(lengths, capacity)` drops the excess.
 
     Example:
 
@@ -86,10 +86,11 @@ def pack_sequences(lengths: Sequence[int] | NDArray[Any], capacity: int) -> Pack
 
 
 def fewest_bins(lengths: Sequence[int] | NDArray[Any], capacity: int) -> int:
-    """A number of bins below which no packing gets: the bound L2 of Martello and Toth (1990, section 8.3).
+    """Lower bound on the number of bins of any packing: the bound L2 of Martello and Toth (1990, section 8.3).
 
-    For every threshold, a sequence above half a bin needs its own, and shorter ones above the threshold fit only into what
-    these leave, where those too long to share with any of them leave nothing. Threshold 0 gives the tokens over the capacity.
+    Every sequence longer than half a bin (a big one) needs its own bin. For a threshold, consider the shorter sequences that
+    reach it: they fit only into bins of their own, or next to a big sequence that leaves at least the threshold. The bound is
+    the largest over all thresholds; threshold 0 counts all tokens.
     """
     capacity = _checked_capacity(capacity)
     values, counts = np.unique(_checked_lengths(lengths, capacity), return_counts=True)
@@ -99,7 +100,7 @@ def fewest_bins(lengths: Sequence[int] | NDArray[Any], capacity: int) -> int:
     tokens_from = np.append(np.cumsum((values * counts)[::-1])[::-1], 0)
     small = int(np.count_nonzero(~is_big))
     thresholds = values[:small]
-    # big sequences that leave less than the threshold are alone in their bins, the others share
+    # big sequences that leave less than the threshold are alone in their bins; the others share theirs
     first_alone = np.searchsorted(values, capacity - thresholds, side="right")
     num_shared = num_from[small] - num_from[first_alone]
     room = num_shared * capacity - (tokens_from[small] - tokens_from[first_alone])
@@ -108,22 +109,22 @@ def fewest_bins(lengths: Sequence[int] | NDArray[Any], capacity: int) -> int:
 
 
 def _bins_of_sorted(lengths_N: IntArray, capacity: int) -> IntArray:
-    """The bin of every sequence, for lengths in descending order."""
+    """Index of the bin of every sequence, for lengths in descending order."""
     if not len(lengths_N):
         return np.zeros(0, dtype=np.int64)
     starts = np.concatenate([[0], np.flatnonzero(np.diff(lengths_N)) + 1])
     classes = (lengths_N[starts], np.diff(starts, append=len(lengths_N)))
     first_R, bin_R, per_bin_R = _place_classes(*classes, capacity).T
-    # every run of sequences over its bins
+    # spread every run of sequences over its bins
     repeats = np.diff(first_R, append=len(lengths_N))
-    places_N = np.arange(len(lengths_N)) - np.repeat(first_R, repeats)
-    bins_N: IntArray = np.repeat(bin_R, repeats) + places_N // np.repeat(per_bin_R, repeats)
+    within_run_N = np.arange(len(lengths_N)) - np.repeat(first_R, repeats)
+    bins_N: IntArray = np.repeat(bin_R, repeats) + within_run_N // np.repeat(per_bin_R, repeats)
     return bins_N
 
 
 def _place_classes(lengths_C: IntArray, counts_C: IntArray, capacity: int) -> IntArray:
-    """Runs of sequences [(first sequence, first bin, sequences per bin)] for `counts_C` sequences of each descending length."""
-    # above half a bin, every sequence opens one
+    """Runs (first sequence, first bin, sequences per bin) for `counts_C` sequences of each length, lengths descending."""
+    # every sequence longer than half a bin opens a bin
     num_big = int(np.searchsorted(-lengths_C, -(capacity // 2)))
     sequence = num_bins = int(counts_C[:num_big].sum())
     open_bins = _OpenBins(capacity - lengths_C[:num_big], counts_C[:num_big], int(lengths_C[-1]))
@@ -145,7 +146,7 @@ def _place_classes(lengths_C: IntArray, counts_C: IntArray, capacity: int) -> In
                 first += num_full
                 number -= num_full
                 if count:
-                    # too few are left to fill another bin
+                    # too few sequences are left to fill another bin
                     runs += (sequence, first, count)
                     add(space - count * length, first, 1)
                     sequence += count
@@ -158,10 +159,10 @@ def _place_classes(lengths_C: IntArray, counts_C: IntArray, capacity: int) -> In
 
 
 class _OpenBins:
-    """Bins that still have room for `shortest` tokens, as runs (first bin, number of bins) of equal space.
+    """Bins that still have room for `shortest` tokens, stored as runs (first bin, number of bins) of equal space.
 
-    Starts with bins numbered from 0, `counts_C` of each ascending space. Runs of one space are chained through integers: one
-    list per space would keep the garbage collector busy.
+    At the start there are `counts_C` bins of each space, spaces ascending, numbered from 0. Runs of equal space form a linked
+    list of integers, because one Python list per space would keep the garbage collector busy.
     """
 
     def __init__(self, spaces_C: IntArray, counts_C: IntArray, shortest: int) -> None:
@@ -174,22 +175,22 @@ class _OpenBins:
         self._run_of_space = dict(zip(self._spaces, range(num_full, len(spaces_C)), strict=True))
 
     def take(self, length: int) -> tuple[int, int, int]:
-        """Takes out a run of the fullest bins with room for `length`: (space, first bin, number of bins); zeros without any."""
+        """Remove a run of the fullest bins with room for `length`: (space, first bin, number of bins); zeros if there is none."""
         spaces = self._spaces
-        place = bisect_left(spaces, length)
-        if place == len(spaces):
+        index = bisect_left(spaces, length)
+        if index == len(spaces):
             return 0, 0, 0
-        space = spaces[place]
+        space = spaces[index]
         run = self._run_of_space[space]
         following = self._next[run]
         if following < 0:
-            del self._run_of_space[space], spaces[place]
+            del self._run_of_space[space], spaces[index]
         else:
             self._run_of_space[space] = following
         return space, self._firsts[run], self._numbers[run]
 
     def add(self, space: int, first: int, number: int) -> None:
-        """Bins from `first` on, all with `space` tokens left."""
+        """Add `number` bins from `first` on, each with `space` tokens left."""
         if space < self.shortest:
             return
         following = self._run_of_space.get(space, -1)
@@ -202,7 +203,7 @@ class _OpenBins:
 
 
 def _stable_order(keys_N: IntArray, largest: int) -> IntArray:
-    """The order that sorts keys of 0 to `largest`, equal ones as they stand; 16 bits at a time, for which numpy counts."""
+    """Indices that sort keys of 0 to `largest` stably; 16 bits at a time, because numpy sorts those by counting."""
     order = np.argsort((keys_N & 0xFFFF).astype(np.uint16), kind="stable")
     if largest > 0xFFFF:
         order = order[np.argsort((keys_N >> 16).astype(np.uint16)[order], kind="stable")]
@@ -235,17 +236,17 @@ def _checked_lengths(lengths: Sequence[int] | NDArray[Any], capacity: int) -> In
     if lengths_N.dtype.kind not in "iu":
         lengths_N = _whole_numbers(lengths_N.tolist(), capacity)
     if lengths_N[shortest := int(lengths_N.argmin())] < 1:
-        raise ValueError(f"sequence {shortest} has {lengths_N[shortest]} tokens; a sequence has at least 1, leave this one out")
+        raise ValueError(f"sequence {shortest} has {lengths_N[shortest]} tokens; remove sequences without tokens before packing")
     if lengths_N[longest := int(lengths_N.argmax())] > capacity:
         raise ValueError(
             f"sequence {longest} has {lengths_N[longest]} tokens, but a bin holds {capacity}; raise capacity to "
-            f"{lengths_N[longest]} or cut what is longer, for example with numpy.minimum(lengths, {capacity})"
+            f"{lengths_N[longest]} or cut longer sequences, for example with numpy.minimum(lengths, {capacity})"
         )
     return lengths_N.astype(np.int64)
 
 
 def _whole_numbers(values: list[Any], capacity: int) -> IntArray:
-    """Python integers that came in an array of something else."""
+    """An integer array from Python values, which must all be integers."""
     for i, value in enumerate(values):
         if type(value) is not int or value.bit_length() > 63:
             raise ValueError(

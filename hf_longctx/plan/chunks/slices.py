@@ -1,7 +1,7 @@
-"""Cuts a long sequence of a group into slices of equal time, so that slice-first execution can work on a part of a layer.
+"""Cut a long sequence into slices of equal time, for slice-first execution without a pipeline and for pipelines.
 
-Source of the balance: Seq1F1B (arXiv 2406.03488, section 3), by seconds in the place of its operation counts, as InfiniPipe
-does (arXiv 2509.21275, section 4).
+Seq1F1B balances slices by operation counts (arXiv 2406.03488, section 3); here they are balanced by seconds, as in InfiniPipe
+(arXiv 2509.21275, section 4). The numbers of slices to try are SPPO's.
 """
 
 from __future__ import annotations
@@ -12,29 +12,33 @@ from itertools import pairwise
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 
+# tokens per rank of the shortest and of the longest slice that is tried
+LEAST_SLICE_TOKENS = 2 * 1024
+MOST_SLICE_TOKENS = 16 * 1024
+
 
 def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates) -> tuple[int, ...]:
-    """Bounds, from 0 to `num_tokens`, of slices that take equal time; fewer where some would be empty.
+    """Token bounds from 0 to `num_tokens` of slices that take equal time; fewer slices if some would be empty.
 
-    Later tokens see more before them, as far as windows let them, so that slices get shorter towards the end.
+    Later tokens see more tokens before them (unless all layers have windows), so slices get shorter towards the end.
     """
     if num_slices < 1 or num_tokens < 1:
         raise ValueError(f"{num_tokens} tokens cannot be cut into {num_slices} slices; both must be at least 1")
     total_s = rates.of_span(0, num_tokens)
     bounds = [0]
-    for place in range(1, num_slices):
+    for index in range(1, num_slices):
         if total_s <= 0:
-            tokens = num_tokens * place / num_slices
+            tokens = num_tokens * index / num_slices
         else:
-            tokens = rates.tokens_in(total_s * place / num_slices)
+            tokens = rates.tokens_in(total_s * index / num_slices)
         bounds.append(min(num_tokens, max(bounds[-1], round(tokens))))
     return tuple(sorted({*bounds, num_tokens}))
 
 
 def sliced_group(group: SequenceGroup, num_slices: int, rates: SpanRates) -> SequenceGroup:
-    """The group with the longest sequence of its one chunk in slices, and the rest of it as packs no larger than these.
+    """Cut the longest sequence of the group's only chunk into slices, and its other sequences into packs no larger than these.
 
-    All slices run forward, then backward last first; each pack runs forward and backward behind them.
+    All slices run forward, then backward in reverse order; after them each pack runs forward and backward.
     """
     (chunk,) = group.chunks
     longest = max(chunk.spans, key=lambda span: span.num_tokens)
@@ -51,7 +55,7 @@ def sliced_group(group: SequenceGroup, num_slices: int, rates: SpanRates) -> Seq
 
 
 def _packs(spans: list[Span], room: int) -> list[tuple[Span, ...]]:
-    """Spans in their order, in packs of at most `room` tokens (a longer span alone)."""
+    """Put spans, in their order, into packs of at most `room` tokens; a longer span is alone in its pack."""
     packs: list[list[Span]] = []
     left = 0
     for span in spans:
@@ -63,18 +67,12 @@ def _packs(spans: list[Span], room: int) -> list[tuple[Span, ...]]:
     return [tuple(pack) for pack in packs]
 
 
-LEAST_SLICE_TOKENS = 2 * 1024
-
-
-MOST_SLICE_TOKENS = 16 * 1024
-
-
 def slice_counts(num_tokens: int, degree: int) -> range:
-    """Numbers of slices for which an even slice of a sequence has 2K to 16K tokens on each of `degree` ranks.
+    """Numbers of slices with which an evenly cut sequence has 2K to 16K tokens per slice on each of `degree` ranks.
 
-    A sequence that is too short for one such slice runs whole.
+    A sequence that is too short for one such slice is not cut.
     """
     if num_tokens < 1 or degree < 1:
-        raise ValueError(f"{num_tokens} tokens on {degree} ranks cannot be cut; give at least one of both")
+        raise ValueError(f"{num_tokens} tokens cannot be cut for {degree} ranks; both must be at least 1")
     fewest = -(-num_tokens // (MOST_SLICE_TOKENS * degree))
     return range(fewest, max(fewest, num_tokens // (LEAST_SLICE_TOKENS * degree)) + 1)

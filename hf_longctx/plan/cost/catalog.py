@@ -1,7 +1,7 @@
-"""Shapes of well-known models by name, for plans without a checkpoint at hand.
+"""Shapes of well-known models by name, for plans without a checkpoint at hand (`hf-longctx plan --model NAME`).
 
-GPT-7B, 13B and 30B are the ones FlexSP was measured with (arXiv 2412.01523): 64 heads, an MLP of four times the hidden size
-without a gate, GPT-2's vocabulary untied, and one learned embedding for each position up to the context limit, 192,000 here.
+GPT-7B, 13B and 30B are the models of FlexSP's experiments (arXiv 2412.01523): 64 heads, an MLP four times as wide as the hidden
+size without a gate, GPT-2's vocabulary with untied embeddings, and learned positions up to the context limit, here 192,000.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def _gpt(num_layers: int, hidden_size: int) -> ModelSpec:
 
 
 def _gemma3(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, int], positions: int, window: int) -> ModelSpec:
-    """The decoder of a Gemma 3: five layers with a window before each that sees everything."""
+    """The decoder of a Gemma 3: five layers with a sliding window, then one with full attention, and so on."""
     windows = tuple(window if (layer + 1) % 6 else None for layer in range(num_layers))
     spec = ModelSpec(num_layers, hidden_size, mlp, *heads, vocab_size=262144, max_positions=positions)
     return replace(spec, tied_embeddings=True, qk_norms=True, windows=windows)
 
 
-# layers, hidden, intermediate, query heads, KV heads, head size, vocabulary, positions, tied embeddings; from each config.json
+# from each config.json: layers, hidden, intermediate, query heads, KV heads, head size, vocabulary, positions, tied embeddings
 _MODELS: dict[str, ModelSpec] = {
     "gpt-7b": _gpt(32, 4096),
     "gpt-13b": _gpt(40, 5120),
@@ -59,9 +59,9 @@ def model_names() -> tuple[str, ...]:
 
 
 def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
-    """The spec of the model of this name; case and separators do not matter. Weights are bf16 unless said otherwise.
+    """The spec of the model with this name; case and separators do not matter. Weights are bf16 by default.
 
-    Raises ValueError with close matches for another name.
+    Raises ValueError with close matches for an unknown name.
     """
     for known, spec in _MODELS.items():
         if normal_name(known) == normal_name(name):
@@ -72,9 +72,9 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
 
 
 def spec_name(spec: ModelSpec) -> str:
-    """What a model of these shapes is called where nobody named it: as in the catalogue, or its shapes and bytes.
+    """A name for a model of these shapes: its name in the catalogue (in bf16), or else a list of its shapes and bytes.
 
-    Models of equal names cost the same; the catalogue's weights are bf16.
+    Models with equal names cost the same.
     """
     for known, shapes in _MODELS.items():
         if replace(shapes, bytes_per_element=2, max_positions=spec.max_positions) == spec:

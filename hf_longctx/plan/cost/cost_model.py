@@ -1,13 +1,15 @@
-"""Seconds and bytes of a chunk on a sequence group, forward and backward apart.
+"""Predict the seconds that a chunk takes on a sequence group, for forward and backward separately.
 
-The time of one pass over n tokens with c query-key pairs on d ranks (FlexSP, arXiv 2412.01523, section 4.1, with the mean
-over layers of what they see, see `attention_pairs.py`, for its s^2, and its all-to-all term split into what a rank sends over
-which links, see `traffic.py`):
+Planner, prediction and simulator all price chunks with this model. One pass over n tokens with c query-key pairs on d ranks
+takes
 
     pair_s * c / d  +  token_s * n / d  +  chunk_s
         +  link_byte_s * link_bytes  +  network_byte_s * network_bytes  +  message_s * messages  +  tile_s * tiles
 
-So one set of coefficients prices every method, and a degree's method in a step is the cheapest of those that the heads allow.
+This is the formula of FlexSP (arXiv 2412.01523, section 4.1) with two changes: its s^2 is replaced by the pairs of a layer,
+averaged over layers (`attention_pairs.py`), and its all-to-all term by the bytes that a rank sends over each kind of link
+(`traffic.py`). So one set of coefficients prices every method of attention, and a group of some degree uses the cheapest
+method that the model's heads allow.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from hf_longctx.plan.core.planner_config import GroupMethod
 from hf_longctx.plan.core.types import Chunk, GroupShape, Parameters
 from hf_longctx.plan.cost.traffic import Traffic, group_shapes, mean_traffic
 
-# how much dearer exchanges are made in groups that exploration wants to avoid
+# factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
 _AVOIDED = 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class PassCoefficients:
-    """One pass (forward or backward) over all layers of the model on one rank.
+    """Seconds of one pass (forward or backward) over all layers of the model on one rank, per unit of each kind of work.
 
-    pair_s: per query-key pair, of which layers have so many on average. token_s: per token. chunk_s: per chunk. message_s: per
-    exchange. link_byte_s, network_byte_s: per byte sent inside a node and to another one. tile_s: per tile of attention that a
-    ring makes of a document beyond what one call for the whole chunk would cost. head_factor: how many times the output head's
-    share of the matrix products is its share of token_s, since the loss is more than products and layers have norms; a pipeline
-    shows it.
+    pair_s: per query-key pair of a layer (the average layer). token_s: per token. chunk_s: per chunk. message_s: per exchange.
+    link_byte_s, network_byte_s: per byte sent within a node and to other nodes. tile_s: per attention tile of a ring, on top
+    of the cost of one attention call for the whole chunk. head_factor: the output head's share of token_s divided by its share
+    of the matrix products. It is not 1 because the loss is more than a product and layers have norms; only a pipeline, where
+    one stage runs the head, can measure it.
     """
 
     pair_s: float
@@ -52,14 +54,14 @@ class PassCoefficients:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Every field that is seconds of something, in order."""
+        """Every field that is in seconds per unit, in order."""
         return (
             *(self.pair_s, self.token_s, self.chunk_s, self.message_s),
             *(self.link_byte_s, self.network_byte_s, self.tile_s),
         )
 
     def exchange_s(self, traffic: Traffic) -> float:
-        """Seconds of what one rank sends in one pass."""
+        """Seconds in which one rank sends `traffic` in one pass."""
         return (
             self.message_s * traffic.messages
             + self.link_byte_s * traffic.link_bytes
@@ -69,9 +71,9 @@ class PassCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a pass ran of the model: a share of its layers, and its output head or not.
+    """Part of the model that a measured pass ran: a share of the layers, with or without the output head.
 
-    head_share: the head's share of the matrix products of a token in the whole model; no matter where all of it ran.
+    head_share: the head's share of a token's matrix products in the whole model; not needed if the pass ran all of it.
     """
 
     layers: float = 1.0
@@ -88,7 +90,7 @@ WHOLE_MODEL = ModelPart()
 
 @dataclass(frozen=True, slots=True)
 class CostCoefficients:
-    """What was measured, fitted or assumed: both passes, the seconds a step adds once, and where the numbers come from."""
+    """Coefficients of both passes, the seconds that a step takes once, and where these numbers come from."""
 
     forward: PassCoefficients
     backward: PassCoefficients
@@ -101,17 +103,17 @@ class CostCoefficients:
 
 
 def num_tiles(shape: GroupShape, num_documents: float) -> float:
-    """Tiles that a rank of a ring computes for so many documents in one layer; groups of one block need none."""
+    """Number of attention tiles that a rank of a ring computes in one layer; groups of a single block have none."""
     return num_documents * shape.num_blocks if shape.num_blocks > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts chunks of `model` on groups of `cluster`.
+    """Predicts seconds of chunks of `model` on groups of `cluster`.
 
-    method: how groups share attention, "auto" for the cheapest of each degree. favoured_degree: larger groups are priced as if
-    their exchanges took a thousand times as long, so that only sequences that need them get them (0: none is). parameters: how
-    weights live in every plan. shard_ranks: how many ranks share one copy of sharded ones.
+    method: how groups share attention; "auto" is the cheapest for each degree. favoured_degree: the exchanges of larger groups
+    are priced a thousand times too high, so that only sequences that need such groups get them (0: no degree is favoured).
+    parameters: whether plans replicate or shard the weights. shard_ranks: number of ranks that share one copy of sharded ones.
     """
 
     model: ModelSpec
@@ -124,21 +126,18 @@ class CostModel:
 
     @property
     def shards(self) -> int:
-        """How many consecutive ranks share one copy of sharded parameters, where these are fewer than all; else 0."""
+        """Number of consecutive ranks that share one copy of sharded parameters; 0 if that is all ranks, or none are sharded."""
         is_split = self.parameters != "replicated" and 1 < self.shard_ranks < self.cluster.num_ranks
         return self.shard_ranks if is_split else 0
 
     def best_shape(self, degree: int, num_tokens: float, num_documents: float = 1.0) -> GroupShape:
-        """The shape in which `degree` ranks lose the fewest seconds by sharing a chunk of so many tokens in documents.
-
-        Raises ValueError when the method has none for this degree.
-        """
+        """The shape in which `degree` ranks share a chunk at the lowest cost; raises ValueError if the method has none."""
         shapes = group_shapes(degree, self.method, self.model, self.cluster)
         if not shapes:
             raise ValueError(
                 f"groups of {degree} ranks cannot share {self.model.num_heads} heads by method {self.method!r}; use 'auto'"
             )
-        # the first of equals, so that every caller finds the same one
+        # min() returns the first of equals, so that every caller finds the same shape
         return min(shapes, key=partial(self._sharing_s, num_tokens, num_documents))
 
     def forward_s(
@@ -146,19 +145,19 @@ class CostModel:
     ) -> float:
         """Seconds of one forward of `chunk` over `num_layers` layers on a group of `shape`.
 
-        near_ranks: the fewest ranks of the group that share a node; 0 for the most that any place allows. pairs: of these
-        layers; None for what all layers have on average.
+        near_ranks: number of the group's ranks on its emptiest node; 0 for the best placement. pairs: pairs of these layers;
+        None for the average over all layers.
         """
         return self._pass_s(chunk, shape, num_layers, False, near_ranks, pairs)
 
     def backward_s(
         self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0, pairs: AttentionPairs | None = None
     ) -> float:
-        """Seconds of one backward of `chunk`, as for `forward_s`."""
+        """Seconds of one backward of `chunk`; arguments as for `forward_s`."""
         return self._pass_s(chunk, shape, num_layers, True, near_ranks, pairs)
 
     def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
-        """Seconds of one pass of `chunk` over all layers that are not communication, if all had `pairs` (None: as they are)."""
+        """Seconds of one pass of `chunk` over all layers without communication, if every layer had `pairs` (None: its own)."""
         pairs = self.model.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         tokens = float(max(chunk.num_tokens, shape.degree))
@@ -175,10 +174,10 @@ class CostModel:
         near_ranks: int = 0,
         pairs: AttentionPairs | None = None,
     ) -> float:
-        """Seconds of one pass of `chunk` over `num_layers` layers of a pipeline stage, with output head and loss or without.
+        """Seconds of one pass of `chunk` over `num_layers` layers of a pipeline stage, with or without output head and loss.
 
-        A token's seconds in the head are a share of `token_s`, so that all parts add up to the model. pairs: of these layers;
-        None for what all layers have on average.
+        The head takes a share of `token_s`, so that all parts add up to the whole model. pairs: pairs of these layers; None for
+        the average over all layers.
         """
         exchange_s = self._pass_exchange_s(float(max(chunk.num_tokens, shape.degree)), shape, is_backward, near_ranks)
         layer_s, head_s = self.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
@@ -187,9 +186,9 @@ class CostModel:
     def layer_and_head_s(
         self, chunk: Chunk, shape: GroupShape, is_backward: bool, exchange_s: float, pairs: AttentionPairs | None = None
     ) -> tuple[float, float]:
-        """Seconds of one pass of `chunk` over one layer, and over output head and loss; exchange_s: of all layers together.
+        """Seconds of one pass of `chunk` over one layer, and over output head and loss.
 
-        pairs: of the layer; None for what all layers have on average.
+        exchange_s: seconds of communication in all layers together. pairs: pairs of the layer; None for the average layer.
         """
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         head_s = costs.token_s * self.head_share(is_backward) * max(chunk.num_tokens, shape.degree) / shape.degree
@@ -202,13 +201,13 @@ class CostModel:
         return min(1.0, self.model.head_share * costs.head_factor)
 
     def hop_s(self, num_tokens: int, leaves_node: bool) -> float:
-        """Seconds in which a rank's `num_tokens` hidden states, or their gradients, reach the next stage."""
+        """Seconds to send the hidden states of `num_tokens` tokens, or their gradients, from a rank to the next stage."""
         costs = self.coefficients.forward
         byte_s = costs.network_byte_s if leaves_node else costs.link_byte_s
         return costs.message_s + byte_s * num_tokens * self.model.hidden_size * self.model.bytes_per_element
 
     def exchange_line(self, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> tuple[float, float]:
-        """Seconds of communication in one pass over all layers: whatever the tokens of the group, and for each of them."""
+        """Seconds of communication in one pass over all layers, as (fixed seconds, seconds per token of the group)."""
         fixed_s, one_s = (self._pass_exchange_s(tokens, shape, is_backward, near_ranks) for tokens in (0.0, 1.0))
         return fixed_s, one_s - fixed_s
 
@@ -218,13 +217,13 @@ class CostModel:
         total, seen = np.zeros_like(tokens), self.model.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
-        # what a rank sends is linear in tokens, and neither messages nor tiles depend on them
+        # bytes sent are linear in the number of tokens; messages and tiles do not depend on it
         fixed_s = self._exchange_s(0.0, shape)
         total += (self._exchange_s(1.0, shape) - fixed_s) * tokens + self._sharing_s(0.0, 1.0, shape) - fixed_s
         return total
 
     def group_s(self, shape: GroupShape) -> float:
-        """Seconds that a group of `shape` spends on a chunk whatever its tokens, forward plus backward."""
+        """Seconds that a group of `shape` spends on any chunk, however few its tokens, forward plus backward."""
         chunk_s = self.coefficients.forward.chunk_s + self.coefficients.backward.chunk_s
         return chunk_s + self._exchange_s(0.0, shape)
 
@@ -237,7 +236,7 @@ class CostModel:
         return sum(self._pass_exchange_s(num_tokens, shape, is_backward) for is_backward in (False, True))
 
     def _sharing_s(self, num_tokens: float, num_documents: float, shape: GroupShape) -> float:
-        """What forward and backward of a chunk cost because ranks share it: exchanges, and a ring's tiles."""
+        """Seconds that sharing adds to forward and backward of a chunk: exchanges, and a ring's tiles."""
         tile_s = self.coefficients.forward.tile_s + self.coefficients.backward.tile_s
         return self._exchange_s(num_tokens, shape) + tile_s * num_tiles(shape, num_documents)
 
@@ -263,16 +262,16 @@ class CostModel:
 
 
 def block_sizes(degrees: Sequence[int], costs: CostModel) -> tuple[int, ...]:
-    """Sizes of all blocks of two or more ranks that groups of these degrees may have: what a group pool must hold."""
+    """Sizes of all blocks of two or more ranks in groups of these degrees; the runtime creates process groups for them."""
     shapes = [shape for degree in degrees for shape in group_shapes(degree, costs.method, costs.model, costs.cluster)]
     return tuple(sorted({shape.ulysses for shape in shapes} - {1}))
 
 
 def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoefficients:
-    """Coefficients from operation counts and the hardware's rates: enough to rank plans before a run measures its own.
+    """Derive coefficients from operation counts and hardware rates, to rank plans until a run has measured its own.
 
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
-    chunk, 4 per layer and tile of a ring. Backward: as the hardware's ratios say, twice the kernels.
+    chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels.
     """
     hardware = cluster.hardware
     matrix = model.num_layers * model.layer_parameters + model.vocab_size * model.hidden_size

@@ -1,4 +1,7 @@
-"""What fitted coefficients say beyond the chunks that they were fitted to: of a model of more layers, and of other models."""
+"""Extend fitted coefficients to a model with more layers, and turn them into hardware rates for other models.
+
+`hf/calibration` measures a model with a few layers only, and stores the rates in a hardware profile.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
 
 
 def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: ModelSpec, whole: ModelSpec) -> CostCoefficients:
-    """Coefficients of `whole` from those of its few layers (`spec`) and of its head alone; `few` where these are all.
+    """Coefficients of `whole`, from those of a model with few of its layers (`spec`) and of its output head alone.
 
-    What layers cost grows with their number, what is sent is counted in bytes and messages, and the reduction follows the
-    parameters. What the head alone took is what it takes in a pipeline.
+    `head` None means that `few` already has all layers. Seconds of layers grow with the number of layers, rates per byte and
+    message stay, and the seconds of a step (the gradient reduction) grow with the parameters. The seconds of the head alone
+    become its seconds in a pipeline.
     """
     if head is None:
         return few
@@ -21,7 +25,7 @@ def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: Mode
 
     def extend(layers: PassCoefficients, bare: PassCoefficients) -> PassCoefficients:
         def grown(value: float, fixed: float) -> float:
-            # by noise the head alone may have cost more than with layers behind it
+            # because of noise the head alone may have taken longer than head and layers together
             fixed = min(fixed, value)
             return fixed + (value - fixed) * times
 
@@ -45,10 +49,10 @@ def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: Mode
 
 
 def hardware_rates(spec: ModelSpec, cluster: ClusterSpec, costs: CostCoefficients) -> HardwareSpec:
-    """The cluster's hardware with rates from which `default_coefficients` makes `costs` again, as far as it can.
+    """The cluster's hardware with rates that `default_coefficients` turns back into `costs`, as far as possible.
 
-    Measured exchange rates keep their ratio to the links, so that a chunk's traffic is counted as in the fit. A coefficient
-    that came out as zero keeps the rate that is there.
+    Measured exchange rates keep their ratio to the link rates, so that the traffic of a chunk is counted as in the fit. A rate
+    whose coefficient was fitted as zero stays as it was.
     """
     hardware, forward, backward = cluster.hardware, costs.forward, costs.backward
     matrix = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size

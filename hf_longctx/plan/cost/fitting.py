@@ -1,10 +1,10 @@
-"""Measured chunks to cost coefficients: robust non-negative least squares on relative errors, forward and backward apart.
+"""Fit cost coefficients to measured chunks: robust non-negative least squares on relative errors, for each pass separately.
 
-Seconds of real chunks have outliers on one side: first touches, garbage collections, a busy neighbour. Residuals are
-1 - predicted / measured, so that short chunks count as much as long ones and a chunk that took ten times too long has no
-more than a residual of one. The fit repeats weighted least squares, with Huber's weights (bounded influence, from any
-start) and then Tukey's (none at all for what lies far out), as in Holland and Welsch, "Robust regression using
-iteratively reweighted least-squares" (1977).
+Called by the calibration before training and by the refit during training. Some measured chunks take far too long (first
+memory touches, garbage collections, a busy neighbour), but none far too short. Residuals are 1 - predicted / measured, so that
+short chunks count as much as long ones, and a chunk that took ten times too long has a residual below one. The fit repeats
+weighted least squares, first with Huber's weights (outliers have bounded influence, and any start works), then with Tukey's
+(far outliers have none), as in Holland and Welsch, "Robust regression using iteratively reweighted least-squares" (1977).
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostCoefficients, ModelPart, PassCoefficients
 from hf_longctx.plan.cost.traffic import Traffic
 
-# where the weights begin to fall (Huber) and end (Tukey), in standard deviations: 95 % efficient under normal noise
+# standard deviations at which Huber's weights begin to fall and Tukey's reach zero: 95 % efficient under normal noise
 _HUBER, _TUKEY = 1.345, 4.685
-_ROUNDS_EACH = 25
-# residuals within a few percent are what the law itself is off by, whatever the others are
+# most iterations with each kind of weights
+_MOST_ITERATIONS = 25
+# least standard deviation assumed for the residuals: the formula itself is off by about a percent
 _LEAST_DEVIATION = 0.01
-# a measured prior counts as one pass that saw a coefficient alone, ten times less exactly than passes are measured
+# weight of each coefficient of a measured prior; one measured pass has weight 1
 _PRIOR_WEIGHT = 0.01
-# of the rates of a pass, in the order of features
+# names of the rates of a pass, in the order of its features
 _RATES = ("pair_s", "token_s", "chunk_s", "message_s", "link_byte_s", "network_byte_s", "tile_s")
 _TOKENS = _RATES.index("token_s")
 
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
-    """One measured pass of one chunk on one rank: its tokens and query-key pairs (whole chunk), degree, traffic, seconds.
+    """One measured pass of one chunk on one rank.
 
-    num_pairs: of a layer, on average over those that ran. tiles: of a ring, as `cost.num_tiles` counts them. part: what ran of
-    the model; traffic and tiles are those of all layers.
+    num_tokens: tokens of the whole chunk. num_pairs: query-key pairs of the whole chunk in a layer, averaged over the layers
+    that ran. traffic, tiles: bytes sent and ring tiles (`cost_model.num_tiles`) if all layers ran. part: the part of the model
+    that ran.
     """
 
     num_tokens: int
@@ -49,7 +51,7 @@ class PassSample:
 
     @property
     def features(self) -> tuple[float, ...]:
-        """What each of `PassCoefficients.rates` is multiplied by, in their order: in the layers, where they are not all."""
+        """Factors of `PassCoefficients.rates`, in their order, for the layers that ran."""
         traffic = self.traffic
         exchanged = (traffic.messages, traffic.link_bytes, traffic.network_bytes)
         whole = (self.num_pairs / self.degree, self._tokens, 1.0, *exchanged, self.tiles)
@@ -57,7 +59,7 @@ class PassSample:
 
     @property
     def head_tokens(self) -> float:
-        """Tokens of a rank that ran through the output head."""
+        """Number of tokens that the rank ran through the output head."""
         return self._tokens if self.part.has_head else 0.0
 
     def predicted_s(self, costs: PassCoefficients) -> float:
@@ -80,7 +82,10 @@ class ChunkSample:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """|predicted / measured - 1| over `num_passes` passes; num_outliers: those that a fit gave less than half a weight."""
+    """Median and mean of |predicted / measured - 1| over `num_passes` passes.
+
+    num_outliers: number of passes to which the fit gave a weight below one half.
+    """
 
     num_passes: int
     median: float
@@ -89,7 +94,7 @@ class Residuals:
 
     @classmethod
     def of(cls, errors: Sequence[float] | FloatArray, num_outliers: int = 0) -> Residuals:
-        """Those of relative errors of any sign; zeros where there are none."""
+        """Summary of relative errors of any sign; all zeros if there are none."""
         sizes = np.abs(np.asarray(errors, dtype=np.float64))
         if not sizes.size:
             return cls(0, 0.0, 0.0)
@@ -98,21 +103,21 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted coefficients and how well they explain the samples that they were fitted to."""
+    """Fitted coefficients, and their residuals on the samples that they were fitted to."""
 
     coefficients: CostCoefficients
     residuals: Residuals
 
 
 def fit_coefficients(samples: Sequence[ChunkSample], step_s: float, source: str, prior: CostCoefficients | None = None) -> Fit:
-    """The coefficients that explain most of `samples` best, whatever a minority of outliers says.
+    """Coefficients that explain the majority of `samples` best; a minority of outliers has little or no influence.
 
-    `step_s` is the seconds a step spends outside chunks. Raises ValueError without samples. What no sample shows (the cost
-    of an exchange with degree 1 only, that of the network inside one node) is that of `prior`, zero without one. What
-    samples show badly stays near a prior that was measured.
+    step_s: seconds that a step spends outside chunks. Coefficients that no sample depends on (exchanges if all groups have one
+    rank, the network if all groups are within a node) are taken from `prior`, or zero without one. Coefficients that the
+    samples determine badly stay near a measured prior. Raises ValueError without samples.
     """
     if not samples:
-        raise ValueError("cannot fit cost coefficients without a measured chunk; run at least one step")
+        raise ValueError("cannot fit cost coefficients without a measured chunk; run at least one step first")
     has_prior = prior is not None and prior.is_measured
     forward, forward_weights = _fit_pass([s.forward for s in samples], prior.forward if prior else None, has_prior)
     backward, backward_weights = _fit_pass([s.backward for s in samples], prior.backward if prior else None, has_prior)
@@ -122,7 +127,7 @@ def fit_coefficients(samples: Sequence[ChunkSample], step_s: float, source: str,
 
 
 def scaled_coefficients(coefficients: CostCoefficients, factor: float) -> CostCoefficients:
-    """The coefficients of a machine on which everything takes `factor` times as long."""
+    """Coefficients of a machine on which everything takes `factor` times as long."""
     forward, backward = (
         replace(PassCoefficients(*(factor * value for value in costs.rates)), head_factor=costs.head_factor)
         for costs in (coefficients.forward, coefficients.backward)
@@ -131,7 +136,7 @@ def scaled_coefficients(coefficients: CostCoefficients, factor: float) -> CostCo
 
 
 def relative_errors(samples: Sequence[ChunkSample], coefficients: CostCoefficients) -> list[float]:
-    """predicted / measured - 1 of the forward and the backward of every sample."""
+    """Relative error, predicted / measured - 1, of the forward and the backward of every sample."""
     return [
         one_pass.predicted_s(costs) / one_pass.seconds - 1
         for sample in samples
@@ -139,17 +144,12 @@ def relative_errors(samples: Sequence[ChunkSample], coefficients: CostCoefficien
     ]
 
 
-def mean_relative_error(samples: Sequence[ChunkSample], coefficients: CostCoefficients) -> float:
-    """Mean |predicted / measured - 1| over forward and backward of `samples`."""
-    return Residuals.of(relative_errors(samples, coefficients)).mean
-
-
 def _fit_pass(
     samples: Sequence[PassSample], prior: PassCoefficients | None, is_prior_measured: bool
 ) -> tuple[PassCoefficients, FloatArray]:
-    """The coefficients of one pass, and the weight that each sample ended with.
+    """Coefficients of one pass, and the final weight of every sample.
 
-    Where stages of a pipeline ran parts of the model, tokens in the layers and tokens in the head are a column each.
+    If pipeline stages ran parts of the model, tokens in the layers and tokens in the head are separate columns.
     """
     is_cut = not all(sample.part.is_whole for sample in samples)
     rows_of_samples = [(*sample.features, *([sample.head_tokens] if is_cut else [])) for sample in samples]
@@ -163,7 +163,7 @@ def _fit_pass(
         known[_TOKENS] -= head_s
         known = np.append(known, head_s)
     is_seen = (features > 0).any(axis=0)
-    # what seconds are left for the columns that samples show is all of them: the others multiply by zero
+    # columns that are zero in every sample keep the prior and drop out of the fit
     rows = features[:, is_seen] / seconds[:, None]
     anchors = _anchors(known[is_seen]) if is_prior_measured else np.zeros((0, int(is_seen.sum())))
     values, weights = _robust_least_squares(rows, anchors)
@@ -175,21 +175,21 @@ def _fit_pass(
 
 
 def _with_head(layers: PassCoefficients, head_s: float, head_share: float) -> PassCoefficients:
-    """The coefficients of the whole model from those of its layers and a token's seconds in the output head."""
+    """Coefficients of the whole model, from those of its layers and the seconds of a token in the output head."""
     token_s = layers.token_s + head_s
     is_known = token_s > 0 and head_share > 0
     return replace(layers, token_s=token_s, head_factor=head_s / token_s / head_share if is_known else layers.head_factor)
 
 
 def _anchors(known: FloatArray) -> FloatArray:
-    """Rows that are one, times the prior's weight, where a coefficient is as known; none for one that is known as zero."""
+    """Rows that pull each coefficient towards its known value with the prior's weight; none for coefficients known as zero."""
     is_positive = known > 0
     rows: FloatArray = np.sqrt(_PRIOR_WEIGHT) * np.diag(1 / np.where(is_positive, known, 1.0))[is_positive]
     return rows
 
 
 def _robust_least_squares(rows: FloatArray, anchors: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """x >= 0 for which most of `rows` @ x are near 1, and the weight of every row; `anchors` keep their weight."""
+    """Values x >= 0 with most of `rows` @ x near 1, and the final weight of every row; the weight of `anchors` is fixed."""
     target = np.concatenate([np.ones(len(rows)), np.full(len(anchors), np.sqrt(_PRIOR_WEIGHT))])
     weights = np.ones(len(rows))
 
@@ -199,9 +199,9 @@ def _robust_least_squares(rows: FloatArray, anchors: FloatArray) -> tuple[FloatA
 
     values = solve()
     for weigh in (_huber_weights, _tukey_weights):
-        for _ in range(_ROUNDS_EACH):
+        for _ in range(_MOST_ITERATIONS):
             sizes = np.abs(1 - rows @ values)
-            # the median of normal noise lies at 0.6745 deviations
+            # the median of |normal noise| is 0.6745 standard deviations
             new_weights = weigh(sizes / max(float(np.median(sizes)) / 0.6745, _LEAST_DEVIATION))
             is_settled = bool(np.abs(new_weights - weights).max() < 1e-3)
             weights = new_weights
@@ -222,20 +222,20 @@ def _tukey_weights(deviations: FloatArray) -> FloatArray:
 
 
 def _non_negative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
-    """argmin |matrix @ x - target| over x >= 0, exactly, by trying every set of non-zero entries (eight columns: 256 sets)."""
+    """The exact minimum of |matrix @ x - target| over x >= 0, by trying every set of non-zero entries (8 columns: 256 sets)."""
     num_columns = matrix.shape[1]
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     if len(matrix) > num_columns:
-        # the distance differs from that of the small triangular system by a constant only
+        # the small triangular system has the same minimum: its squared distance differs by a constant
         orthogonal, matrix = np.linalg.qr(matrix / scale)
         target = orthogonal.T @ target
     else:
         matrix = matrix / scale
     best: FloatArray = np.zeros(num_columns)
     best_error = float(np.linalg.norm(target))
-    everything, _, rank, _ = np.linalg.lstsq(matrix, target, rcond=None)
-    if rank == num_columns and (everything >= 0).all():
-        solution: FloatArray = everything / scale
+    unconstrained, _, rank, _ = np.linalg.lstsq(matrix, target, rcond=None)
+    if rank == num_columns and (unconstrained >= 0).all():
+        solution: FloatArray = unconstrained / scale
         return solution
     for size in range(1, num_columns + 1):
         for columns in itertools.combinations(range(num_columns), size):

@@ -1,7 +1,8 @@
-"""Hardware profiles: what is known of one kind of machine, as JSON that readers check field by field, and back.
+"""Read and write hardware profiles: the rates of one kind of machine as JSON, checked field by field.
 
-A profile holds the machine's rates and, where somebody measured them, the cost coefficients of named models on it. Shipped
-profiles are the files of `recipes/hardware`; a path reads any other.
+A profile holds the machine's rates and, if somebody measured them, cost coefficients of named models on it. The package ships
+the profiles in `recipes/hardware`; others are read from a path. `hf-longctx calibrate` writes them; the planner, the simulator
+and the start of a run read them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SCHEMA_VERSION = 1
 _SHIPPED_PACKAGE = "hf_longctx.recipes"
 _SHIPPED_FOLDER = "hardware"
 
-# what a field of a profile may hold, in words of the error message
+# values that a field of a profile may have, in the words of the error message
 _Rule = Literal["text", "a number above 0", "a number of 0 or more", "an integer above 0", "an integer of 0 or more"]
 
 _RULES: dict[type, dict[str, _Rule]] = {
@@ -51,10 +52,11 @@ _RULES: dict[type, dict[str, _Rule]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCalibration:
-    """What was measured of one named model on the profile's hardware.
+    """Coefficients and memory of one named model, measured on the profile's hardware.
 
-    saved_bytes_per_token: kept for backward with the recomputation that the measurement used. usable_bytes: of a device, for
-    states and saved tensors. state_bytes_per_parameter: weights, gradients and optimiser, shared by all ranks of the job.
+    saved_bytes_per_token: bytes kept for backward, with the recomputation that the measurement used. usable_bytes: bytes of a
+    device for states and saved tensors. state_bytes_per_parameter: weights, gradients and optimizer states, sharded over all
+    ranks of the job.
     """
 
     model: str
@@ -64,16 +66,16 @@ class ModelCalibration:
     state_bytes_per_parameter: int = 16
 
     def tokens_per_rank(self, model: ModelSpec, num_ranks: int) -> int:
-        """Most tokens that a rank can hold beside its share of the states of `model` on `num_ranks` ranks.
+        """Most tokens that a rank can hold in addition to its share of the states of `model` on `num_ranks` ranks.
 
-        Raises ValueError when the states alone do not fit.
+        Raises ValueError if the states alone do not fit.
         """
         state_bytes = model.num_parameters * self.state_bytes_per_parameter / num_ranks
         tokens = int((self.usable_bytes - state_bytes) / self.saved_bytes_per_token)
         if tokens < 1:
             raise ValueError(
                 f"the states of {self.model} take {state_bytes / 2**30:.1f} GiB on each of {num_ranks} ranks and leave no room "
-                f"in {self.usable_bytes / 2**30:.1f} GiB; use more ranks"
+                f"for tokens in {self.usable_bytes / 2**30:.1f} GiB; use more ranks"
             )
         return tokens
 
@@ -88,10 +90,10 @@ _RULES[ModelCalibration] = {
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """A machine and its measured models.
+    """The rates of one kind of machine, and the models measured on it.
 
-    residuals: (what was fitted, mean relative error of the fit). source: where each number comes from, in prose; the spec's
-    own source stays empty unless its rates were measured, because a run does not measure again what has one.
+    residuals: (name of the fit, its mean relative error). source: where each number comes from, in prose. `spec.source` stays
+    empty unless its rates were measured, because a run measures its own rates only if `spec.source` is empty.
     """
 
     spec: HardwareSpec
@@ -100,37 +102,37 @@ class HardwareProfile:
     source: str = ""
 
     def calibration(self, model: str) -> ModelCalibration | None:
-        """What was measured of the model of this name, in any spelling of `normal_name`; None if nothing was."""
+        """Measurements of the model with this name (spelling as for `normal_name`), or None."""
         matching = (known for known in self.models if normal_name(known.model) == normal_name(model))
         return next(matching, None)
 
 
 def normal_name(name: str) -> str:
-    """`name` in lower case without blanks, dashes, dots and underscores: "A100 40G" and "a100-40g" are the same."""
+    """`name` in lower case without blanks, dashes, dots and underscores, so that "A100 40G" and "a100-40g" are equal."""
     return re.sub(r"[\s._-]", "", name.lower())
 
 
 def profile_to_json(profile: HardwareProfile) -> str:
-    """The profile as JSON text that `profile_from_json` reads back as an equal one; ValueError for what it would refuse."""
+    """The profile as JSON text that `profile_from_json` reads back as an equal profile; ValueError if it would refuse it."""
     data: dict[str, Any] = {"schema": SCHEMA_VERSION, "source": profile.source, "hardware": dataclasses.asdict(profile.spec)}
     data["hardware"]["exchange_bytes_per_s"] = {str(ranks): rate for ranks, rate in profile.spec.exchange_bytes_per_s}
     data["models"] = [dataclasses.asdict(model) for model in profile.models]
     data["residuals"] = dict(profile.residuals)
     text = json.dumps(data, indent=2) + "\n"
     if profile_from_json(text) != profile:
-        raise ValueError("the profile names a degree of exchange_bytes_per_s or a residual twice; keep one of each")
+        raise ValueError("the profile has an entry of exchange_bytes_per_s or of residuals twice; keep one of each")
     return text
 
 
 def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
-    """The profile written as `text`; `file` is how errors call it.
+    """The profile that the JSON `text` describes; error messages call it `file`.
 
-    Raises ValueError naming file, field and value, and what is allowed, for anything that is not a complete profile.
+    Raises ValueError with file, field, value and the allowed values for anything that is not a complete profile.
     """
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
     except ValueError as error:
-        raise ValueError(f"{file}: this is no hardware profile in JSON: {error}") from None
+        raise ValueError(f"{file}: this is not a hardware profile in JSON: {error}") from None
     found = data.get("schema") if isinstance(data, dict) else data
     if type(found) is not int or found != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema is {found!r}; this version reads hardware profiles of schema {SCHEMA_VERSION}")
@@ -147,9 +149,9 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
 
 
 def read_profile(name_or_path: str | Path) -> HardwareProfile:
-    """The shipped profile of this name (case and separators do not matter), or the one in the file of this path.
+    """The shipped profile with this name (case and separators do not matter), or the one in the file at this path.
 
-    Raises ValueError when there is neither, naming the shipped ones.
+    Raises ValueError with the names of the shipped profiles if there is neither.
     """
     shipped = _shipped_profiles()
     name = str(name_or_path)
@@ -157,13 +159,8 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
         if normal_name(known) == normal_name(name):
             return profile_from_json(text, f"{known}.json")
     if not Path(name).is_file():
-        raise ValueError(f"hardware {name!r} is neither a shipped profile ({', '.join(shipped)}) nor the path of one")
+        raise ValueError(f"hardware {name!r} is neither a shipped profile ({', '.join(shipped)}) nor the path of a profile")
     return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
-
-
-def shipped_profiles() -> tuple[str, ...]:
-    """Names of the profiles that come with the package."""
-    return tuple(_shipped_profiles())
 
 
 def _shipped_profiles() -> dict[str, str]:
@@ -176,7 +173,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} is given twice; keep one")
     return data
 
 
@@ -199,7 +196,7 @@ def _calibration(data: Any, path: str) -> ModelCalibration:
 
 
 def _checked(kind: type, data: Any, path: str, nested: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The plain fields of a `kind`, each as its rule wants it; `nested` fields may or must be there too."""
+    """The plain fields of `data`, each checked against its rule in `_RULES[kind]`; `nested` are checked by the caller."""
     if not isinstance(data, dict):
         raise ValueError(f"{path} is {data!r}; an object with the fields of {kind.__name__} is needed")
     has_default = {field.name: field.default is not dataclasses.MISSING for field in dataclasses.fields(kind)}
@@ -226,7 +223,7 @@ def _table(data: Any, rule: _Rule, path: str) -> tuple[tuple[str, float], ...]:
 
 def _num_ranks(name: str, path: str) -> int:
     if not re.fullmatch("[1-9][0-9]*", name) or int(name) < 2:
-        raise ValueError(f"{path}: {name!r} is no number of ranks; an integer of 2 or more is needed")
+        raise ValueError(f"{path}: {name!r} is not a number of ranks; an integer of 2 or more is needed")
     return int(name)
 
 
@@ -236,7 +233,7 @@ def _value(value: Any, rule: _Rule, path: str) -> Any:
     elif isinstance(value, bool) or not isinstance(value, int if rule.startswith("an integer") else int | float):
         is_allowed = False
     else:
-        # as a float, because JSON's integers have no limit and NaN compares with nothing
+        # convert to float first: JSON integers may be huge, and NaN fails every comparison
         number = float(value) if abs(value) < 1e300 else math.inf
         is_allowed = math.isfinite(number) and (number > 0 or (number == 0 and rule.endswith("0 or more")))
     if not is_allowed:

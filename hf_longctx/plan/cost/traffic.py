@@ -1,38 +1,34 @@
-"""What the ranks of a sequence group send each other: bytes and messages of a pass, counted as the runtime sends them.
+"""Count the bytes and messages that the ranks of a sequence group send each other in one pass, as the runtime sends them.
 
-Inside a block (Ulysses) a rank sends each neighbour that neighbour's heads of its own tokens (queries, and every KV head
-that these read, in keys and values), and after attention its own heads of the neighbour's tokens; backward the same the
-other way round. Around the ring, b blocks pass on b - 1 times the keys and values that other blocks see (all but the last
-of the 2b zigzag pieces of a document), in backward again, and as often their gradients, in at least fp32. In layers whose
-window is shorter than the chunk's longest document, blocks instead send each other what is seen and no more.
+Within a block (Ulysses) a rank sends to each neighbour, for its own tokens, the heads that the neighbour computes: queries, and
+keys and values of every KV head that these queries read. After attention it sends back the results of its own heads for the
+neighbour's tokens. The backward pass does the same in the opposite direction.
+
+Around a ring of b blocks, the keys and values that other blocks see (all but the last of the 2b zigzag pieces of a document)
+are passed on b - 1 times. In the backward pass they are passed on again, together with their gradients, in at least fp32. In
+layers whose window is shorter than the chunk's longest document, blocks send each other only the keys and values that are seen.
+
+The cost model uses the average over ranks and ignores windows in rings; a test compares it with the exact count and with the
+bytes that ranks really send.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import GroupMethod
-from hf_longctx.plan.core.sharding import (
-    Piece,
-    block_pieces,
-    head_shares,
-    held_tokens,
-    longest_document,
-    rank_pieces,
-    seen_pieces,
-    travelling_pieces,
-)
-from hf_longctx.plan.core.types import Chunk, GroupShape
+from hf_longctx.plan.core.sharding import head_shares
+from hf_longctx.plan.core.types import GroupShape
 
+# least bytes of one element of the key and value gradients that travel around a ring (fp32)
 _LEAST_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank sends in one pass over all layers, inside its node and to other nodes, and in how many exchanges."""
+    """Bytes that one rank sends in one pass over all layers, within its node and to other nodes, and number of exchanges."""
 
     link_bytes: float = 0.0
     network_bytes: float = 0.0
@@ -52,21 +48,21 @@ class HeadCounts:
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadCounts:
-        """Those of `sharding.head_shares`."""
+        """Heads of each rank as `sharding.head_shares` deals them out."""
         shares = head_shares(num_heads, num_kv_heads, num_ranks)
         return cls(tuple(share.num_q for share in shares), tuple(share.num_kv for share in shares))
 
 
 def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: ClusterSpec) -> tuple[GroupShape, ...]:
-    """The shapes that a group of `degree` ranks may take, "auto" all that the model's heads allow; empty if none.
+    """Shapes that a group of `degree` ranks may have with `method`, "auto" meaning any; empty if the heads allow none.
 
-    A hybrid's blocks have as many ranks as KV heads can be dealt out to, gcd(KV heads, degree), as far as they fit into a
-    node: then no KV head travels twice, and only the ring crosses nodes. Blocks are powers of two or all ranks, since
-    their process groups are made at start.
+    The blocks of a hybrid are as large as the KV heads and the node allow: the largest power of two that divides KV heads,
+    degree and ranks per node. Then no KV head travels twice, and only the ring crosses nodes. Blocks are powers of two or all
+    ranks because their process groups are created at start.
     """
     if degree == 1:
         return (GroupShape(1),)
-    # fewest messages first: callers take the first of equals
+    # shapes with the fewest messages first, because callers take the first of equally cheap ones
     shapes = []
     has_group = degree & (degree - 1) == 0 or degree == cluster.num_ranks
     if method in ("auto", "ulysses") and degree <= model.num_heads and has_group:
@@ -81,65 +77,17 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
     return tuple(dict.fromkeys(shapes))
 
 
-def sent_bytes(model: ModelSpec, shape: GroupShape, chunk: Chunk) -> tuple[tuple[int, int], ...]:
-    """Bytes that every rank of a group sends to others in one forward and one backward of a chunk over all layers, exactly."""
-    element, gradient = _value_bytes(model)
-    heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
-    tokens, blocks = held_tokens(rank_pieces(chunk, shape)), block_pieces(chunk, shape)
-    # elements of a token: what a rank gets of queries, keys and values, and what it returns
-    sent = [q * model.head_dim + kv * model.kv_head_size for q, kv in zip(heads.queries, heads.kv, strict=True)]
-    returned_heads = [q * (model.kv_head_size - model.head_dim) for q in heads.queries]
-    block_tokens = held_tokens(blocks)
-    passed, returned = _ring_tokens(model, blocks)
-    result = []
-    for rank, own in enumerate(tokens):
-        block, inside = divmod(rank, shape.ulysses)
-        others = block_tokens[block] - own
-        forward = (own * (sum(sent) - sent[inside]) + others * returned_heads[inside]) * element * model.num_layers
-        backward = (others * sent[inside] + own * (sum(returned_heads) - returned_heads[inside])) * element * model.num_layers
-        values = heads.kv[inside] * model.kv_head_size
-        forward += passed[block] * values * element
-        backward += (passed[block] * element + returned[block] * gradient) * values
-        result.append((forward, backward))
-    return tuple(result)
-
-
-def _ring_tokens(model: ModelSpec, blocks: tuple[tuple[Piece, ...], ...]) -> tuple[list[int], list[int]]:
-    """Tokens whose keys and values, and of whose gradients, every block sends around in one pass, added up over all layers."""
-    passed, returned = [0] * len(blocks), [0] * len(blocks)
-    for window, num_layers in Counter(model.windows or (None,) * model.num_layers).items():
-        if window and window < longest_document(blocks):
-            sent = [[0 if q is k else _seen_tokens(k, q, window) for q in blocks] for k in blocks]
-            counts = [(sum(row), sum(column)) for row, column in zip(sent, zip(*sent, strict=True), strict=True)]
-        else:
-            # a block passes on keys and values of all blocks but the one it gets last, and gradients of all but its own
-            travelling = held_tokens(travelling_pieces(blocks))
-            counts = [
-                (sum(travelling) - travelling[(block + 1) % len(blocks)], sum(travelling) - own)
-                for block, own in enumerate(travelling)
-            ]
-        for block, (keys, gradients) in enumerate(counts):
-            passed[block] += num_layers * keys
-            returned[block] += num_layers * gradients
-    return passed, returned
-
-
-def _seen_tokens(keys: tuple[Piece, ...], queries: tuple[Piece, ...], window: int) -> int:
-    """Tokens of a block that another one's queries see through a window."""
-    return sum(piece.num_tokens for piece in seen_pieces(keys, queries, lambda position: max(0, position - window + 1)))
-
-
 def mean_traffic(
     model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_tokens: float, is_backward: bool, near_ranks: int = 0
 ) -> Traffic:
-    """What a rank sends on average in one pass of a chunk of `num_tokens` tokens spread evenly: `sent_bytes`, smoothed.
+    """Traffic of a rank in one pass of a chunk of `num_tokens` evenly spread tokens, averaged over the ranks of the group.
 
-    In rings no less than that: all layers count as if they saw all tokens, since what a window lets travel is not linear in
-    tokens but a matter of documents.
+    In rings it is an upper bound: every layer counts as if it had full attention, since the bytes that a window saves depend
+    on the documents and are not linear in tokens.
 
-    `near_ranks`: the fewest ranks of the group that share a node; 0 for the most that any place allows. A ring that leaves a
-    node runs at the speed of the network, because all of its ranks wait for the slowest hop. Where the hardware's rate for a
-    block of so many ranks was measured, bytes are counted as so many at the nominal rate.
+    near_ranks: number of the group's ranks on its emptiest node; 0 for the best placement. A ring that leaves a node runs at
+    the speed of the network, because all of its ranks wait for the slowest hop. If the hardware has a measured rate for blocks
+    of this size, bytes are scaled so that they take the measured time at the nominal rate.
     """
     if shape.degree == 1:
         return Traffic()
@@ -168,7 +116,7 @@ def mean_traffic(
 
 
 def _most_near_ranks(degree: int, cluster: ClusterSpec) -> int:
-    """Ranks on the emptiest node of a group that leaves as few nodes as it can, spread evenly; all ranks have no choice."""
+    """Ranks on the emptiest node of a group spread evenly over as few nodes as possible (a group of all ranks has no choice)."""
     per_node = cluster.ranks_per_node
     if degree == cluster.num_ranks and degree > per_node:
         return degree % per_node or per_node
@@ -176,12 +124,12 @@ def _most_near_ranks(degree: int, cluster: ClusterSpec) -> int:
 
 
 def _by_links(num_bytes: float, block: int, near_ranks: int, cluster: ClusterSpec) -> tuple[float, float]:
-    """Bytes of an all-to-all of `block` ranks inside the node and to other nodes, as so many at the nominal rates."""
+    """Bytes of an all-to-all of `block` ranks within the node and to other nodes, scaled from measured to nominal rates."""
     if block == 1:
         return 0.0, 0.0
     far_share = max(0, block - near_ranks) / (block - 1)
     measured = dict(cluster.hardware.exchange_bytes_per_s).get(block)
-    # the rate was measured with a block that leaves no node without need
+    # the measured rate is that of a block on as few nodes as possible
     if measured is None or near_ranks < min(block, cluster.ranks_per_node):
         return num_bytes * (1 - far_share), num_bytes * far_share
     hardware = cluster.hardware
@@ -191,6 +139,6 @@ def _by_links(num_bytes: float, block: int, near_ranks: int, cluster: ClusterSpe
 
 
 def _value_bytes(model: ModelSpec) -> tuple[int, int]:
-    """Bytes of one element, and of its gradient around a ring."""
+    """Bytes of one element, and of its gradient when it travels around a ring."""
     element = model.bytes_sent_per_element or model.bytes_per_element
     return element, max(_LEAST_GRADIENT_BYTES, element)

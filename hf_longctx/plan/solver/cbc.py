@@ -1,4 +1,4 @@
-"""Programs solved by CBC, which comes with PuLP."""
+"""Solve linear and integer programs with CBC, which comes with PuLP, if HiGHS is not installed; called by `solve.py` only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.solver.program import TOLERANCE, LinearProgram, Solution, SolverError
+from hf_longctx.plan.solver.program import TOLERANCE, LinearProgram, SearchLimits, Solution, SolverError
 
 _CBC_BOUND = re.compile(r"^(?:Lower bound|Best possible):?\s+([-+.\deE]+)", re.MULTILINE)
 
@@ -26,13 +26,9 @@ def _pulp() -> Any:
 
 
 def solve_with_cbc(
-    program: LinearProgram,
-    is_integer: NDArray[np.bool_] | None,
-    time_limit_s: float,
-    relative_gap: float,
-    start: FloatArray | None,
-    most_nodes: int,
+    program: LinearProgram, is_integer: NDArray[np.bool_] | None, limits: SearchLimits, start: FloatArray | None
 ) -> Solution:
+    """The solution that CBC returns, unchecked. is_integer: None for a linear program. start: a feasible solution, or None."""
     pulp = _pulp()
     problem, variables = _pulp_problem(pulp, program, is_integer)
     if start is not None:
@@ -42,9 +38,9 @@ def solve_with_cbc(
         log = Path(folder, "cbc.log")
         solver = pulp.PULP_CBC_CMD(
             msg=False,
-            timeLimit=time_limit_s if math.isfinite(time_limit_s) else None,
-            gapRel=relative_gap or None,
-            maxNodes=most_nodes or None,
+            timeLimit=limits.time_limit_s if math.isfinite(limits.time_limit_s) else None,
+            gapRel=limits.relative_gap or None,
+            maxNodes=limits.most_nodes or None,
             threads=1,
             logPath=str(log),
             warmStart=start is not None,
@@ -58,12 +54,12 @@ def solve_with_cbc(
 
 
 def _pulp_problem(pulp: Any, program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> tuple[Any, list[Any]]:
-    """The program as pulp takes it: rows r<i>l and r<i>u for its two sides, one of both where they are equal."""
-    whole = [False] * len(program.costs) if is_integer is None else is_integer.tolist()
-    bounds = zip(program.lower.tolist(), program.upper.tolist(), whole, strict=True)
+    """The program and its variables in PuLP; row i becomes r<i>l and r<i>u for its two bounds, or r<i>l if they are equal."""
+    integers = [False] * len(program.costs) if is_integer is None else is_integer.tolist()
+    bounds = zip(program.lower.tolist(), program.upper.tolist(), integers, strict=True)
     variables = [
-        pulp.LpVariable(f"x{j}", _finite(low), _finite(high), "Integer" if kind else "Continuous")
-        for j, (low, high, kind) in enumerate(bounds)
+        pulp.LpVariable(f"x{j}", _finite(low), _finite(high), "Integer" if is_whole else "Continuous")
+        for j, (low, high, is_whole) in enumerate(bounds)
     ]
     problem = pulp.LpProblem("program", pulp.LpMinimize)
     problem += pulp.LpAffineExpression(zip(variables, program.costs.tolist(), strict=True))
@@ -71,7 +67,7 @@ def _pulp_problem(pulp: Any, program: LinearProgram, is_integer: NDArray[np.bool
     for i, j, value in zip(program.rows.tolist(), program.columns.tolist(), program.values.tolist(), strict=True):
         terms[i].append((variables[j], value))
     for i, (low, high) in enumerate(zip(program.row_lower.tolist(), program.row_upper.tolist(), strict=True)):
-        # a row without terms: a variable of weight zero keeps it in the file, so that it can be infeasible
+        # a row without terms may still be infeasible; a variable of weight zero keeps it in the file for CBC
         row = pulp.LpAffineExpression(terms[i] or [(variables[0], 0.0)])
         if low == high:
             problem += row == low, f"r{i}l"
@@ -96,14 +92,14 @@ def _cbc_solution(
     log: str,
 ) -> Solution:
     if problem.sol_status == pulp.LpSolutionInfeasible:
-        # CBC calls an unbounded program infeasible when its presolve or its dual simplex finds out
-        return _told_apart(program, is_integer)
+        # CBC also reports "infeasible" if its presolve or dual simplex finds the program unbounded
+        return _infeasible_or_unbounded(program, is_integer)
     if problem.sol_status == pulp.LpSolutionUnbounded:
         return Solution("unbounded", "cbc")
     found = [variable.value() for variable in variables]
     stated = _CBC_BOUND.search(log)
     bound = float(stated.group(1)) if stated else -math.inf
-    # a variable in no row is missing from the answer: it takes its cheap side, which pulp leaves to its bounds
+    # CBC's answer has no value for variables in no row; they take the cheaper of their bounds
     values = np.array([_unused_value(program, j) if value is None else value for j, value in enumerate(found)])
     if problem.sol_status == pulp.LpSolutionOptimal:
         objective = float(program.costs @ values)
@@ -114,10 +110,11 @@ def _cbc_solution(
     return Solution("timed out", "cbc", bound=bound)
 
 
-def _told_apart(program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Solution:
+def _infeasible_or_unbounded(program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Solution:
+    """Decide between the two by solving without costs: if that has a solution, the program is unbounded."""
     if not program.costs.any():
         return Solution("infeasible", "cbc")
-    without_costs = solve_with_cbc(replace(program, costs=np.zeros(len(program.costs))), is_integer, math.inf, 0.0, None, 0)
+    without_costs = solve_with_cbc(replace(program, costs=np.zeros(len(program.costs))), is_integer, SearchLimits(), None)
     return Solution("unbounded" if without_costs.has_values else "infeasible", "cbc")
 
 
@@ -128,7 +125,7 @@ def _unused_value(program: LinearProgram, column: int) -> float:
 
 
 def _row_duals(problem: Any, num_rows: int) -> FloatArray:
-    """The duals of both sides of every row together; pulp gives them as what one more unit costs."""
+    """Dual of every row, summed over its two bounds; PuLP gives it as the cost of one more unit in the row."""
     duals = np.zeros(num_rows)
     for name, constraint in problem.constraints.items():
         duals[int(name[1:-1])] += constraint.pi or 0.0

@@ -1,4 +1,4 @@
-"""Programs solved by HiGHS."""
+"""Solve linear and integer programs with HiGHS (package highspy), the preferred backend; called by `solve.py` only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_longctx.plan.core.arrays import FloatArray
-from hf_longctx.plan.solver.program import LinearProgram, Solution, SolverError
+from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, Solution, SolverError
 
 
 def _highspy() -> Any:
@@ -19,31 +19,25 @@ def _highspy() -> Any:
 
 
 def solve_with_highs(
-    program: LinearProgram,
-    is_integer: NDArray[np.bool_] | None,
-    time_limit_s: float,
-    relative_gap: float,
-    start: FloatArray | None,
-    target: float,
-    most_nodes: int,
-    presolve: bool,
+    program: LinearProgram, is_integer: NDArray[np.bool_] | None, limits: SearchLimits, start: FloatArray | None
 ) -> Solution:
+    """The solution that HiGHS returns, unchecked. is_integer: None for a linear program. start: a feasible solution, or None."""
     highspy = _highspy()
     highs = highspy.Highs()
-    options: dict[str, Any] = {"output_flag": False, "threads": 1, "mip_rel_gap": relative_gap, "mip_abs_gap": 1e-9}
-    if math.isfinite(time_limit_s):
-        options["time_limit"] = float(time_limit_s)
-    if math.isfinite(target):
-        options["objective_target"] = float(target)
-    if most_nodes:
-        options["mip_max_nodes"] = most_nodes
-    if not presolve:
+    options: dict[str, Any] = {"output_flag": False, "threads": 1, "mip_rel_gap": limits.relative_gap, "mip_abs_gap": 1e-9}
+    if math.isfinite(limits.time_limit_s):
+        options["time_limit"] = float(limits.time_limit_s)
+    if math.isfinite(limits.target):
+        options["objective_target"] = float(limits.target)
+    if limits.most_nodes:
+        options["mip_max_nodes"] = limits.most_nodes
+    if not limits.presolve:
         options["presolve"] = "off"
     for name, value in options.items():
         if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-            raise SolverError(f"this HiGHS refuses the option {name}={value}; install highspy 1.9 or later, or use CBC")
+            raise SolverError(f"this HiGHS rejects the option {name}={value}; install highspy 1.9 or later, or use CBC")
     if highs.passModel(_highs_model(highspy, program, is_integer)) == highspy.HighsStatus.kError:
-        raise SolverError("HiGHS refuses the program; are all its costs and values finite?")
+        raise SolverError("HiGHS rejects the program; check that all its costs and values are finite")
     if start is not None:
         guess = highspy.HighsSolution()
         guess.col_value = start.tolist()
@@ -53,7 +47,7 @@ def solve_with_highs(
 
 
 def _highs_model(highspy: Any, program: LinearProgram, is_integer: NDArray[np.bool_] | None) -> Any:
-    """The program row by row, as HiGHS takes it."""
+    """The program as a HiGHS model, stored row by row."""
     order = np.lexsort((program.columns, program.rows))
     counts = np.bincount(program.rows, minlength=len(program.row_lower))
     model = highspy.HighsLp()
@@ -75,13 +69,13 @@ def _highs_solution(highspy: Any, highs: Any, program: LinearProgram, is_integer
     if status == kinds.kInfeasible:
         return Solution("infeasible", "highs")
     if status in (kinds.kUnbounded, kinds.kUnboundedOrInfeasible):
-        # presolve tells these apart no further; without costs nothing is unbounded
+        # presolve may not tell the two apart; without costs a program cannot be unbounded, so solve it again without
         highs.changeColsCost(len(program.costs), np.arange(len(program.costs), dtype=np.int32), np.zeros(len(program.costs)))
         highs.run()
         return Solution("infeasible" if highs.getModelStatus() == kinds.kInfeasible else "unbounded", "highs")
     ended = (kinds.kTimeLimit, kinds.kIterationLimit, kinds.kSolutionLimit, kinds.kObjectiveTarget, kinds.kInterrupt)
     if status not in (kinds.kOptimal, *ended):
-        raise SolverError(f"HiGHS ended with {highs.modelStatusToString(status)!r}; scale the program or use CBC")
+        raise SolverError(f"HiGHS ended with status {highs.modelStatusToString(status)!r}; scale the program or use CBC")
     bound = float(info.mip_dual_bound) if is_integer is not None else -math.inf
     if math.isnan(bound):
         bound = -math.inf

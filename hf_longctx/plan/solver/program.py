@@ -1,4 +1,7 @@
-"""Linear and integer programs as arrays, and their solutions."""
+"""Types of the solver: linear and integer programs as numpy arrays, limits of a search, and solutions.
+
+The planner builds `LinearProgram`s, `solve.py` hands them to a backend and checks the `Solution` against them.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,22 @@ from hf_longctx.plan.core.arrays import FloatArray
 
 IndexArray = NDArray[np.int64]
 
-
-# "feasible": a limit ended the search before the proof. "timed out": no solution was found in time
+# "feasible": a limit ended the search before optimality was proved. "timed out": no solution was found in time
 Status = Literal["optimal", "feasible", "infeasible", "unbounded", "timed out"]
 
-
-# how far a row or a bound may be off, relative to the size of its terms; solvers work to 1e-6 and 1e-7
+# largest allowed violation of a row or bound, relative to the size of its terms; solvers work to 1e-6 and 1e-7
 TOLERANCE = 1e-5
 
 
 class SolverError(RuntimeError):
-    """A solver failed or returned what does not solve the program."""
+    """A solver failed, or returned values that do not solve the program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearProgram:
     """Minimize costs @ x so that row_lower <= A @ x <= row_upper and lower <= x <= upper.
 
-    A has values[e] at (rows[e], columns[e]) and zeros elsewhere; no place may be named twice. Bounds may be infinite.
+    A is sparse: values[e] at (rows[e], columns[e]), each entry at most once, and zeros elsewhere. Bounds may be infinite.
     """
 
     costs: FloatArray
@@ -46,17 +47,17 @@ class LinearProgram:
     def dense(
         cls, costs: FloatArray, matrix: FloatArray, row_lower: FloatArray, row_upper: FloatArray, upper: FloatArray | None = None
     ) -> LinearProgram:
-        """A program of non-negative variables with A as a full matrix."""
+        """A program with non-negative variables, from A as a full matrix."""
         rows, columns = np.nonzero(matrix)
         upper = np.full(len(costs), np.inf) if upper is None else upper
         return cls(costs, np.zeros(len(costs)), upper, rows, columns, matrix[rows, columns], row_lower, row_upper)
 
     def activity(self, values: FloatArray) -> FloatArray:
-        """A @ values."""
+        """A @ values, the activity of every row."""
         return _sums(self.rows, self.values * values[self.columns], len(self.row_lower))
 
     def violation(self, values: FloatArray) -> float:
-        """The worst violation of a row or a bound, relative to the size of its terms where these exceed one."""
+        """The largest violation of a row or bound, relative to the size of its terms if that exceeds one."""
         activity = self.activity(values)
         size = np.maximum(1.0, _sums(self.rows, np.abs(self.values * values[self.columns]), len(activity)))
         row = np.maximum(self.row_lower - activity, activity - self.row_upper) / size
@@ -64,9 +65,9 @@ class LinearProgram:
         return float(max(row.max(initial=0.0), column.max(initial=0.0)))
 
     def dual_bound(self, duals: FloatArray) -> float:
-        """The bound on the objective that row duals of any kind prove (weak duality); -inf where they prove none.
+        """Lower bound on the objective that any row duals prove (weak duality); -inf if they prove none.
 
-        Reduced costs of the wrong sign within solvers' tolerance count as zero.
+        Reduced costs within the solvers' tolerance of zero count as zero.
         """
         duals = np.where(duals > 0, np.where(np.isfinite(self.row_lower), duals, 0.0), duals)
         duals = np.where(duals < 0, np.where(np.isfinite(self.row_upper), duals, 0.0), duals)
@@ -75,11 +76,27 @@ class LinearProgram:
         return _at_the_cheap_side(duals, self.row_upper, self.row_lower) + _at_the_cheap_side(reduced, self.upper, self.lower)
 
 
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """When a solver may stop before it has proved an optimum.
+
+    relative_gap: stop within this fraction of the optimum. target: stop at an objective of at most this (HiGHS only).
+    most_nodes: stop after this many nodes (0: no limit); unlike a time limit it gives the same result on every machine.
+    presolve: let HiGHS first remove redundant rows and columns, which wastes time if there are none.
+    """
+
+    time_limit_s: float = math.inf
+    relative_gap: float = 0.0
+    target: float = -math.inf
+    most_nodes: int = 0
+    presolve: bool = True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """What a solver found: `values` solve the program where status is "optimal" or "feasible" and are empty elsewhere.
+    """Result of a solver; `values` solve the program if status is "optimal" or "feasible", and are empty otherwise.
 
-    bound: no solution costs less. duals: of the rows of a linear program, what one more unit of a row would cost.
+    bound: no solution has a lower objective. duals: for each row of a linear program, the cost of one more unit in it.
     """
 
     status: Status
@@ -94,13 +111,13 @@ class Solution:
         return self.status in ("optimal", "feasible")
 
 
-def _sums(places: IndexArray, amounts: FloatArray, count: int) -> FloatArray:
-    """What falls on each of `count` places."""
-    return np.bincount(places, weights=amounts, minlength=count).astype(np.float64)
+def _sums(indices: IndexArray, amounts: FloatArray, count: int) -> FloatArray:
+    """Sum of the amounts at each index below `count`."""
+    return np.bincount(indices, weights=amounts, minlength=count).astype(np.float64)
 
 
 def _at_the_cheap_side(prices: FloatArray, upper: FloatArray, lower: FloatArray) -> float:
-    """The least of prices @ x over a box; a price of zero takes any side, infinite or not."""
+    """The minimum of prices @ x over a box; variables with price zero do not count, even if their bounds are infinite."""
     chosen = prices != 0
     sides = np.where(prices > 0, lower, upper)
     return float((prices[chosen] * sides[chosen]).sum())

@@ -1,7 +1,8 @@
-"""Linear and integer programs: arrays in, arrays out. The only file that imports a solver, and only when one is called.
+"""Solve linear and integer programs: the functions that the planner calls.
 
-HiGHS solves where highspy is installed, CBC (which comes with pulp) elsewhere; a solution says which. Whatever a solver
-returns is checked here against the program itself, so that a wrong answer is a `SolverError` and never a wrong plan.
+HiGHS is used if highspy is installed, else CBC, which comes with pulp; both are imported only when called, and a solution names
+its backend. Values that a solver returns are checked against the program, so that a wrong answer is a `SolverError` and never
+a wrong plan.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from numpy.typing import NDArray
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.solver.cbc import solve_with_cbc
 from hf_longctx.plan.solver.highs import solve_with_highs
-from hf_longctx.plan.solver.program import TOLERANCE, LinearProgram, Solution, SolverError
+from hf_longctx.plan.solver.program import TOLERANCE, LinearProgram, SearchLimits, Solution, SolverError
 
 Backend = Literal["auto", "highs", "cbc"]
+
+_NO_LIMITS = SearchLimits()
 
 
 def solve_linear_program(
     program: LinearProgram, time_limit_s: float = math.inf, backend: Backend = "auto", presolve: bool = True
 ) -> Solution:
-    """The solution of a linear program; optimal, infeasible, unbounded or timed out. Raises SolverError if that is wrong.
+    """Solve a linear program; the status is optimal, infeasible, unbounded or timed out.
 
-    presolve: whether HiGHS first looks for rows and columns that it can do without, which takes time where there are none.
+    presolve: let HiGHS first remove redundant rows and columns, which wastes time if there are none. Raises SolverError if the
+    solver fails or its answer is wrong.
     """
-    solved = _solve(program, None, time_limit_s, 0.0, None, -math.inf, backend, 0, presolve)
+    solved = _solve(program, None, SearchLimits(time_limit_s, presolve=presolve), None, backend)
     if not solved.has_values:
         return solved
     if solved.status != "optimal":
@@ -41,26 +45,22 @@ def solve_linear_program(
 def solve_integer_program(
     program: LinearProgram,
     is_integer: NDArray[np.bool_],
-    time_limit_s: float = math.inf,
-    relative_gap: float = 0.0,
+    limits: SearchLimits = _NO_LIMITS,
     start: FloatArray | None = None,
-    target: float = -math.inf,
     backend: Backend = "auto",
-    most_nodes: int = 0,
 ) -> Solution:
-    """The best solution with whole numbers where `is_integer` that is found in time.
+    """Find the best solution within `limits` in which the variables marked in `is_integer` are integers.
 
-    Ends early within `relative_gap` of the optimum, or (HiGHS) at an objective of at most `target`, or after `most_nodes` nodes
-    (0: any number), which unlike time is the same on every machine. start: a solution to begin with. It is kept if nothing
-    better is found, but must be feasible: ValueError. Raises SolverError as above.
+    start: a feasible solution to begin with, which is returned if nothing better is found; ValueError if it is not feasible.
+    Raises SolverError if the solver fails or its answer is wrong.
     """
     if start is not None and program.violation(start) > TOLERANCE:
         raise ValueError(f"the start violates the program by {program.violation(start):.3g}; give a feasible one or none")
-    solved = _solve(program, is_integer, time_limit_s, relative_gap, start, target, backend, most_nodes)
+    solved = _solve(program, is_integer, limits, start, backend)
     if solved.has_values:
         values = np.where(is_integer, np.round(solved.values), solved.values)
         if np.abs(values - solved.values).max(initial=0.0) > TOLERANCE:
-            raise SolverError(f"{solved.backend} returned fractions for whole numbers; try another backend")
+            raise SolverError(f"{solved.backend} returned fractions for integer variables; try another backend")
         objective = float(program.costs @ values)
         bound = min(objective, solved.bound)
         solved = Solution(solved.status, solved.backend, values, objective, bound)
@@ -73,7 +73,7 @@ def solve_integer_program(
 
 
 def available_backends() -> tuple[str, ...]:
-    """The solvers that this machine has, the preferred one first."""
+    """Solvers installed on this machine, the preferred one first."""
     names = {"highs": "highspy", "cbc": "pulp"}
     return tuple(name for name, module in names.items() if importlib.util.find_spec(module) is not None)
 
@@ -82,33 +82,31 @@ def _check(program: LinearProgram, solved: Solution) -> None:
     violation = program.violation(solved.values)
     if not violation <= TOLERANCE:
         raise SolverError(
-            f"{solved.backend} returned values that violate the program by {violation:.3g} ({TOLERANCE:g} is allowed); scale "
-            f"the program or try another backend"
+            f"{solved.backend} returned values that violate the program by {violation:.3g}, but only {TOLERANCE:g} is allowed; "
+            f"scale the program or try another backend"
         )
 
 
 def _solve(
     program: LinearProgram,
     is_integer: NDArray[np.bool_] | None,
-    time_limit_s: float,
-    relative_gap: float,
+    limits: SearchLimits,
     start: FloatArray | None,
-    target: float,
     backend: Backend,
-    most_nodes: int,
-    presolve: bool = True,
 ) -> Solution:
-    """Hands the program to a backend, unverified. Raises ValueError for a backend that is not there."""
-    have = available_backends()
-    chosen = have[0] if backend == "auto" and have else backend
-    if chosen not in have:
-        raise ValueError(f"solver backend {chosen!r} is not among the installed {have}; install highspy (HiGHS) or pulp (CBC)")
+    """Solve with a backend without checking its answer; raises ValueError if the backend is not installed."""
+    installed = available_backends()
+    chosen = installed[0] if backend == "auto" and installed else backend
+    if chosen not in installed:
+        raise ValueError(
+            f"solver backend {chosen!r} is not among the installed {installed}; install highspy (HiGHS) or pulp (CBC)"
+        )
     if not len(program.costs):
         if program.violation(np.empty(0)) > TOLERANCE:
             return Solution("infeasible", chosen)
         return Solution("optimal", chosen, objective=0.0, bound=0.0, duals=np.zeros(len(program.row_lower)))
-    if time_limit_s <= 0:
+    if limits.time_limit_s <= 0:
         return Solution("timed out", chosen)
     if chosen == "highs":
-        return solve_with_highs(program, is_integer, time_limit_s, relative_gap, start, target, most_nodes, presolve)
-    return solve_with_cbc(program, is_integer, time_limit_s, relative_gap, start, most_nodes)
+        return solve_with_highs(program, is_integer, limits, start)
+    return solve_with_cbc(program, is_integer, limits, start)

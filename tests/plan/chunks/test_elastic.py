@@ -1,4 +1,4 @@
-"""Chunks for pipelines: every token once, slices in a row, one tail at most, balanced seconds, and packs near the optimum."""
+"""Chunks for pipelines hold every token once, at most one tail slice each, balanced seconds, and packs near the optimum."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def seconds(chunk: Chunk, pair_s: float, token_s: float) -> float:
 
 
 def check_chunks(chunks: Sequence[Chunk], lengths: dict[int, int], capacity: int) -> None:
-    """Asserts what holds for chunks of every pipeline."""
+    """Assert that chunks cover every token once, with slices in order and whole sequences after them."""
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     pieces: dict[int, list[tuple[int, int, int]]] = {sequence: [] for sequence in lengths}
     for chunk in chunks:
         assert 0 < chunk.num_tokens <= capacity
         for place, span in enumerate(chunk.spans):
             pieces[span.sequence].append((chunk.index, span.start, span.stop))
-            # a slice stands first, so that there is one at most
+            # a slice comes first in its chunk, so that a chunk has at most one
             assert place == 0 or (span.start, span.stop) == (0, lengths[span.sequence])
         if chunk.spans[0].stop < lengths[chunk.spans[0].sequence]:
-            # short sequences go behind tails, which end their family
+            # short sequences follow tails only, the last slices of their sequences
             assert len(chunk.spans) == 1
     for sequence, found in pieces.items():
         assert found[0][1] == 0 and found[-1][2] == lengths[sequence]
@@ -75,7 +75,7 @@ def test_one_slice_keeps_sequences_whole(lengths: list[int], capacity: int, rate
 def test_a_sequence_above_the_capacity_is_cut_whatever_is_asked_for() -> None:
     chunks = elastic_chunks({0: 1000}, 1, SpanRates(0.0, 1.0), 300)
     assert [chunk.num_tokens for chunk in chunks] == [250, 250, 250, 250]
-    # with pairs the first slice is the longest
+    # if only pairs cost time, the first slice is the longest
     sizes = [chunk.num_tokens for chunk in elastic_chunks({0: 1000}, 1, SpanRates(1.0, 0.0), 300)]
     assert max(sizes) == sizes[0] <= 300 and len(sizes) == 12
 
@@ -91,7 +91,7 @@ def test_packs_may_take_longer_than_the_longest_sequence_where_that_is_asked_for
     assert len(elastic_chunks(lengths, 1, SpanRates(0.0, 1.0), 1000)) == 40
     chunks = elastic_chunks(lengths, 1, SpanRates(0.0, 1.0), 1000, target_s=100.0)
     assert [chunk.num_tokens for chunk in chunks] == [100] * 4
-    # what is left over is spread, not put into a last small pack
+    # the remainder is spread over all packs, not left in a small last one
     chunks = elastic_chunks(dict.fromkeys(range(42), 10), 1, SpanRates(0.0, 1.0), 1000, target_s=100.0)
     assert [chunk.num_tokens for chunk in chunks] == [90, 90, 80, 80, 80]
 
@@ -127,7 +127,7 @@ def test_packs_are_close_to_the_best_ones_in_as_many_buckets(short: list[int], l
     longest_s = seconds(Chunk(0, (Span(0, 0, longest),)), *rates)
     best_s = least_makespan([*sizes, longest_s], len(chunks))
     assert max(seconds(chunk, *rates) for chunk in chunks) <= 4 / 3 * best_s
-    # and no more buckets than a third above the fewest that keep within the longest sequence
+    # the number of buckets exceeds the fewest possible for this limit by at most a third
     fewest = next(count for count in range(1, 9) if least_makespan([*sizes, longest_s], count) <= longest_s * (1 + 1e-9))
     assert len(chunks) <= max(fewest + 1, 4 / 3 * fewest)
 
@@ -171,9 +171,9 @@ def test_fixed_chunks_cut_evenly_by_tokens() -> None:
 
 
 def test_bad_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="num_slices is 0; give at least 1"):
+    with pytest.raises(ValueError, match="num_slices is 0; it must be at least 1"):
         elastic_chunks({0: 5}, 0, SpanRates(1.0, 1.0), 10)
-    with pytest.raises(ValueError, match="capacity_tokens is 0; give at least 1"):
+    with pytest.raises(ValueError, match="capacity_tokens is 0; it must be at least 1"):
         elastic_chunks({0: 5}, 1, SpanRates(1.0, 1.0), 0)
     with pytest.raises(ValueError, match="sequence 3 has 0 tokens"):
         fixed_chunks({3: 0}, 5)

@@ -1,4 +1,4 @@
-"""Packing by length classes is best fit decreasing: every bin as full as where sequences are placed one by one."""
+"""Packing by length classes equals best fit decreasing: every bin is as full as if sequences were placed one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_longctx.plan.chunks.packing import MAX_CAPACITY, fewest_bins, pack_seque
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
-    """Tokens of every bin, one sequence and one bin after the other."""
+    """Tokens in every bin after placing one sequence at a time."""
     fills: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [place for place, fill in enumerate(fills) if fill + length <= capacity]
@@ -27,7 +27,7 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
 
 
 def fewest_by_trying(lengths: list[int], capacity: int, fills: tuple[int, ...] = ()) -> int:
-    """The fewest bins over all ways to pack."""
+    """The fewest bins, found by trying all packings."""
     if not lengths:
         return len(fills)
     first, *rest = lengths
@@ -72,7 +72,7 @@ def test_a_bin_lists_the_longest_first_and_equal_ones_in_the_order_given() -> No
     assert [members.tolist() for members in packed] == packed.bins() and len(packed) == 3
     assert packed[-1].tolist() == [4, 6]
     assert packed.num_tokens == 27 and packed.efficiency == 27 / 30
-    # enough for a sort that swaps equal ones to show
+    # long enough that an unstable sort would swap equal lengths
     assert pack_sequences([3] * 1000 + [2] * 1000, 5).bins() == [[i, 1000 + i] for i in range(1000)]
 
 
@@ -92,9 +92,9 @@ def test_no_packing_needs_fewer_bins_than_the_bound(packing: tuple[list[int], in
 
 
 def test_the_bound_counts_sequences_that_cannot_share() -> None:
-    # 33 tokens would fit into 4 bins of 10; the three of 6 are alone, and so is what two 5 share
+    # 33 tokens would fit into 4 bins of 10, but each 6 needs its own bin, and the three 5s need two more
     assert fewest_bins([6, 6, 6, 5, 5, 5], 10) == 5
-    # nothing goes beside a 9 but a 1
+    # only a 1 would fit next to a 9
     assert fewest_bins([9, 9, 2, 2], 10) == 3
 
 

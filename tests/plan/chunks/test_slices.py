@@ -1,4 +1,4 @@
-"""Slices take equal time and cover the sequence, a sliced group is a valid plan, and SPPO's numbers of slices are right."""
+"""Slices take equal time and cover the sequence, a sliced group is a valid plan, and SPPO's numbers of slices are met."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_longctx.plan.core.types import Action, Chunk, LayerRange, MicroBatch, Se
 from hf_longctx.plan.core.validate import validate_plan
 
 K = 1024
-# per pair or token: nothing, or what some device may take
+# seconds per pair or token: zero, or a value that some device may have
 SECONDS = st.just(0.0) | st.floats(1e-15, 1e-3)
 
 
@@ -28,7 +28,7 @@ def test_bounds_cover_the_sequence_and_balance_seconds(num_tokens: int, count: i
     assert bounds[0] == 0 and bounds[-1] == num_tokens and list(bounds) == sorted(set(bounds))
     assert len(bounds) == min(count, num_tokens) + 1 or num_tokens < 50 * count
     share_s = seconds(0, num_tokens, pair_s, token_s) / count
-    # a bound is rounded to a token, so that a slice gains or loses no more than one at either end
+    # bounds are rounded to a token, so a slice gains or loses at most one token at either end
     token_s_at_most = pair_s * num_tokens + token_s
     if len(bounds) == count + 1:
         for start, stop in pairwise(bounds):
@@ -36,7 +36,7 @@ def test_bounds_cover_the_sequence_and_balance_seconds(num_tokens: int, count: i
 
 
 def test_slices_get_shorter_where_attention_counts_and_stay_equal_where_it_does_not() -> None:
-    # pairs alone: equal areas of a triangle
+    # only pairs cost time: equal areas of a triangle
     assert slice_bounds(1000, 4, SpanRates(1.0, 0.0)) == (0, 500, 707, 866, 1000)
     assert slice_bounds(1000, 4, SpanRates(0.0, 1.0)) == (0, 250, 500, 750, 1000)
 
@@ -73,7 +73,7 @@ def test_slices_run_backward_last_first_and_packs_behind_them() -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "degree", "count"),
-    # the paper's choices: 7B on 8 x 4, 65B on 16 x 8
+    # SPPO's choices for 7B on 8 x 4 and 65B on 16 x 8 devices
     [(512 * K, 8, 32), (1024 * K, 16, 32), (512 * K, 16, 8)],
 )
 def test_the_paper_s_numbers_of_slices_are_within_its_bounds(num_tokens: int, degree: int, count: int) -> None:
@@ -97,5 +97,5 @@ def test_slices_have_workable_sizes(num_tokens: int, degree: int) -> None:
 
 @pytest.mark.parametrize("call", [lambda: slice_counts(0, 1), lambda: slice_counts(1, 0)])
 def test_nothing_cannot_be_split(call) -> None:
-    with pytest.raises(ValueError, match="give at least one"):
+    with pytest.raises(ValueError, match="both must be at least 1"):
         call()

@@ -1,4 +1,4 @@
-"""Promises of the named models: published parameter counts, any spelling, and a hint for a name that is unknown."""
+"""Named models have their published parameter counts, are found in any spelling, and unknown names get a hint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hf_longctx.plan.cost.catalog import model_names, named_model, spec_name
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
-# parameters as the model cards and safetensors indices give them; for gpt-* as FlexSP's artefact does, at 192K positions
+# parameter counts from model cards and safetensors indices; for gpt-* from FlexSP's artefact, at 192K positions
 PUBLISHED = {
     "gpt-7b": 7.1174468994 * 2**30,
     "gpt-13b": 13.1160545349 * 2**30,
@@ -27,7 +27,7 @@ PUBLISHED = {
     "qwen2.5-7b": 7.616e9,
     "mistral-7b": 7.248e9,
     "gemma-7b": 8.538e9,
-    # without the encoder of pictures
+    # without the vision encoder
     "gemma-3-1b": 1.000e9,
     "gemma-3-12b": 11.77e9,
     "gemma-3-27b": 27.01e9,
@@ -36,7 +36,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", model_names())
 def test_parameters_are_the_published_ones(name: str) -> None:
-    # norms and biases are no matrices: far below a thousandth
+    # norms and biases are not counted; they are far below a thousandth
     assert named_model(name).num_parameters == pytest.approx(PUBLISHED[name], rel=1e-3)
 
 
@@ -46,7 +46,7 @@ def test_position_embeddings_grow_with_the_context(name: str, params_gi: float) 
 
 
 def test_an_mlp_without_a_gate_by_hand() -> None:
-    # 4 * 4096^2 of attention, 2 * 4096 * 16384 of the MLP, which keeps its input and output of the activation
+    # 4 * 4096^2 parameters in attention and 2 * 4096 * 16384 in the MLP, which saves input and output of its activation
     model = named_model("gpt-7b")
     assert model.layer_parameters == 4 * 4096**2 + 2 * 4096 * 16384
     gated = replace(model, gated_mlp=True)

@@ -1,4 +1,4 @@
-"""Promises of the cost model, each against numbers worked out by hand."""
+"""The cost model compared with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoe
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.stage import held_state_bytes
 
-# a model of one layer with 4 query heads and 2 KV heads of size 1 and one byte an element: bytes are elements
+# a model of one layer with 4 query heads and 2 KV heads of size 1, and one byte per element, so that bytes are elements
 TINY = ModelSpec(1, 4, 8, 4, 2, 1, 10, 100, bytes_per_element=1)
 FORWARD = PassCoefficients(2.0, 10.0, 100.0, 1000.0, 7.0, 70.0)
 BACKWARD = PassCoefficients(5.0, 20.0, 300.0, 4000.0, 9.0, 90.0)
@@ -41,23 +41,23 @@ def test_a_pack_pays_pairs_per_sequence_and_the_chunk_once() -> None:
 
 
 def test_a_ulysses_group_divides_the_work_and_pays_for_two_exchanges() -> None:
-    # 20 tokens, 200 pairs on 2 ranks: (400 + 200) / 2 + 100. Of 10 tokens with 4 + 2 * 2 heads in and 4 out, half leaves
-    # each rank: 10 * 12 / 2 = 60 bytes, and 2 messages
+    # 20 tokens with 200 pairs on 2 ranks take (400 + 200) / 2 + 100. Each rank has 10 tokens, exchanges 4 + 2 * 2 heads before
+    # attention and 4 after it, and sends half of them away: 10 * 12 / 2 = 60 bytes in 2 messages
     assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), TWO, 1) == 300 + 100 + 7 * 60 + 2 * 1000
-    # on 4 ranks: every query head brings its KV head along, so 4 + 2 * 4 heads in and 4 out; 3 / 4 of 5 tokens leave
+    # on 4 ranks every query head needs its own copy of a KV head: 4 + 2 * 4 heads in, 4 out, and 3 / 4 of 5 tokens leave
     assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), FOUR, 1) == 150 + 100 + 7 * 5 * 16 * 3 / 4 + 2 * 1000
 
 
 def test_a_ring_pays_for_keys_and_values_that_others_see_and_in_backward_for_fp32_gradients() -> None:
-    # 10 tokens a rank of which 3 / 4 travel, keys and values of 2 KV heads: 30 bytes a hop, one hop
+    # 10 tokens per rank, of which 3 / 4 travel, with keys and values of 2 KV heads: one hop of 30 bytes
     assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == 300 + 100 + 7 * 30 + 1000
-    # backward: one hop of keys and values, one of their gradients at four bytes an element
+    # backward: one hop of keys and values, and one of their gradients with four bytes per element
     expected = (5 * 200 + 20 * 20) / 2 + 300 + 9 * (30 + 4 * 30) + 2 * 4000
     assert COSTS.backward_s(Chunk(0, (Span(0, 0, 20),)), GroupShape(2), 1) == expected
 
 
 def test_a_hybrid_pays_for_both_with_fewer_heads_around_the_ring() -> None:
-    # blocks of 2: 5 tokens a rank, 5 * 12 / 2 bytes inside; around two blocks one KV head of 7.5 tokens: 15 bytes
+    # blocks of 2: 5 tokens per rank, 5 * 12 / 2 bytes within a block; around the two blocks 7.5 tokens of one KV head: 15 bytes
     shape = GroupShape(4, 2)
     assert COSTS.forward_s(Chunk(0, (Span(0, 0, 20),)), shape, 1) == 150 + 100 + 7 * (30 + 15) + 3 * 1000
 
@@ -107,17 +107,17 @@ def test_a_packed_chunk_costs_its_sequences_and_its_group(kind: str, shape: Grou
 @pytest.mark.parametrize(
     ("degree", "ranks_per_node", "coefficients", "method"),
     [
-        # few KV heads: what a ring passes on is less than what Ulysses exchanges of all query heads
+        # with few KV heads a ring passes on fewer bytes than Ulysses exchanges for all query heads
         (2, 8, {"link_byte_s": 1e-9}, "ring"),
         # more ranks than query heads: no Ulysses
         (16, 16, {"link_byte_s": 1e-9}, "hybrid"),
-        # the network is all that counts: keys and values alone cross it, and each only once
+        # if only the network costs, a hybrid is best: only keys and values cross it, each once
         (8, 2, {"network_byte_s": 1e-9}, "hybrid"),
-        # nothing is known of exchanges: the fewest messages
+        # if no exchange has a known cost, the shape with the fewest messages
         (8, 8, {}, "ulysses"),
         # only the number of messages counts
         (8, 8, {"message_s": 1e-3}, "ulysses"),
-        # no block of two divides three ranks, and Ulysses takes powers of two
+        # three ranks cannot be divided into blocks of two, and Ulysses needs a power of two
         (3, 8, {"link_byte_s": 1e-9}, "ring"),
         (1, 8, {"link_byte_s": 1e-9}, "local"),
     ],
@@ -163,12 +163,12 @@ def test_a_rank_holds_weights_gradients_and_moments() -> None:
 
 
 def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
-    # 10 layers of 8 * 2 * (8 + 4) + 3 * 8 * 16 = 576 parameters, embedding and head of 80 each
+    # 10 layers of 8 * 2 * (8 + 4) + 3 * 8 * 16 = 576 parameters; embedding and head have 80 each
     model = ModelSpec(10, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=4)
     assert model.state_bytes() == model.state_bytes("replicated", 4) == 16 * 5920
-    # beside a quarter of all states: weights and gradients of two layers and the embeddings
+    # a quarter of all states, plus gathered weights and gradients of two layers and the embeddings
     assert model.state_bytes("sharded", 4) == 4 * 5920 + 2 * 4 * (2 * 576 + 160)
-    # or all weights, and the gradients of two layers and the embeddings
+    # a quarter of all states, plus all weights, and the gradients of two layers and the embeddings
     assert model.state_bytes("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + 4 * (2 * 576 + 160)
     costs = replace(COSTS, model=model, parameters="sharded", shard_ranks=4)
     assert costs.state_bytes == model.state_bytes("sharded", 4)
@@ -181,7 +181,7 @@ def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
     trained, states = 10 * 100 + 80, 10 * 400 + 160
     whole = 2 * 5920 + 2 * states + 8 * trained
     assert model.state_bytes() == whole
-    # beside a quarter of it: weights of two layers and the ends, and the gradients of what is trained there
+    # a quarter of it, plus weights of two layers, embedding and head, and the gradients of the trained parameters among them
     unit = 2 * (2 * 576 + 160) + 2 * 400 + 160
     assert model.state_bytes("sharded", 4) == whole // 4 + unit + 2 * 400 + 160
     assert model.state_bytes("gathered_per_round", 4) == whole // 4 + (2 * 5920 + states) + 2 * 400 + 160
@@ -264,9 +264,9 @@ def test_a_head_that_takes_longer_than_its_products_leaves_less_for_the_layers()
     chunk, share = Chunk(0, (Span(0, 0, 80),)), 40 / (TINY.layer_parameters + 40)
     costs = replace(COSTS, coefficients=replace(COEFFICIENTS, forward=replace(FORWARD, head_factor=2.0)))
     assert costs.part_s(chunk, TWO, False, 0, True) == pytest.approx(2 * 40 * 10 * share)
-    # the model as a whole takes as long, and the other pass has its own factor
+    # the model as a whole takes as long as before, and the backward pass has its own factor
     assert costs.part_s(chunk, TWO, False, 1, True) == pytest.approx(COSTS.forward_s(chunk, TWO, 1))
     assert costs.part_s(chunk, TWO, True, 0, True) == COSTS.part_s(chunk, TWO, True, 0, True)
-    # never more than all of a token
+    # the head never takes more than all seconds of a token
     endless = replace(costs, coefficients=replace(COEFFICIENTS, forward=replace(FORWARD, head_factor=1e6)))
     assert endless.head_share(is_backward=False) == 1.0

@@ -1,4 +1,4 @@
-"""What a fit says of other models: rates give back the coefficients, few layers and a head make the whole by hand."""
+"""Extrapolated fits: hardware rates give the coefficients back, and few layers plus a head make the whole model by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rates_give_back_what_the_passes_cost() -> None:
     for found, truth in ((again.forward, FORWARD), (again.backward, BACKWARD)):
         assert (found.pair_s, found.token_s) == (pytest.approx(truth.pair_s), pytest.approx(truth.token_s))
     assert again.forward.chunk_s == pytest.approx(FORWARD.chunk_s)
-    # one rate for both passes: their mean
+    # hardware has one rate for both passes, their mean
     assert again.forward.link_byte_s == pytest.approx(4e-8)
     assert again.forward.network_byte_s == pytest.approx(14.5e-8)
     assert again.forward.message_s == pytest.approx(1.5e-4)
@@ -51,11 +51,11 @@ def test_a_model_of_more_layers_is_its_head_and_so_many_times_the_layers() -> No
     head = CostCoefficients(PassCoefficients(0.0, 5e-5, 1e-3), PassCoefficients(0.0, 1e-4, 10e-3), 0.0, "head")
     few, whole = replace(MODEL, num_layers=2), replace(MODEL, num_layers=10)
     found = whole_model(COSTS, head, few, whole)
-    # token: 5e-5 of the head, 1e-4 of two layers; chunk: 1 ms and 3 ms
+    # seconds per token: 5e-5 in the head and 1e-4 in two layers; seconds per chunk: 1 ms and 3 ms
     assert found.forward.rates == pytest.approx((1e-6, 5.5e-4, 16e-3, 2e-4, 3e-8, 9e-8, 5e-3))
-    # in a pipeline the head takes what it took alone
+    # in a pipeline the head takes as long as it did alone
     assert found.forward.token_s * found.forward.head_factor * whole.head_share == pytest.approx(5e-5)
-    # backward's head alone measured more start-up than with its layers: none is left for these
+    # the backward of the head alone had more fixed seconds than with its layers, so none are left for the layers
     assert found.backward.chunk_s == pytest.approx(9e-3)
     assert found.step_s == pytest.approx(0.5 * whole.num_parameters / few.num_parameters)
     assert whole_model(COSTS, None, few, few) is COSTS

@@ -1,4 +1,4 @@
-"""Promises of the fit: it finds the coefficients behind clean samples, stays close under noise, never goes negative."""
+"""The fit finds the coefficients behind clean samples, stays close to them under noise, and never makes one negative."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, Residuals, fit_coefficients, mean_relative_error
+from hf_longctx.plan.cost.fitting import ChunkSample, PassSample, Residuals, fit_coefficients, relative_errors
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
 
 # seconds of a small model on a CPU: 100 tokens take 0.02 s, 2000 tokens 0.9 s
@@ -24,7 +24,7 @@ SHAPES = {1: GroupShape(1), 2: GroupShape(2, 2), 4: GroupShape(4)}
 
 
 def sample_of(chunk: Chunk, shape: GroupShape, costs: CostModel, forward_s: float, backward_s: float) -> ChunkSample:
-    """A chunk with its traffic under `costs` and measured seconds."""
+    """A sample of `chunk` with its traffic on the cluster of `costs` and these seconds."""
     tokens = float(max(chunk.num_tokens, shape.degree))
     passes = [
         PassSample(
@@ -36,14 +36,19 @@ def sample_of(chunk: Chunk, shape: GroupShape, costs: CostModel, forward_s: floa
 
 
 def plain_sample(num_tokens: int, num_pairs: float, forward_s: float, backward_s: float) -> ChunkSample:
-    """A chunk of one rank."""
+    """A sample of a chunk on one rank, without traffic."""
     return ChunkSample(*(PassSample(num_tokens, num_pairs, 1, Traffic(), seconds) for seconds in (forward_s, backward_s)))
+
+
+def mean_relative_error(samples: list[ChunkSample], coefficients: CostCoefficients) -> float:
+    """Mean |predicted / measured - 1| over forward and backward of `samples`."""
+    return float(np.abs(relative_errors(samples, coefficients)).mean())
 
 
 def measured(
     num_samples: int, degrees: tuple[int, ...], noise: float = 0.0, seed: int = 0, costs: CostModel = TRUTH
 ) -> list[ChunkSample]:
-    """Chunks of one to four sequences as the true costs time them, with relative noise; some are slices."""
+    """Samples of chunks of one to four sequences, some of them slices, with the seconds of `costs` plus relative noise."""
     draw = random.Random(seed)
     samples = []
     for place in range(num_samples):
@@ -99,9 +104,9 @@ def test_links_and_network_are_told_apart() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_five_percent_of_noise_stays_five_percent_of_error(seed: int) -> None:
     found = fit_coefficients(measured(200, (1, 2, 4), noise=0.05, seed=seed), step_s=0.0, source="run").coefficients
-    # against clean chunks that the fit has not seen
+    # compare with clean chunks that the fit has not seen
     assert mean_relative_error(measured(100, (1, 2, 4), seed=seed + 100), found) < 0.01
-    # the cost of a chunk is a few percent of each sample, the size of the noise
+    # the fixed cost of a chunk is a few percent of each sample, as much as the noise
     check_pass(found.forward, FORWARD, 0.5)
     check_pass(found.backward, BACKWARD, 0.5)
 
@@ -151,7 +156,7 @@ def spoiled(samples: list[ChunkSample], share: float, seed: int) -> list[ChunkSa
 
 
 def plain_least_squares(samples: list[PassSample]) -> PassCoefficients:
-    """What numpy says to the seconds as they are."""
+    """Coefficients from plain least squares, which outliers spoil."""
     features = np.array([sample.features for sample in samples])
     values = np.linalg.lstsq(features, np.array([sample.seconds for sample in samples]), rcond=None)[0]
     return PassCoefficients(*values)
@@ -164,7 +169,7 @@ def worst_error(found: PassCoefficients, truth: PassCoefficients) -> float:
 @pytest.mark.parametrize("share", [0.1, 0.2])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_minority_of_slow_outliers_moves_no_coefficient_by_more_than_a_few_percent(share: float, seed: int) -> None:
-    # three percent of noise; the exact values are in the noise-free half of this test
+    # with three percent of noise, compare loosely; the second half of this test has none and compares exactly
     samples = spoiled(measured(80, (1, 2, 4), noise=0.03, seed=seed), share, seed)
     found = fit_coefficients(samples, step_s=0.0, source="run")
     plain = plain_least_squares([sample.forward for sample in samples])
@@ -172,7 +177,7 @@ def test_a_minority_of_slow_outliers_moves_no_coefficient_by_more_than_a_few_per
     for one_pass, truth in ((found.coefficients.forward, FORWARD), (found.coefficients.backward, BACKWARD)):
         assert worst_error(one_pass, truth) < 0.05
     assert mean_relative_error(measured(100, (1, 2, 4), seed=seed + 100), found.coefficients) < 0.015
-    # without noise the outliers are all that is wrong, and they are left out
+    # without noise only the outliers are wrong, and the fit leaves them out
     samples = spoiled(measured(80, (1, 2, 4), seed=seed), share, seed)
     clean = fit_coefficients(samples, step_s=0.0, source="run")
     assert worst_error(clean.coefficients.forward, FORWARD) < 1e-6
@@ -206,7 +211,7 @@ def test_what_no_sample_shows_is_that_of_the_prior() -> None:
 
 
 def test_samples_of_one_kind_leave_a_measured_prior_where_it_was() -> None:
-    # chunks of about one size, with noise, cannot tell tokens from pairs or start-up; they take half as long as the prior says
+    # noisy chunks of nearly equal size cannot separate tokens, pairs and fixed costs; they take half as long as the prior says
     truth = CostCoefficients(*(PassCoefficients(*(v / 2 for v in astuple(p))) for p in (FORWARD, BACKWARD)), 0.0, "half")
     costs, draw, samples = replace(TRUTH, coefficients=truth), random.Random(0), []
     for num_tokens in range(995, 1005):
@@ -219,7 +224,7 @@ def test_samples_of_one_kind_leave_a_measured_prior_where_it_was() -> None:
     prior = TRUTH.coefficients
     found = fit_coefficients(samples, 0.0, "run", prior).coefficients
     assert mean_relative_error(samples, found) < 0.03
-    # shared out by what each term costs here, and nothing is thrown at one term alone
+    # the difference is spread over all terms, not blamed on one
     for value, known in zip(astuple(found.forward)[:3], astuple(prior.forward)[:3], strict=True):
         assert 0.3 * known < value < 1.05 * known
 

@@ -1,10 +1,11 @@
-"""Promises of hardware profiles: JSON both ways, errors that name file, field and value, and FlexSP's terms to the digit."""
+"""Hardware profiles survive JSON, errors name file, field and value, and FlexSP's published terms are met to the digit."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from hf_longctx.plan.cost.profiles import (
     profile_from_json,
     profile_to_json,
     read_profile,
-    shipped_profiles,
 )
+
+SHIPPED = ("a100-40g", "a100-80g", "h100", "h200", "cpu")
 
 # FlexSP's artefact: a1 (ms per token^2), a2 (ms per token), b1 (ms), MB per token, layers, hidden size
 FLEXSP = {
@@ -30,9 +32,9 @@ FLEXSP = {
     "gpt-13b": (9.2852e-6, 0.3060189, 1132.5632, 4.220439453, 40, 5120),
     "gpt-30b": (15.4262e-6, 0.8035742, 2789.3644, 3.417381836, 60, 6656),
 }
-# MB per ms and GPU of an all-to-all of so many
+# number of GPUs -> MB per ms and GPU of their all-to-all
 BANDWIDTH = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}
-# the smallest profile that is complete
+# a profile with required fields only
 LEAST: dict[str, Any] = {
     "schema": 1,
     "source": "made up",
@@ -49,7 +51,7 @@ LEAST: dict[str, Any] = {
 
 
 def profile() -> HardwareProfile:
-    """One with a value of its own in every field."""
+    """A profile with a different value in every field."""
     spec = HardwareSpec("box", 3e12, 2e12, 7, 5e9, 4e9, 1e-4, 2e-5, 2.1, 2.6, 9e9, 11, ((2, 1e9), (6, 2e8)), "bench")
     coefficients = CostCoefficients(
         PassCoefficients(1e-9, 2e-6, 3e-2, 4e-5, 5e-10, 6e-10, 7e-5), PassCoefficients(2e-9, 3e-6, 4e-2), 0.5, "run 3"
@@ -139,7 +141,7 @@ def test_errors_name_the_file_the_field_and_the_value(path: str, value: Any, wor
 
 def test_a_field_that_is_there_twice_is_refused() -> None:
     twice = json.dumps(LEAST).replace('"message_s": 0', '"message_s": 0, "message_s": 1')
-    with pytest.raises(ValueError, match=r"box\.json: .*'message_s' is there twice"):
+    with pytest.raises(ValueError, match=r"box\.json: .*'message_s' is given twice"):
         profile_from_json(twice, "box.json")
 
 
@@ -163,8 +165,9 @@ def test_nothing_is_written_that_could_not_be_read(spec: HardwareSpec) -> None:
 
 
 def test_shipped_profiles_are_found_by_any_spelling_of_their_name() -> None:
-    assert set(shipped_profiles()) == {"a100-40g", "a100-80g", "h100", "h200", "cpu"}
-    for name in shipped_profiles():
+    with pytest.raises(ValueError, match=re.escape(f"neither a shipped profile ({', '.join(sorted(SHIPPED))})")):
+        read_profile("b300")
+    for name in SHIPPED:
         assert read_profile(name.upper().replace("-", "_")) == read_profile(name)
         assert read_profile(name).source
 
@@ -185,7 +188,7 @@ def test_an_unknown_name_lists_the_shipped_ones() -> None:
 
 def test_shipped_rates_are_guesses_until_a_run_measured_its_own() -> None:
     model = named_model("llama-3.1-8b")
-    for name in shipped_profiles():
+    for name in SHIPPED:
         spec = read_profile(name).spec
         assert not default_coefficients(model, ClusterSpec(8, 8, spec)).is_measured
         assert spec.attention_flops_per_s <= spec.matmul_flops_per_s
@@ -200,7 +203,7 @@ def test_the_a100_profile_gives_flexsps_terms_at_every_degree(name: str, degree:
     assert calibration is not None
     costs = CostModel(named_model(name), ClusterSpec(64, 8, found.spec), calibration.coefficients, method="ulysses")
     lengths = [1.0, 128.0, 4096.0, 100_000.0, 384_000.0]
-    # eight exchanges a layer of two bytes an element; one rank exchanges nothing
+    # eight exchanges per layer, two bytes per element; a single rank exchanges nothing
     volume = 8 * num_layers * hidden_size * 2 / 2**20
     exchange = volume / BANDWIDTH[degree] if degree > 1 else 0.0
     expected = [(a1 * s * s + a2 * s + exchange * s) / degree / 1e3 for s in lengths]
@@ -211,7 +214,7 @@ def test_the_a100_profile_gives_flexsps_terms_at_every_degree(name: str, degree:
 
 @pytest.mark.parametrize("name,limit,params_gi", [("gpt-7b", 192_000, 7.1174468994), ("gpt-30b", 384_000, 32.7153244019)])
 def test_tokens_per_rank_are_flexsps(name: str, limit: int, params_gi: float) -> None:
-    # E = 30 GB less 16 bytes a parameter over 64 GPUs, over the MB of a token
+    # (E = 30 GB minus 16 bytes per parameter sharded over 64 GPUs) divided by the MB of a token
     expected = (30 * 1024 - params_gi * 16 * 1024 / 64) / FLEXSP[name][3]
     calibration = read_profile("a100-40g").calibration(name)
     assert calibration is not None

@@ -1,4 +1,4 @@
-"""Promises of the solver: both backends agree with brute force and each other, bounds are bounds, trouble has a name."""
+"""Both solver backends agree with brute force and each other, bounds hold, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.solver import solve
-from hf_longctx.plan.solver.program import LinearProgram, Solution, SolverError
+from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, Solution, SolverError
 from hf_longctx.plan.solver.solve import Backend, available_backends, solve_integer_program, solve_linear_program
 
 BACKENDS: tuple[Backend, ...] = ("highs", "cbc")
@@ -35,7 +35,7 @@ def program(
 
 @st.composite
 def programs(draw: st.DrawFn) -> LinearProgram:
-    """Two or three whole variables of 0 to 4, up to three rows of random kinds."""
+    """Programs with two or three variables in [0, 4] and up to three rows of random kinds."""
     count, num_rows = draw(st.integers(2, 3)), draw(st.integers(1, 3))
     matrix = [[float(draw(small)) for _ in range(count)] for _ in range(num_rows)]
     low = [draw(st.one_of(st.just(-math.inf), st.integers(-9, 12).map(float))) for _ in range(num_rows)]
@@ -44,7 +44,7 @@ def programs(draw: st.DrawFn) -> LinearProgram:
 
 
 def best_of_all(given_program: LinearProgram) -> float:
-    """Least objective over all whole points of the box; infinite if none is feasible."""
+    """Least objective over all integer points of the box; infinite if none is feasible."""
     points = itertools.product(range(5), repeat=len(given_program.costs))
     matrix = np.zeros((len(given_program.row_lower), len(given_program.costs)))
     matrix[given_program.rows, given_program.columns] = given_program.values
@@ -90,7 +90,7 @@ def test_backends_agree_on_linear_programs_and_their_duals_prove_the_objective(g
     if first.has_values:
         assert first.objective == pytest.approx(second.objective, abs=1e-6)
         for solved in (first, second):
-            # the sign of a dual is wrong if it proves less than the objective
+            # a dual with the wrong sign would prove less than the objective
             assert solved.bound == pytest.approx(solved.objective, abs=1e-5)
             assert solved.bound <= best_of_all(given_program) + 1e-6
 
@@ -134,7 +134,7 @@ def test_programs_without_variables_rows_or_terms_have_answers(backend: Backend)
 
 
 def hard_program(seed: int = 0) -> tuple[LinearProgram, np.ndarray]:
-    """A market split problem: no solver proves it within a second, and x = 0 with the slacks full is a solution."""
+    """A market split problem, which no solver proves within a second, and a solution of it (x = 0 with full slacks)."""
     draw = np.random.default_rng(seed)
     matrix = draw.integers(0, 100, (5, 40)).astype(float)
     slack = np.concatenate([np.eye(5), -np.eye(5)], axis=1)
@@ -148,11 +148,11 @@ def hard_program(seed: int = 0) -> tuple[LinearProgram, np.ndarray]:
 def test_a_start_is_kept_when_time_is_short(backend: Backend) -> None:
     case, start = hard_program()
     whole = np.arange(50) < 40
-    assert solve_integer_program(case, whole, 0.0, backend=backend).status == "timed out"
-    kept = solve_integer_program(case, whole, 0.0, start=start, backend=backend)
+    assert solve_integer_program(case, whole, SearchLimits(0.0), backend=backend).status == "timed out"
+    kept = solve_integer_program(case, whole, SearchLimits(0.0), start, backend)
     assert kept.status == "feasible"
     assert kept.values == pytest.approx(start)
-    improved = solve_integer_program(case, whole, 0.5, start=start, backend=backend)
+    improved = solve_integer_program(case, whole, SearchLimits(0.5), start, backend)
     assert improved.status == "feasible"
     assert improved.bound <= improved.objective <= kept.objective
     assert case.violation(improved.values) <= 1e-5
@@ -165,7 +165,7 @@ def test_a_start_that_solves_nothing_is_refused() -> None:
 
 def test_a_target_ends_the_search() -> None:
     case, start = hard_program()
-    reached = solve_integer_program(case, np.arange(50) < 40, 20.0, start=start, target=1e4)
+    reached = solve_integer_program(case, np.arange(50) < 40, SearchLimits(20.0, target=1e4), start)
     assert reached.status == "feasible" and reached.objective <= 1e4
 
 
@@ -177,7 +177,7 @@ def test_a_gap_still_gives_a_bound_below_the_optimum(backend: Backend) -> None:
     )
     whole = np.ones(12, dtype=bool)
     exact = solve_integer_program(case, whole, backend=backend)
-    rough = solve_integer_program(case, whole, relative_gap=0.2, backend=backend)
+    rough = solve_integer_program(case, whole, SearchLimits(relative_gap=0.2), backend=backend)
     assert exact.status == "optimal"
     assert rough.bound <= exact.objective * (1 + 1e-9) <= rough.objective * (1 + 1e-6) + 1e-6
     assert rough.objective <= exact.objective * 1.26
@@ -195,7 +195,7 @@ def test_without_a_gap_whole_solutions_are_proven_best_by_both_backends() -> Non
 
 
 def test_a_wrong_answer_of_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that break a row, and fractions for whole numbers, must not leave the file."""
+    """Values that break a row, and fractions in place of integers, must be refused."""
     case = program([1, 1], [[1, 1]], [3], [math.inf])
 
     def answer(values: list[float]) -> None:
@@ -209,7 +209,7 @@ def test_a_wrong_answer_of_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch
         solve_integer_program(case, np.array([True, True]))
     answer([1.5, 1.5])
     assert solve_linear_program(case).objective == 3
-    with pytest.raises(SolverError, match="fractions for whole numbers"):
+    with pytest.raises(SolverError, match="fractions for integer variables"):
         solve_integer_program(case, np.array([True, True]))
 
 

@@ -18,7 +18,7 @@ from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses, draw_groups
 from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, GroupedStep, plan_by_chunks
-from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
 from hf_longctx.plan.solver.solve import Backend, solve_integer_program
 
 _NUM_BUCKETS = 16
@@ -43,7 +43,7 @@ def group_by_milp(
     start = _best_start(problem, classes, kinds, seed)
     program, is_integer = _program(problem, classes, kinds, bound_s)
     try:
-        solved = solve_integer_program(program, is_integer, time_limit_s, start=start, backend=backend)
+        solved = solve_integer_program(program, is_integer, SearchLimits(time_limit_s), start, backend)
     except SolverError:
         return given
     if not solved.has_values:

@@ -17,7 +17,7 @@ from hf_longctx.plan.groups.programs.configurations import MAX_CLASSES, bisect, 
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses, draw_groups
 from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, GroupedStep, plan_by_chunks
 from hf_longctx.plan.groups.programs.pricing import Configurations, Pricing
-from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
 from hf_longctx.plan.solver.solve import solve_integer_program
 
 # of the time: for the configurations and their bound, and of the rest for one T
@@ -65,7 +65,8 @@ def _round(
     counts = classes.counts.astype(np.float64)
     degrees = np.array(problem.degrees, dtype=np.float64)[usable.kinds]
     program = LinearProgram.dense(degrees, usable.contents.T, counts, np.full(len(counts), np.inf))
-    found = solve_integer_program(program, np.ones(len(usable), dtype=bool), time_limit_s, target=problem.num_ranks + 0.5)
+    limits = SearchLimits(time_limit_s, target=problem.num_ranks + 0.5)
+    found = solve_integer_program(program, np.ones(len(usable), dtype=bool), limits)
     if not found.has_values or found.objective > problem.num_ranks + 0.5:
         return None
     copies = np.repeat(np.arange(len(usable)), found.values.astype(np.int64))

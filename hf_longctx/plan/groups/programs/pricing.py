@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses
-from hf_longctx.plan.solver.program import LinearProgram
+from hf_longctx.plan.solver.program import LinearProgram, SearchLimits
 from hf_longctx.plan.solver.solve import solve_integer_program
 
 # shares of time in the mixture of time and tokens; 0 and 1 are the rows themselves
@@ -131,7 +131,8 @@ class Pricing:
         program = LinearProgram.dense(
             -duals[useful], shares, np.full(2, -np.inf), np.ones(2), upper=self.most[kind, useful].astype(np.float64)
         )
-        found = solve_integer_program(program, np.ones(int(useful.sum()), dtype=bool), time_limit_s, _PRICING_GAP)
+        limits = SearchLimits(time_limit_s, _PRICING_GAP)
+        found = solve_integer_program(program, np.ones(int(useful.sum()), dtype=bool), limits)
         if not found.has_values:
             return Configurations.none(len(duals)), math.inf
         contents = np.zeros((1, len(duals)))

@@ -28,7 +28,7 @@ from operator import attrgetter
 import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
-from hf_longctx.plan.solver.program import LinearProgram, SolverError
+from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
 from hf_longctx.plan.solver.solve import solve_integer_program, solve_linear_program
 
 # how far above the linear program's bound a solution may be, and how many nodes the search for a better one visits
@@ -162,7 +162,8 @@ class _JointProgram:
             is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
             if start is not None and (is_near or len(program.costs) > _SEARCHED):
                 return self._choice(start, relaxed.bound, "rounding")
-            found = solve_integer_program(program, whole, time_limit_s, gap, start, most_nodes=_MOST_NODES)
+            limits = SearchLimits(time_limit_s, gap, most_nodes=_MOST_NODES)
+            found = solve_integer_program(program, whole, limits, start)
         except SolverError:
             return None
         if not found.has_values:

@@ -1,0 +1,68 @@
+"""Count exactly the bytes that every rank of a sequence group sends in a pass: the oracle for `mean_traffic`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.sharding import (
+    Piece,
+    block_pieces,
+    held_tokens,
+    longest_document,
+    rank_pieces,
+    seen_pieces,
+    travelling_pieces,
+)
+from hf_longctx.plan.core.types import Chunk, GroupShape
+from hf_longctx.plan.cost.traffic import HeadCounts
+
+
+def sent_bytes(model: ModelSpec, shape: GroupShape, chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    """Bytes that every rank of a group sends to others in one forward and one backward of a chunk over all layers, exactly."""
+    element = model.bytes_sent_per_element or model.bytes_per_element
+    # gradients travel around a ring in at least fp32
+    gradient = max(4, element)
+    heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
+    tokens, blocks = held_tokens(rank_pieces(chunk, shape)), block_pieces(chunk, shape)
+    # elements of a token that each rank receives in queries, keys and values, and those that it returns
+    sent = [q * model.head_dim + kv * model.kv_head_size for q, kv in zip(heads.queries, heads.kv, strict=True)]
+    returned_heads = [q * (model.kv_head_size - model.head_dim) for q in heads.queries]
+    block_tokens = held_tokens(blocks)
+    passed, returned = _ring_tokens(model, blocks)
+    result = []
+    for rank, own in enumerate(tokens):
+        block, inside = divmod(rank, shape.ulysses)
+        others = block_tokens[block] - own
+        forward = (own * (sum(sent) - sent[inside]) + others * returned_heads[inside]) * element * model.num_layers
+        backward = (others * sent[inside] + own * (sum(returned_heads) - returned_heads[inside])) * element * model.num_layers
+        values = heads.kv[inside] * model.kv_head_size
+        forward += passed[block] * values * element
+        backward += (passed[block] * element + returned[block] * gradient) * values
+        result.append((forward, backward))
+    return tuple(result)
+
+
+def _ring_tokens(model: ModelSpec, blocks: tuple[tuple[Piece, ...], ...]) -> tuple[list[int], list[int]]:
+    """Tokens whose keys and values every block sends around the ring in a pass, and those whose gradients, summed over layers."""
+    passed, returned = [0] * len(blocks), [0] * len(blocks)
+    for window, num_layers in Counter(model.windows or (None,) * model.num_layers).items():
+        if window and window < longest_document(blocks):
+            sent = [[0 if q is k else _seen_tokens(k, q, window) for q in blocks] for k in blocks]
+            counts = [(sum(row), sum(column)) for row, column in zip(sent, zip(*sent, strict=True), strict=True)]
+        else:
+            # a block passes on the keys and values of all blocks but its successor, and the gradients of all but its own
+            travelling = held_tokens(travelling_pieces(blocks))
+            counts = [
+                (sum(travelling) - travelling[(block + 1) % len(blocks)], sum(travelling) - own)
+                for block, own in enumerate(travelling)
+            ]
+        for block, (keys, gradients) in enumerate(counts):
+            passed[block] += num_layers * keys
+            returned[block] += num_layers * gradients
+    return passed, returned
+
+
+def _seen_tokens(keys: tuple[Piece, ...], queries: tuple[Piece, ...], window: int) -> int:
+    """Number of tokens of a block whose keys are seen through a window by the queries of another block."""
+    return sum(piece.num_tokens for piece in seen_pieces(keys, queries, lambda position: max(0, position - window + 1)))
