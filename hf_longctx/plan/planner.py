@@ -9,10 +9,9 @@ Every pass is a function from plain data to plain data. The planner runs on rank
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from hf_longctx.plan.activations.fit_group import RoomMaker
 from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import (
     Action,
@@ -36,7 +35,10 @@ from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.groups.programs.milp import group_by_milp, plan_milp
 from hf_longctx.plan.groups.programs.price_and_round import plan_by_configurations, plan_lp
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.pipeline.activations.fit_group import make_room
+from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch
+from hf_longctx.plan.prediction.evaluate import Evaluation
+from hf_longctx.plan.prediction.planning import Planning
 
 
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
@@ -46,45 +48,51 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     Raises ValueError for a sequence that fits no allowed group, and PlanError if a pass broke an invariant.
     """
     started_s = time.perf_counter()
-    if config.stages:
-        return _plan_stages(step, lengths, costs, config)
-    check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
-    # equal sequences are told apart at the very end, so that no pass depends on the order of the input
-    problem, order = GroupingProblem.build(lengths, costs, config).longest_first()
-    # the judge decides, since only it knows which groups leave a node and who waits for whom
-    judged, unfit = [], ValueError()
-    room = RoomMaker(costs, config.activations, not config.one_micro_batch) if config.activations is not None else None
-    for placed, solver in candidates_with_room(problem, costs, config):
-        plan = build_plan(step, lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
-        if room is not None:
-            try:
-                plan = room.for_plan(plan)
-            except ValueError as error:
-                unfit = error
-                continue
-        judged.append((evaluate_plan(plan, costs, with_events=False), plan, solver))
-    if not judged:
-        raise unfit
-    run, plan, solver = min(judged, key=lambda item: item[0].step_s)
-    validate_plan(plan)
+    planning = Planning(costs, config)
+    if len(config.stages) > 1:
+        search = PipelineSearch(step, lengths, planning)
+        fitting, lower_bound_s = [(search.plan(), "pipelines")], search.lower_bound_s()
+    else:
+        check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
+        problem = GroupingProblem.build(lengths, costs, config)
+        fitting, lower_bound_s = group_plans(step, problem, planning), problem.lower_bound_s() + costs.coefficients.step_s
+    plan, run, solver = choose(fitting, planning)
     estimate = Estimate(
         step_s=run.step_s,
-        lower_bound_s=problem.lower_bound_s() + costs.coefficients.step_s,
+        lower_bound_s=lower_bound_s,
         peak_bytes=max(run.peak_bytes),
         host_bytes=max(run.host_bytes),
         solve_s=time.perf_counter() - started_s,
         solver=solver,
         cost_source=costs.coefficients.source,
     )
-    return replace(plan, estimate=estimate)
+    return validate_plan(replace(plan, estimate=estimate), planning.limit_bytes(plan))
 
 
-def _plan_stages(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
-    """The plan on pipeline stages that the configuration names."""
-    # the planner of pipelines stands on this module
-    from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines
+def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[StepPlan, Evaluation, str]:
+    """The plan of the fewest predicted seconds, its predicted run, and the name that came with it.
 
-    return plan_pipelines(step, lengths, costs, len(config.stages), config)
+    Only the prediction decides: it alone knows which groups leave a node and who waits for whom.
+    """
+    predicted = [(plan, planning.predict(plan), solver) for plan, solver in plans]
+    return min(predicted, key=lambda item: item[1].step_s)
+
+
+def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list[tuple[StepPlan, str]]:
+    """Plans on one stage that fit, each with the name of its solver; raises ValueError if there are none."""
+    costs, config = planning.costs, planning.config
+    # equal sequences are told apart at the very end, so that no pass depends on the order of the input
+    ordered, order = problem.longest_first()
+    found, unfit = [], ValueError()
+    for placed, solver in candidates_with_room(ordered, costs, config):
+        plan = build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
+        try:
+            found.append((make_room(plan, planning), solver))
+        except ValueError as error:
+            unfit = error
+    if not found:
+        raise unfit
+    return found
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:

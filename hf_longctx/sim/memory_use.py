@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_longctx.plan.activations.added_seconds import added_seconds
-from hf_longctx.plan.activations.fit_group import policy_reason
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.pipeline.activations.fit_group import policy_reason
 from hf_longctx.sim.capacity import MemoryModel
 from hf_longctx.sim.execution import Execution
 

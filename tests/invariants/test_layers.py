@@ -79,7 +79,6 @@ FRAMEWORKS = ("torch", "transformers", "accelerate", "triton", "peft", "trl", "d
 
 # circles that are about to be cut
 STILL_OPEN = {
-    ("plan.pipeline.pipeline_planner", "plan.planner"),
     ("runtime.execution.round", "runtime.execution.executor"),
     ("runtime.execution.lent_round", "runtime.execution.executor"),
 }

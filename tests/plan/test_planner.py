@@ -19,12 +19,13 @@ from helpers.plans.plan_cases import (
     least_step_seconds,
     lognormal_lengths,
     plan_layout,
+    plan_stages,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan import planner
-from hf_longctx.plan.core.planner_config import PlannerConfig, Solver, default_degrees
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, Solver, default_degrees
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, GroupShape, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
@@ -34,7 +35,8 @@ from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.micro_batches import GroupedStep
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.planner import build_plan, plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.evaluate import evaluate_plan, state_bytes
+from hf_longctx.plan.prediction.planning import Planning
 
 DEGREES = (1, 2, 4)
 STEP_S = 0.25  # what `cost_model` adds once per step
@@ -232,7 +234,7 @@ def test_a_static_degree_too_small_is_refused_with_the_remedy() -> None:
 
 
 def test_degrees_that_the_world_does_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="degree 8 needs 8 ranks, the run has 4"):
+    with pytest.raises(ValueError, match="degree 8 needs 8 ranks, but the run has 4"):
         plan_step(0, [10], cost_model("attention", 4), PlannerConfig(400, (1, 8)))
 
 
@@ -420,6 +422,21 @@ def test_a_small_step_is_within_a_percent_of_brute_force(case: StepCase) -> None
     assert found.estimate.lower_bound_s - STEP_S <= best_s * (1 + 1e-9)
     if case.costs.parameters == "sharded":
         assert found.estimate.step_s - STEP_S >= best_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_plan_above_the_budget_is_refused_whoever_made_it(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = dataclasses.replace(cost_model("attention", 4), parameters="replicated")
+    budget = ActivationBudget(0, 1 << 22, 0, 64)
+    config = PlannerConfig(400, (1, 2), activations=budget)
+    found = plan_stages(0, [300, 200], costs, num_stages, config)
+    assert found.estimate.peak_bytes <= (limit := Planning(costs, config).limit_bytes(found))
+    # states of a stage and the budget beside them; a plan that needs a byte more than it may is no plan
+    assert limit == max(state_bytes(found, costs)) + budget.device_bytes
+    monkeypatch.setattr(Planning, "limit_bytes", lambda self, plan: found.estimate.peak_bytes)
+    monkeypatch.setattr(planner, "validate_plan", lambda plan, limit: validate_plan(plan, limit - 1))
+    with pytest.raises(PlanError, match="is predicted to need"):
+        plan_stages(0, [300, 200], costs, num_stages, config)
 
 
 def test_solvers_are_not_loaded_before_they_are_asked_for() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.plan_cases import WINDOWED, cost_model, lognormal_lengths
+from helpers.plans.plan_cases import WINDOWED, cost_model, lognormal_lengths, plan_stages
 
 from hf_longctx.plan.activations.added_seconds import group_seconds
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
@@ -30,7 +30,6 @@ from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
 from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
@@ -76,7 +75,7 @@ def test_windows_that_hide_nothing_change_no_plan(windows: Windows) -> None:
     config = PlannerConfig(3000, (1, 2, 4, 8), solver="greedy")
     for made in (
         lambda each: plan_step(0, LENGTHS, each, config),
-        lambda each: plan_pipelines(0, LENGTHS, replace(each, parameters="gathered_per_round"), 4, config),
+        lambda each: plan_stages(0, LENGTHS, replace(each, parameters="gathered_per_round"), 4, config),
         lambda each: plan_step(0, LENGTHS[:8], each, replace(config, tokens_per_rank=6000, activations=budget)),
     ):
         plan, other = made(costs), made(same)
@@ -162,7 +161,7 @@ def test_recomputed_attention_costs_what_the_layer_sees() -> None:
 
 def test_a_pipeline_of_mixed_layers_is_planned_as_it_is_judged() -> None:
     costs = replace(gpu_costs(GEMMA), parameters="gathered_per_round")
-    plan = plan_pipelines(0, [60_000, 20_000, *LENGTHS], costs, 4, PlannerConfig(20_000, (1, 2, 4)))
+    plan = plan_stages(0, [60_000, 20_000, *LENGTHS], costs, 4, PlannerConfig(20_000, (1, 2, 4)))
     assert plan.estimate.step_s == pytest.approx(evaluate_plan(plan, costs).step_s)
-    full = plan_pipelines(0, [60_000, 20_000, *LENGTHS], replace(costs, model=FULL_GEMMA), 4, PlannerConfig(20_000, (1, 2, 4)))
+    full = plan_stages(0, [60_000, 20_000, *LENGTHS], replace(costs, model=FULL_GEMMA), 4, PlannerConfig(20_000, (1, 2, 4)))
     assert plan.estimate.step_s < 0.9 * full.estimate.step_s

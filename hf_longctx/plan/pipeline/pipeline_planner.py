@@ -1,84 +1,32 @@
-"""`plan_pipelines`: sequence lengths to a validated plan for several stages, one pass after the other.
+"""Plans of several pipeline stages: the micro-batches that are predicted fastest among those that fit.
 
-    lengths -> layouts of a stage, sequences to their groups, chunks, schedules -> the quickest by simulation
-            -> room for what does not fit -> evaluate -> validate -> estimate
+    lengths -> layouts of a stage, sequences to their groups, chunks, schedules -> the fastest by simulation
+            -> room for what does not fit
 
-The quickest pipelines whose bytes fit are taken, by the judge's word. Where none fit even with room made, long sequences get
-a pipeline of their own, and the others another one behind it.
+Where nothing fits even with room made, long sequences get a pipeline of their own, and the others another one after it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
-from hf_longctx.plan.core.types import Estimate, MicroBatch, StepPlan
-from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.stage import stage_state_bytes
-from hf_longctx.plan.pipeline.activations import fit_pipeline
+from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.candidates import Candidate, PipelineStep
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges
 from hf_longctx.plan.pipeline.stage_seconds import Parts
-from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.prediction.pipeline_run import KnownRuns
-
-# makes room for what a plan saves; None or ValueError where there is none
-RoomPass = Callable[[StepPlan], StepPlan | None]
+from hf_longctx.plan.prediction.evaluate import Evaluation
+from hf_longctx.plan.prediction.planning import Pass, Planning
 
 # seconds, of the quickest candidate's, within which candidates are as good as it; room is tried for so many of these
 _SAME = 1.01
 _MOST_ROOMS = 2
-
-
-def plan_pipelines(
-    step: int,
-    lengths: Sequence[int],
-    costs: CostModel,
-    num_stages: int,
-    config: PlannerConfig,
-    make_room: RoomPass | None = None,
-    schedule: Schedule = "elastic",
-    parts: Parts | None = None,
-) -> StepPlan:
-    """The plan of optimizer step `step` for sequences of `lengths` tokens on `num_stages` pipeline stages, and its estimate.
-
-    The ranks of a stage follow each other: `costs.cluster.num_ranks / num_stages` of them. make_room: what to do with a plan
-    that does not fit with everything kept (None: `pipeline_room.make_room`, where `config.activations` says how much there
-    is). parts: layers of every stage (None: those of `config.stages`, or else `stage_parts`). One stage is planned by
-    `plan_step`. Deterministic. Raises ValueError for a sequence that fits in no way.
-    """
-    started_s = time.perf_counter()
-    if num_stages == 1:
-        return plan_step(step, lengths, costs, replace(config, stages=()))
-    parts = parts or config.stages or stage_parts(costs.model, num_stages)
-    check_stages(num_stages, costs, config)
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
-    pipelines = PipelineStep(lengths, costs, parts, config, schedule)
-    search = _Search(step, pipelines, costs, make_room)
-    rows = search.rows(tuple(range(len(lengths))))
-    plan = search.with_micro_batches([micro_batch for row in rows for micro_batch in row.plan.micro_batches])
-    run = rows[0].run if len(rows) == 1 else evaluate_plan(plan, costs, with_events=False)
-    validate_plan(plan)
-    estimate = Estimate(
-        step_s=run.step_s,
-        lower_bound_s=_lower_bound_s(pipelines, costs),
-        peak_bytes=max(run.peak_bytes),
-        host_bytes=max(run.host_bytes),
-        solve_s=time.perf_counter() - started_s,
-        solver="pipelines",
-        cost_source=costs.coefficients.source,
-    )
-    return replace(plan, estimate=estimate)
 
 
 def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Parts:
@@ -103,12 +51,6 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
     check_degrees(degrees, per_stage, costs.model.num_heads, costs.method)
 
 
-def _lower_bound_s(pipelines: PipelineStep, costs: CostModel) -> float:
-    """All rank-seconds, each sequence at the degree at which it costs the fewest, spread evenly over all ranks."""
-    work = [degree * pipelines.costs.sequences_s(pipelines.lengths.tolist(), shape) for degree, shape in pipelines.shapes.items()]
-    return float(np.min(work, axis=0).sum()) / costs.cluster.num_ranks + costs.coefficients.step_s
-
-
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A plan of some of the sequences in one micro-batch, and what the judge says of it."""
@@ -117,15 +59,35 @@ class _Row:
     run: Evaluation
 
 
-class _Search:
-    """Finds micro-batches that fit: candidates in the order of their seconds, room made where they need it."""
+class PipelineSearch:
+    """Finds micro-batches that fit: candidates in the order of their seconds, room made where they need it.
 
-    def __init__(self, step: int, pipelines: PipelineStep, costs: CostModel, make_room: RoomPass | None) -> None:
-        self.step, self.pipelines, self.costs, self.config = step, pipelines, costs, pipelines.config
-        self.known = KnownRuns()
-        if make_room is None and self.config.activations is not None:
-            make_room = partial(fit_pipeline.make_room, costs=costs, budget=self.config.activations, known=self.known)
-        self.make_room = make_room
+    The stages and their layers are those of the configuration. fit: the pass for plans that do not fit as they are. Raises
+    ValueError for ranks that cannot form the stages and for empty sequences.
+    """
+
+    def __init__(
+        self, step: int, lengths: Sequence[int], planning: Planning, fit: Pass = make_room, schedule: Schedule = "elastic"
+    ) -> None:
+        costs, config = planning.costs, planning.config
+        check_stages(len(config.stages), costs, config)
+        for index, length in enumerate(lengths):
+            if length < 1:
+                raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
+        self.step, self.planning, self.costs, self.config, self.fit = step, planning, costs, config, fit
+        self.pipelines = PipelineStep(lengths, costs, config.stages, config, schedule)
+
+    def plan(self) -> StepPlan:
+        """The plan of all sequences; raises ValueError for a sequence that fits in no way."""
+        rows = self.rows(tuple(range(len(self.pipelines.lengths))))
+        return self.with_micro_batches([micro_batch for row in rows for micro_batch in row.plan.micro_batches])
+
+    def lower_bound_s(self) -> float:
+        """Seconds that no plan takes less than: all rank-seconds, each sequence where it costs the fewest, on all ranks."""
+        pipelines, costs = self.pipelines, self.costs
+        tokens = pipelines.lengths.tolist()
+        work = [degree * pipelines.costs.sequences_s(tokens, shape) for degree, shape in pipelines.shapes.items()]
+        return float(np.min(work, axis=0).sum()) / costs.cluster.num_ranks + costs.coefficients.step_s
 
     def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> StepPlan:
         """The plan tree around these micro-batches."""
@@ -187,17 +149,17 @@ class _Search:
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
-        return _Row(plan, evaluate_plan(plan, self.costs, with_events=False, known=self.known))
+        return _Row(plan, self.planning.predict(plan))
 
     def _roomy(self, row: _Row) -> _Row | None:
         """The plan with room made, if it fits then."""
+        if self.config.activations is None:
+            return None
         try:
-            roomy = self.make_room(row.plan) if self.make_room else None
+            plan = self.fit(row.plan, self.planning)
         except ValueError:
             return None
-        if roomy is None:
-            return None
-        made = _Row(roomy, evaluate_plan(roomy, self.costs, with_events=False, known=self.known))
+        made = _Row(plan, self.planning.predict(plan))
         return made if self._fits(made) else None
 
     def _fits(self, row: _Row) -> bool:
@@ -206,8 +168,7 @@ class _Search:
         stages = plan.micro_batches[0].groups[0].stages
         budget = self.config.activations
         if budget is not None:
-            limit_bytes = budget.device_bytes + max(stage_state_bytes(self.costs.model, stage, plan) for stage in stages)
-            return max(run.peak_bytes) <= limit_bytes and max(run.host_bytes) <= budget.host_bytes
+            return max(run.peak_bytes) <= self.planning.limit_bytes(plan) and max(run.host_bytes) <= budget.host_bytes
         most = self.config.tokens_per_rank * self.costs.model.num_layers
         return all(rank.peak_tokens * stages[rank.rank // plan.ranks_per_stage].num_layers <= most for rank in run.ranks)
 

@@ -82,7 +82,7 @@ class _Run:
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
         self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
-        self.peak_bytes = [costs.state_bytes] * plan.num_ranks if plan.num_stages == 1 else _state_bytes(plan, costs)
+        self.peak_bytes = state_bytes(plan, costs)
         self.in_flight = [0] * plan.num_stages
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
@@ -195,7 +195,9 @@ class _Run:
         return self.costs.local_s(chunk, shape, is_backward, pairs) * layers + exchange_s, exchange_s
 
 
-def _state_bytes(plan: StepPlan, costs: CostModel) -> list[int]:
-    """What every rank holds whatever it runs."""
+def state_bytes(plan: StepPlan, costs: CostModel) -> list[int]:
+    """Bytes of weights, gradients and optimizer states on every rank."""
+    if plan.num_stages == 1:
+        return [costs.state_bytes] * plan.num_ranks
     stages = plan.micro_batches[0].groups[0].stages if plan.micro_batches else ()
     return [stage_state_bytes(costs.model, stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]

@@ -72,6 +72,8 @@ class KnownRuns(KnownBytes):
         super().__init__()
         # by identity, with what it is of kept alive
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
+        # groups on one stage that were made to fit, by their shape and lengths, each with the chunk that it was made of
+        self.fitted_groups: dict[object, tuple[Chunk, SequenceGroup]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 

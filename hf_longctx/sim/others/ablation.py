@@ -26,6 +26,7 @@ from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.stage_seconds import Parts
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.prediction.planning import Planning
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 
 # sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways
@@ -70,7 +71,7 @@ class _Option:
         plan, run = self.plan, self.run
         if has_policies:
             try:
-                plan = make_room(plan, self.costs, self.budget)
+                plan = make_room(plan, Planning(self.costs, PlannerConfig(1, (1,), activations=self.budget)))
             except ValueError as error:
                 return AblationRow("", 0.0, str(error))
             run = evaluate_plan(plan, self.costs, with_events=False)

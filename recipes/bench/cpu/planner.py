@@ -9,7 +9,7 @@ are the shortest of several runs, in milliseconds, of everything that `plan_step
 times: whole steps with Ulysses groups and sharded parameters. "own fluid" is how far the plan is above the fluid bounds of its
 own micro-batches; "any plan" is how far it is above a bound on every plan, which no plan can reach within this memory.
 
-stages: `plan_pipelines` for 512 sequences on 32 GPUs (llama-3.1-8b on h100, log-normal lengths up to 64K tokens), first with
+stages: whole steps of 512 sequences on 32 GPUs (llama-3.1-8b on h100, log-normal lengths up to 64K tokens), first with
 everything kept, then with less and less memory for activations on the device and on the host; with the step's predicted seconds.
 
 problems: single micro-batches of 64 GPUs, compared with the configuration-LP bound, which no grouping can beat, and with what
@@ -47,7 +47,7 @@ from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines
+from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 
@@ -125,11 +125,11 @@ def print_stages() -> list[str]:
             name = f"{device_gib:g} GiB" + (f" + {host_gib:g} host" if host_gib else "")
         cells = []
         for num_stages in STAGES:
-            config = PlannerConfig(32_768, (1, 2, 4, 8), activations=room)
+            config = PlannerConfig(32_768, (1, 2, 4, 8), activations=room, stages=stage_parts(model, num_stages))
             seconds = []
             for _ in range(2):
                 started_s = time.perf_counter()
-                plan = plan_pipelines(0, lengths, costs, num_stages, config)
+                plan = plan_step(0, lengths, costs, config)
                 seconds.append(time.perf_counter() - started_s)
             cells.append(f"{1000 * min(seconds):>15.0f}, {plan.estimate.step_s:>6.2f}")
         print(f"{name:>18} " + " ".join(cells), flush=True)

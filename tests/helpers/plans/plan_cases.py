@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
+from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
+from hf_longctx.plan.planner import plan_step
 
 FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
 # the other files there are no plans
@@ -119,6 +122,11 @@ def flexsp_problems() -> Iterator[tuple[str, GroupingProblem, float, float]]:
     for case in json.loads(_PROBLEMS.read_text()):
         problem = flexsp_problem(case["lengths"], case["limit_ktokens"])
         yield case["problem"], problem, case["bound_ms"] / 1000, case["best_milp_ms"] / 1000
+
+
+def plan_stages(step: int, lengths: Sequence[int], costs: CostModel, num_stages: int, config: PlannerConfig) -> StepPlan:
+    """`plan_step` on so many pipeline stages, whose layers are balanced where the configuration names none."""
+    return plan_step(step, lengths, costs, replace(config, stages=config.stages or stage_parts(costs.model, num_stages)))
 
 
 def lognormal_lengths(seed: int, count: int, longest: int, median: float = 300.0, sigma: float = 1.2) -> tuple[int, ...]:

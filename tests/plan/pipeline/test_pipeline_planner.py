@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, MODEL, cost_model, lognormal_lengths
+from helpers.plans.plan_cases import COST_KINDS, MODEL, cost_model, lognormal_lengths, plan_stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,9 +22,10 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
-from hf_longctx.plan.pipeline.pipeline_planner import plan_pipelines, stage_parts
+from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch, stage_parts
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.planning import Planning
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 MIXTURE = lognormal_lengths(1, 40, 6000, median=300.0)
@@ -56,7 +57,7 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
     if min(degrees) > per_stage or (shards and per_stage % shards):
         return
     try:
-        plan = plan_pipelines(3, lengths, costs, num_stages, config(2000, degrees))
+        plan = plan_stages(3, lengths, costs, num_stages, config(2000, degrees))
     except ValueError as error:
         # with sharded parameters groups side by side cannot have slices
         assert parameters == "sharded" and max(degrees) < per_stage and "fits no pipeline" in str(error)
@@ -75,13 +76,13 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
 
 @pytest.mark.parametrize("parameters", ["replicated", "gathered_per_round", "sharded"])
 def test_a_step_without_sequences_runs_dummies(parameters: Parameters) -> None:
-    plan = plan_pipelines(0, [], replace(cost_model("linear", 4), parameters=parameters), 2, config())
+    plan = plan_stages(0, [], replace(cost_model("linear", 4), parameters=parameters), 2, config())
     assert plan.layout == "<1,1>" and not any(group.num_tokens for group in validate_plan(plan).micro_batches[0].groups)
 
 
 def test_the_lower_bound_is_one() -> None:
     for kind in COST_KINDS:
-        plan = plan_pipelines(0, MIXTURE, cost_model(kind, 8), 2, config())
+        plan = plan_stages(0, MIXTURE, cost_model(kind, 8), 2, config())
         assert 0 < plan.estimate.lower_bound_s <= plan.estimate.step_s
 
 
@@ -104,7 +105,7 @@ def pipeline_plan(
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_no_plan_is_slower_than_batches_or_chunks_of_equal_tokens(kind: str, num_stages: int) -> None:
     costs = cost_model(kind, 8)
-    plan = plan_pipelines(0, MIXTURE, costs, num_stages, config(100_000))
+    plan = plan_stages(0, MIXTURE, costs, num_stages, config(100_000))
     others = []
     for num_groups in (count for count in (1, 2, 4) if count <= 8 // num_stages):
         # sequences dealt out in turn, longest first
@@ -124,15 +125,15 @@ def test_no_plan_is_slower_than_batches_or_chunks_of_equal_tokens(kind: str, num
 
 def test_one_long_sequence_gets_slices_and_many_short_ones_get_replicas() -> None:
     costs = cost_model("exchange", 8)
-    (micro_batch,) = plan_pipelines(0, [8000, 100, 100], costs, 2, config(100_000)).micro_batches
+    (micro_batch,) = plan_stages(0, [8000, 100, 100], costs, 2, config(100_000)).micro_batches
     assert max(len(group.chunks) for group in micro_batch.groups) >= 4
-    plan = plan_pipelines(0, [100] * 64, costs, 2, config(100_000))
+    plan = plan_stages(0, [100] * 64, costs, 2, config(100_000))
     assert plan.layout == "<1,1,1,1>"
     assert all(chunk.prefix_tokens == 0 for group in plan.micro_batches[0].groups for chunk in group.chunks)
 
 
 def test_a_long_sequence_among_short_ones_gets_a_larger_group_beside_small_ones() -> None:
-    plan = plan_pipelines(0, [6000, *[400] * 30], cost_model("exchange", 6), 2, config(2000, (1, 2, 3)))
+    plan = plan_stages(0, [6000, *[400] * 30], cost_model("exchange", 6), 2, config(2000, (1, 2, 3)))
     assert plan.layout == "<2,1>"
     long, short = sorted(plan.micro_batches[0].groups, key=lambda group: -group.degree)
     assert {span.sequence for chunk in long.chunks for span in chunk.spans} >= {0}
@@ -141,40 +142,41 @@ def test_a_long_sequence_among_short_ones_gets_a_larger_group_beside_small_ones(
 
 def test_sharded_parameters_keep_groups_side_by_side_in_one_order() -> None:
     costs = replace(cost_model("exchange", 8), parameters="sharded")
-    plan = plan_pipelines(0, [100] * 63 + [30], costs, 2, config(4000))
+    plan = plan_stages(0, [100] * 63 + [30], costs, 2, config(4000))
     (micro_batch,) = plan.micro_batches
     assert plan.layout == "<1,1,1,1>"
     assert all(kinds(group) == kinds(micro_batch.groups[0]) for group in micro_batch.groups)
     # groups with unlike sequences need unlike numbers of chunks, which dummies make equal
-    plan = plan_pipelines(0, MIXTURE, costs, 2, config(8000, (1,)))
+    plan = plan_stages(0, MIXTURE, costs, 2, config(8000, (1,)))
     first, *others = plan.micro_batches[0].groups
     assert others and all(kinds(group) == kinds(first) for group in others)
     assert any(not chunk.spans for group in (first, *others) for chunk in group.chunks)
     # slices would have to lie at the same places in all groups, so that they need a group alone
-    assert plan_pipelines(0, [8000] + [100] * 20, costs, 2, config(2000)).layout == "<4>"
+    assert plan_stages(0, [8000] + [100] * 20, costs, 2, config(2000)).layout == "<4>"
     # where copies are shared by half of a stage, its halves are free
     halves = replace(cost_model("attention", 8), parameters="sharded", shard_ranks=2)
-    plan = plan_pipelines(0, [4000, 3000, *[50] * 20], halves, 2, config(2000, (2,)))
+    plan = plan_stages(0, [4000, 3000, *[50] * 20], halves, 2, config(2000, (2,)))
     one, other = plan.micro_batches[0].groups
     assert plan.layout == "<2,2>" and kinds(one) != kinds(other) and plan.shard_ranks == 2
 
 
 def test_equal_arguments_give_equal_plans_and_the_order_of_sequences_does_not_matter() -> None:
     costs = cost_model("attention", 8)
-    plan = plan_pipelines(0, MIXTURE, costs, 4, config())
-    assert plan_digest(plan) == plan_digest(plan_pipelines(0, MIXTURE, costs, 4, config()))
-    turned = plan_pipelines(0, MIXTURE[::-1], costs, 4, config())
+    plan = plan_stages(0, MIXTURE, costs, 4, config())
+    assert plan_digest(plan) == plan_digest(plan_stages(0, MIXTURE, costs, 4, config()))
+    turned = plan_stages(0, MIXTURE[::-1], costs, 4, config())
     assert turned.estimate.step_s == pytest.approx(plan.estimate.step_s, rel=1e-9)
 
 
 def test_layers_of_stages_can_be_given_and_plan_step_plans_stages() -> None:
     costs = cost_model("linear", 4)
     parts = ((LayerRange(0, 1),), (LayerRange(1, 3),))
-    plan = plan_pipelines(0, [50, 60], costs, 2, config(), parts=parts)
+    plan = plan_stages(0, [50, 60], costs, 2, config(stages=parts))
     assert tuple(stage.parts for stage in plan.micro_batches[0].groups[0].stages) == parts
     assert plan_digest(plan_step(0, [50, 60], costs, config(stages=parts))) == plan_digest(plan)
-    # one stage is planned as ever
-    assert plan_digest(plan_pipelines(0, [50, 60], costs, 1, config())) == plan_digest(plan_step(0, [50, 60], costs, config()))
+    # one stage is no pipeline
+    whole = config(stages=((LayerRange(0, 4),),))
+    assert plan_digest(plan_step(0, [50, 60], costs, whole)) == plan_digest(plan_step(0, [50, 60], costs, config()))
 
 
 def test_layers_depend_on_the_model_alone_and_the_head_counts() -> None:
@@ -196,30 +198,31 @@ def peak_beside_states(plan: StepPlan, costs: CostModel) -> int:
 def test_what_does_not_fit_gets_room_and_what_fits_stays() -> None:
     costs = cost_model("attention", 4)
     lengths = lognormal_lengths(3, 20, 3000)
-    free = plan_pipelines(0, lengths, costs, 2, budgeted(1 << 40))
+    free = plan_stages(0, lengths, costs, 2, budgeted(1 << 40))
     assert not any(stage.activations for group in free.micro_batches[0].groups for stage in group.stages)
     needed = peak_beside_states(free, costs)
-    tight = plan_pipelines(0, lengths, costs, 2, budgeted(needed // 3))
+    tight = plan_stages(0, lengths, costs, 2, budgeted(needed // 3))
     assert peak_beside_states(tight, costs) <= needed // 3
     assert tight.estimate.step_s >= free.estimate.step_s
     validate_plan(tight)
     with pytest.raises(ValueError, match=r"sequence \d+ has \d+ tokens and fits no pipeline of 2 stages of 2 rank"):
-        plan_pipelines(0, lengths, costs, 2, budgeted(1000))
+        plan_stages(0, lengths, costs, 2, budgeted(1000))
 
 
 def test_a_room_pass_of_the_caller_is_asked_and_several_pipelines_come_in_a_row_without_one() -> None:
     costs = cost_model("attention", 4)
     lengths = [3000, 2900, *[300] * 12]
-    needed = peak_beside_states(plan_pipelines(0, lengths, costs, 2, budgeted(1 << 40)), costs)
+    needed = peak_beside_states(plan_stages(0, lengths, costs, 2, budgeted(1 << 40)), costs)
     asked: list[StepPlan] = []
 
-    def refuse(plan: StepPlan) -> StepPlan | None:
+    def refuse(plan: StepPlan, _: Planning) -> StepPlan:
         asked.append(plan)
-        return None
+        raise ValueError("nothing fits")
 
     for share in (0.9, 0.8, 0.7, 0.6, 0.5):
         try:
-            plan = plan_pipelines(0, lengths, costs, 2, budgeted(int(share * needed)), make_room=refuse)
+            limits = replace(budgeted(int(share * needed)), stages=stage_parts(costs.model, 2))
+            plan = PipelineSearch(0, lengths, Planning(costs, limits), fit=refuse).plan()
         except ValueError:
             break
         validate_plan(plan)
@@ -236,7 +239,7 @@ def test_a_room_pass_of_the_caller_is_asked_and_several_pipelines_come_in_a_row_
 def test_without_a_budget_a_rank_holds_no_more_than_its_tokens_over_all_layers() -> None:
     costs = cost_model("attention", 8)
     limits = config(600, (1, 2, 4))
-    plan = plan_pipelines(0, [4000, 1500, *[200] * 30], costs, 2, limits)
+    plan = plan_stages(0, [4000, 1500, *[200] * 30], costs, 2, limits)
     stages = plan.micro_batches[0].groups[0].stages
     for rank in evaluate_plan(plan, costs).ranks:
         assert rank.peak_tokens * stages[rank.rank // 4].num_layers <= 600 * costs.model.num_layers
@@ -245,13 +248,13 @@ def test_without_a_budget_a_rank_holds_no_more_than_its_tokens_over_all_layers()
 def test_wrong_stages_and_lengths_are_named() -> None:
     costs = cost_model("linear", 6)
     with pytest.raises(ValueError, match=r"6 ranks cannot form 4 stages of equal size; use one of \[1, 2, 3\]"):
-        plan_pipelines(0, [5], costs, 4, config())
+        plan_stages(0, [5], costs, 4, config())
     with pytest.raises(ValueError, match=r"no degree of \(4,\) fits into a stage of 3 rank"):
-        plan_pipelines(0, [5], costs, 2, config(degrees=(4,)))
+        plan_stages(0, [5], costs, 2, config(degrees=(4,)))
     with pytest.raises(ValueError, match="sequence 1 has 0 tokens"):
-        plan_pipelines(0, [5, 0], costs, 2, config())
+        plan_stages(0, [5, 0], costs, 2, config())
     with pytest.raises(ValueError, match="sequence 0 has 90000 tokens"):
-        plan_pipelines(0, [90_000], costs, 2, config(1000, (1,)))
+        plan_stages(0, [90_000], costs, 2, config(1000, (1,)))
 
 
 # everything kept, and room to be made
@@ -266,7 +269,7 @@ def test_a_step_of_512_sequences_on_32_gpus_is_planned_in_time(device_gib: int) 
     taken_s = []
     for _ in range(2):
         started_s = time.process_time()
-        plan = plan_pipelines(0, lengths, costs, 4, limits)
+        plan = plan_stages(0, lengths, costs, 4, limits)
         taken_s.append(time.process_time() - started_s)
     assert plan.estimate.step_s < (1.25 if budget else 1.2) * plan.estimate.lower_bound_s
     # measured alone on one core of a 2-core machine: 0.3 s; others may run beside the tests

@@ -21,6 +21,7 @@ from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, with_layers
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns, run_pipeline
+from hf_longctx.plan.prediction.planning import Planning
 
 # how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
 _ATTEMPTS = 6
@@ -34,14 +35,16 @@ _TOLERANCE = 0.001
 _SLACK = 1.005
 
 
-def make_room(plan: StepPlan, costs: CostModel, budget: ActivationBudget, known: KnownRuns | None = None) -> StepPlan:
-    """The plan with activation policies for every group that does not fit as it is, by the judge's word.
+def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
+    """The plan with activation policies for every group that does not fit as it is, by its predicted run.
 
-    `budget.device_bytes` is what the stage with the most weights and optimizer states has beside them; the others have more.
-    known: see `evaluate_plan`.
-    Raises ValueError for the first group for which nothing fits, with what it needs.
+    `device_bytes` of the budget is what the stage with the most weights and optimizer states has beside them; the others have
+    more. Raises ValueError for the first group for which nothing fits, with what it needs, and without a budget.
     """
-    room = PipelineRoom(plan, costs, budget, known=known)
+    budget = planning.config.activations
+    if budget is None:
+        raise ValueError("policies need a budget; set PlannerConfig.activations")
+    room = PipelineRoom(plan, planning.costs, budget, known=planning.known)
     micro_batches = tuple(
         replace(micro_batch, groups=tuple(map(room.for_group, micro_batch.groups))) for micro_batch in plan.micro_batches
     )

@@ -13,7 +13,7 @@ from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
@@ -24,6 +24,7 @@ from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make
 from hf_longctx.plan.pipeline.activations.joint_program import Moments
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.prediction.planning import Planning
 
 MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
 LARGE = ModelSpec(16, 4096, 14336, 32, 8, 128, 32000, 1 << 20, bytes_per_element=2)
@@ -56,6 +57,10 @@ def limit_of(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> int:
     """Bytes of a rank: the budget beside the stage with the most states."""
     stages = plan.micro_batches[0].groups[0].stages
     return max(stage_state_bytes(costs.model, stage, plan) for stage in stages) + budget.device_bytes
+
+
+def made_to_fit(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> StepPlan:
+    return make_room(plan, Planning(costs, PlannerConfig(1, (1,), activations=budget)))
 
 
 def judged(plan: StepPlan, costs: CostModel) -> Evaluation:
@@ -101,7 +106,7 @@ def test_plans_fit_by_the_judge_or_raise(
     budget = ActivationBudget(0, device_bytes, host_bytes, tile_tokens)
     limit, before = limit_of(plan, costs, budget), judged(plan, costs)
     try:
-        made = make_room(plan, costs, budget)
+        made = made_to_fit(plan, costs, budget)
     except ValueError as error:
         assert max(before.peak_bytes) > limit
         assert "GiB are usable" in str(error)
@@ -110,7 +115,7 @@ def test_plans_fit_by_the_judge_or_raise(
     after = judged(made, costs)
     assert max(after.peak_bytes) <= limit and max(after.host_bytes) <= host_bytes
     assert (made == plan) == (max(before.peak_bytes) <= limit)
-    assert make_room(plan, costs, budget) == made
+    assert made_to_fit(plan, costs, budget) == made
     for policy in policies_of(made):
         for layer in policy.layers:
             # a layer is replayed from its input, and attention of slices runs again wholly or not at all
@@ -132,8 +137,8 @@ def test_less_memory_is_never_faster_and_copies_come_before_layers(long_case: tu
     free_s = judged(plan, costs).step_s
     before_s = 0.0
     for share in (1.0, 0.9, 0.7, 0.5):
-        without = make_room(plan, costs, ActivationBudget(0, int(share * whole_bytes)))
-        both = make_room(plan, costs, ActivationBudget(0, int(share * whole_bytes), 64 * GIB))
+        without = made_to_fit(plan, costs, ActivationBudget(0, int(share * whole_bytes)))
+        both = made_to_fit(plan, costs, ActivationBudget(0, int(share * whole_bytes), 64 * GIB))
         without_s, both_s = judged(without, costs).step_s, judged(both, costs).step_s
         assert before_s <= without_s * (1 + 1e-3)
         assert free_s <= both_s * (1 + 1e-9) and both_s <= without_s * (1 + 1e-9)
@@ -154,7 +159,7 @@ def test_a_slow_link_moves_less_and_recomputes_more(long_case: tuple[StepPlan, C
     layers, moved = [], []
     for copy_bytes_per_s in (1e11, 1e10, 1e9):
         costs = costs_of(LARGE, 4, 2, copy_bytes_per_s)
-        made = make_room(plan, costs, ActivationBudget(0, int(0.4 * whole_bytes), 64 * GIB))
+        made = made_to_fit(plan, costs, ActivationBudget(0, int(0.4 * whole_bytes), 64 * GIB))
         layers.append(sum(map(recomputed, policies_of(made))))
         moved.append(max(judged(made, costs).host_bytes))
     assert layers[0] <= layers[1] < layers[2]
@@ -163,7 +168,7 @@ def test_a_slow_link_moves_less_and_recomputes_more(long_case: tuple[StepPlan, C
 
 def test_stages_recompute_side_by_side(long_case: tuple[StepPlan, CostModel, int]) -> None:
     plan, costs, whole_bytes = long_case
-    made = make_room(plan, costs, ActivationBudget(0, int(0.6 * whole_bytes)))
+    made = made_to_fit(plan, costs, ActivationBudget(0, int(0.6 * whole_bytes)))
     (group,) = made.micro_batches[0].groups
     # seconds that each stage's recomputation adds if the others have room for everything
     free_s = judged(plan, costs).step_s
@@ -204,7 +209,7 @@ def test_a_program_that_counts_too_few_bytes_is_asked_again(
         return moments(cells, [num_bytes + 0.3 * whole_bytes for num_bytes in room_bytes])
 
     monkeypatch.setattr(GroupCells, "moments", optimistic)
-    made = make_room(plan, costs, budget)
+    made = made_to_fit(plan, costs, budget)
     assert len(asked) > 1 and sum(asked[1]) < sum(asked[0])
     assert max(judged(made, costs).peak_bytes) <= limit_of(plan, costs, budget)
     assert any(not recomputed(policy) for policy in policies_of(made))
@@ -228,4 +233,4 @@ def test_groups_alike_are_solved_once(long_case: tuple[StepPlan, CostModel, int]
 def test_too_little_memory_says_how_much_is_needed(long_case: tuple[StepPlan, CostModel, int]) -> None:
     plan, costs, _ = long_case
     with pytest.raises(ValueError, match=r"stage \d of 4 needs [\d.]+ GiB .* use smaller chunks, more ranks"):
-        make_room(plan, costs, ActivationBudget(0, GIB // 8))
+        made_to_fit(plan, costs, ActivationBudget(0, GIB // 8))

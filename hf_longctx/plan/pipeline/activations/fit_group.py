@@ -31,6 +31,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.round_bytes import RoundBytes, round_bytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
+from hf_longctx.plan.prediction.planning import Planning
 
 # how many slices are tried, as far as SPPO's bounds allow them
 _SLICE_COUNTS = (2, 4, 8, 16, 32, 64)
@@ -53,12 +54,33 @@ def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudg
     return RoomMaker(costs, budget).reason(group)
 
 
-class RoomMaker:
-    """Groups with policies, and slices where `allows_slices`, for all plans of one step; groups alike are solved once."""
+def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
+    """The plan on one stage with policies, and perhaps slices, for every group whose chunk has more than is wholly kept.
 
-    def __init__(self, costs: CostModel, budget: ActivationBudget, allows_slices: bool = True) -> None:
+    Without a budget it is the plan itself. Raises ValueError naming the first group for which nothing fits.
+    """
+    budget = planning.config.activations
+    if budget is None:
+        return plan
+    allows_slices = not planning.config.one_micro_batch
+    return RoomMaker(planning.costs, budget, allows_slices, planning.known.fitted_groups).for_plan(plan)
+
+
+class RoomMaker:
+    """Groups with policies, and slices where `allows_slices`, for all plans of one step.
+
+    known: groups that were solved before; groups alike are solved once.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        budget: ActivationBudget,
+        allows_slices: bool = True,
+        known: dict[object, tuple[Chunk, SequenceGroup]] | None = None,
+    ) -> None:
         self.costs, self.budget, self.allows_slices = costs, budget, allows_slices
-        self._known: dict[object, tuple[Chunk, SequenceGroup]] = {}
+        self._known = {} if known is None else known
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
         """The plan with room for every group whose chunk has more than is wholly kept.

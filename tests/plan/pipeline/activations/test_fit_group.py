@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.activations.added_seconds import added_seconds, group_seconds
-from hf_longctx.plan.activations.fit_group import RoomMaker
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
@@ -21,6 +20,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
