@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-# some tests share checks that stand beside other tests
-sys.path += sorted({str(file.parent) for file in Path(__file__).parent.rglob("test_*.py")})
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from helpers.ranks.ranks import RankPool
+from helpers.ranks.rank_pool import RankPool
 from hypothesis import settings
 
 # a busy machine is no failure, and a red run must be red again

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from helpers.plans.plan_cases import (
-    COST_KINDS,
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import (
     check_layout,
-    cost_model,
     layout_seconds,
     least_seconds,
     least_step_seconds,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, cost_model, lognormal_lengths
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import lognormal_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.plan_cases import WINDOWED, cost_model, lognormal_lengths, plan_stages
+from helpers.plans.cost_models import WINDOWED, cost_model
+from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
 
 from hf_longctx.plan.activations.added_seconds import group_seconds
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec

@@ -10,15 +10,17 @@ import pytest
 import torch
 import transformers
 from helpers.measures.allocations import measure
-from helpers.models.models import OTHER_FAMILIES, random_rows
-from helpers.plans.sliced import cut, sliced_plan
-from helpers.plans.steps import rank_inputs
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import OTHER_FAMILIES
+from helpers.plans.policies import offloading
+from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
+from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_bytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -80,18 +82,6 @@ WIDE_HIDDEN = Shape(hidden=256, inner=64, heads=2, vocabulary=8)
 WIDE_LOSS = Shape(inner=32, vocabulary=1024)
 
 
-def layer(host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0, qkv: float = 1.0) -> LayerPolicy:
-    kept = 1 - recompute
-    return LayerPolicy(
-        (
-            TensorShare("layer_input", host=host, device=1 - host),
-            TensorShare("attention_output", recompute=recompute, host=host * kept, device=(1 - host) * kept),
-            TensorShare("qkv", recompute=qkv, host=host * (1 - qkv), device=(1 - host) * (1 - qkv)),
-            TensorShare("mlp", recompute=mlp, device=1 - mlp),
-        )
-    )
-
-
 PLAIN = LayerPolicy()
 
 
@@ -134,25 +124,25 @@ WHOLE = (NUM_TOKENS,)
 LONG = (2 * NUM_TOKENS,)
 PACKED = (NUM_TOKENS // 2, NUM_TOKENS // 4, NUM_TOKENS // 4)
 CASES = {
-    "recomputed": (Shape(), layer(), 0, WHOLE),
-    "recomputed-mlp": (WIDE_MLP, layer(), 0, WHOLE),
-    "recomputed-heads": (WIDE_HEADS, layer(), 0, WHOLE),
-    "recomputed-heads-packed": (WIDE_HEADS, layer(), 0, PACKED),
-    "recomputed-hidden": (WIDE_HIDDEN, layer(), 0, WHOLE),
-    "recomputed-loss": (WIDE_LOSS, layer(), 0, WHOLE),
-    "recomputed-qwen3": (Shape(family="qwen3"), layer(), 0, WHOLE),
-    "tiles": (Shape(), layer(), 256, LONG),
-    "tiles-mlp": (WIDE_MLP, layer(), 256, WHOLE),
-    "tiles-hidden": (WIDE_HIDDEN, layer(), 256, WHOLE),
-    "attention-kept": (Shape(), layer(recompute=0.0), 256, WHOLE),
-    "host": (Shape(), layer(host=1.0, recompute=0.0), 256, LONG),
-    "split": (Shape(layers=8), layer(host=0.5, recompute=0.25), 256, LONG),
-    "mlp-kept": (Shape(), layer(mlp=0.5), 64, WHOLE),
-    "qkv-kept": (Shape(), layer(recompute=0.0, qkv=0.0), 256, WHOLE),
-    "qkv-kept-heads": (WIDE_HEADS, layer(recompute=0.0, qkv=0.0), 256, WHOLE),
-    "qkv-kept-qwen3": (Shape(family="qwen3"), layer(recompute=0.0, qkv=0.0), 256, WHOLE),
-    "qkv-cut-heads": (WIDE_HEADS, layer(recompute=0.0, qkv=0.5), 256, WHOLE),
-    "qkv-host-heads": (WIDE_HEADS, layer(host=1.0, recompute=0.0, qkv=0.0), 256, WHOLE),
+    "recomputed": (Shape(), offloading(), 0, WHOLE),
+    "recomputed-mlp": (WIDE_MLP, offloading(), 0, WHOLE),
+    "recomputed-heads": (WIDE_HEADS, offloading(), 0, WHOLE),
+    "recomputed-heads-packed": (WIDE_HEADS, offloading(), 0, PACKED),
+    "recomputed-hidden": (WIDE_HIDDEN, offloading(), 0, WHOLE),
+    "recomputed-loss": (WIDE_LOSS, offloading(), 0, WHOLE),
+    "recomputed-qwen3": (Shape(family="qwen3"), offloading(), 0, WHOLE),
+    "tiles": (Shape(), offloading(), 256, LONG),
+    "tiles-mlp": (WIDE_MLP, offloading(), 256, WHOLE),
+    "tiles-hidden": (WIDE_HIDDEN, offloading(), 256, WHOLE),
+    "attention-kept": (Shape(), offloading(recompute=0.0), 256, WHOLE),
+    "host": (Shape(), offloading(host=1.0, recompute=0.0), 256, LONG),
+    "split": (Shape(layers=8), offloading(host=0.5, recompute=0.25), 256, LONG),
+    "mlp-kept": (Shape(), offloading(mlp=0.5), 64, WHOLE),
+    "qkv-kept": (Shape(), offloading(recompute=0.0, qkv=0.0), 256, WHOLE),
+    "qkv-kept-heads": (WIDE_HEADS, offloading(recompute=0.0, qkv=0.0), 256, WHOLE),
+    "qkv-kept-qwen3": (Shape(family="qwen3"), offloading(recompute=0.0, qkv=0.0), 256, WHOLE),
+    "qkv-cut-heads": (WIDE_HEADS, offloading(recompute=0.0, qkv=0.5), 256, WHOLE),
+    "qkv-host-heads": (WIDE_HEADS, offloading(host=1.0, recompute=0.0, qkv=0.0), 256, WHOLE),
     "plain": (Shape(), PLAIN, 0, WHOLE),
     "plain-mlp": (WIDE_MLP, PLAIN, 0, WHOLE),
     "plain-packed": (Shape(), PLAIN, 0, PACKED),
@@ -222,7 +212,7 @@ class LatentShape(Shape):
 
 # an estimate that is safe, not exact: copies to one width are counted as expanded heads
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-@pytest.mark.parametrize("one,tile_tokens", [(PLAIN, 0), (layer(recompute=0.5), 256)], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("one,tile_tokens", [(PLAIN, 0), (offloading(recompute=0.5), 256)], ids=["plain", "recomputed"])
 def test_latent_attention_takes_no_more_than_predicted(family: str, one: LayerPolicy, tile_tokens: int) -> None:
     shape, documents = LatentShape(family=family), PACKED
     policy = None if one is PLAIN else ActivationPolicy(0, 0, (one,) * shape.layers, tile_tokens)

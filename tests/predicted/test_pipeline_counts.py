@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from helpers.models.models import ModelCase, build_model, random_rows
-from helpers.plans.pipelines import num_policies, pipeline_plan, planned_words, stage_step_on_rank, with_policies
-from helpers.plans.sliced import cut
-from helpers.plans.steps import tiny_costs
-from test_pipelines import LENGTHS, WHOLE
-from test_sliced_policies import replayed
+from helpers.measures.stage_memory import check_held_memory
+from helpers.models.tiny_models import ModelCase
+from helpers.plans.pipeline_plans import LENGTHS, WHOLE, pipeline_plan
+from helpers.plans.policies import num_policies, replayed, with_policies
+from helpers.plans.sliced_plans import cut
 
-from hf_longctx.hf.planning.step_record import predicted_memory
-from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, StepPlan
-from hf_longctx.plan.memory.round_bytes import round_bytes
-from hf_longctx.plan.memory.stage import most_in_flight
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, StepPlan
 
 # families of four and three slices, and a whole sequence; the longest has more slices than there are stages
 LONG = [
@@ -28,48 +21,6 @@ LONG = [
     *([span] for span in cut(5, [20, 10])),
     [(4, 0, 5)],
 ]
-
-
-def spec_of(case: ModelCase) -> ModelSpec:
-    return ModelSpec.from_config(build_model(case).config.to_dict(), bytes_per_element=8)
-
-
-def most_waiting(words: list[str]) -> int:
-    """The most forwards without their backward, counted in what a rank really ran."""
-    waiting: set[tuple[int, int]] = set()
-    most = 0
-    for action in map(Action.parse, words):
-        if action.kind == "F":
-            waiting.add((action.part, action.chunk))
-        elif action.kind == "B":
-            waiting.remove((action.part, action.chunk))
-        most = max(most, len(waiting))
-    return most
-
-
-def check_memory(pool, case: ModelCase, plan: StepPlan) -> list:
-    """Asserts that every rank ran and held what was planned and predicted; what the ranks held."""
-    results = pool.run(stage_step_on_rank, case, plan_to_json(plan), random_rows(list(plan.lengths)))
-    spec = spec_of(case)
-    judged = evaluate_plan(plan, tiny_costs(plan.num_ranks, spec))
-    memories = []
-    for rank, (_, _, words, memory) in enumerate(results):
-        stage, position = plan.place(rank)
-        assert words == planned_words(plan, rank)
-        own = plan.for_rank(rank).rounds
-        assert most_waiting(words) == max(most_in_flight(one.actions) for _, one in own)
-        assert judged.in_flight[stage] >= most_waiting(words)
-        book = max(round_bytes(spec, group, one, group.positions.index(position)).book for group, one in own)
-        assert memory.kv_book == book
-        expected = predicted_memory(plan, rank, spec)
-        assert (memory.saved, memory.host, memory.kv_book) == (expected.saved, expected.host, book)
-        assert memory.host == judged.host_bytes[rank]
-        memories.append(memory)
-    # a stage's count is that of one of its ranks
-    per_stage = plan.ranks_per_stage
-    found = [max(most_waiting(results[s * per_stage + p][2]) for p in range(per_stage)) for s in range(plan.num_stages)]
-    assert tuple(found) == judged.in_flight
-    return memories
 
 
 PARTS = (replayed(0.0, 0.5), LayerPolicy(), replayed(1.0, mlp=0.5, input_host=1.0), replayed(0.3, 0.2, 0.7))
@@ -91,7 +42,7 @@ def mixed_policies(plan: StepPlan, layers: Sequence[LayerPolicy] = PARTS) -> Ste
 def test_stages_hold_as_many_chunks_and_bytes_as_the_judge_says(ranks, num_stages: int, schedule) -> None:
     case = ModelCase("qwen3", num_layers=2 * num_stages + 1)
     plan = pipeline_plan(LENGTHS, [[(1, LONG)]], num_stages, schedule, 2 * num_stages + 1)
-    memories = check_memory(ranks(num_stages), case, plan)
+    memories = check_held_memory(ranks(num_stages), case, plan)
     assert all(memory.kv_book > 0 and not memory.saved for memory in memories)
 
 
@@ -101,7 +52,7 @@ def test_saved_bytes_under_policies_are_those_predicted_for_every_stage(ranks, n
     num_layers = 2 * num_stages * num_parts
     schedule = "interleaved" if num_parts > 1 else "elastic"
     plan = mixed_policies(pipeline_plan(LENGTHS, [[(1, LONG)]], num_stages, schedule, num_layers, num_parts))
-    memories = check_memory(ranks(num_stages), ModelCase("qwen3", num_layers=num_layers), plan)
+    memories = check_held_memory(ranks(num_stages), ModelCase("qwen3", num_layers=num_layers), plan)
     assert all(memory.saved and memory.host and memory.kv_book for memory in memories)
     # earlier stages wait longer for their backwards
     assert memories[0].saved > memories[-1].saved
@@ -110,14 +61,14 @@ def test_saved_bytes_under_policies_are_those_predicted_for_every_stage(ranks, n
 def test_groups_side_by_side_and_rounds_in_a_row_are_counted_by_rank(ranks) -> None:
     shared, own = [[span] for span in cut(0, [16, 10, 8, 6])], [*([span] for span in cut(1, [12, 11])), [(2, 0, 9), (3, 0, 7)]]
     plan = pipeline_plan(LENGTHS, [[(2, shared)], [(1, own), (1, [[(5, 0, 30)], [(4, 0, 5)]])]], 2)
-    memories = check_memory(ranks(4), ModelCase(num_layers=4), mixed_policies(plan, ALL_OR_NOTHING))
+    memories = check_held_memory(ranks(4), ModelCase(num_layers=4), mixed_policies(plan, ALL_OR_NOTHING))
     # both ranks of a stage share a long sequence, then one of them has more to itself
     assert memories[0].saved != memories[1].saved
 
 
 def test_whole_sequences_keep_no_book(ranks) -> None:
     plan = pipeline_plan(LENGTHS, [[(1, WHOLE)]], 2, "1f1b")
-    assert [memory.kv_book for memory in check_memory(ranks(2), ModelCase(num_layers=4), plan)] == [0, 0]
+    assert [memory.kv_book for memory in check_held_memory(ranks(2), ModelCase(num_layers=4), plan)] == [0, 0]
 
 
 def test_the_elastic_window_holds_fewer_bytes_than_the_fixed_one_behind_a_long_family(ranks) -> None:
@@ -128,6 +79,6 @@ def test_the_elastic_window_holds_fewer_bytes_than_the_fixed_one_behind_a_long_f
         plan = pipeline_plan(LENGTHS, [[(1, chunks)]], 2, schedule)
         keep_inputs = ActivationPolicy(0, 0, (replayed(1.0), replayed(1.0)))
         plan = with_policies(plan, [keep_inputs] * num_policies(plan))
-        held[schedule] = [memory.saved for memory in check_memory(ranks(2), ModelCase(num_layers=4), plan)]
+        held[schedule] = [memory.saved for memory in check_held_memory(ranks(2), ModelCase(num_layers=4), plan)]
     assert all(elastic <= fixed for elastic, fixed in zip(held["elastic"], held["1f1b"], strict=True))
     assert held["elastic"] != held["1f1b"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from helpers.measures.stage_memory import stage_peak_on_rank
-from helpers.models.models import random_rows
-from helpers.plans.pipelines import num_policies, pipeline_plan, with_policies
-from helpers.plans.sliced import cut
-from test_memory_model import layer
+from helpers.models.reference import random_rows
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import num_policies, offloading, with_policies
+from helpers.plans.sliced_plans import cut
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_to_json
@@ -25,8 +25,8 @@ CASES = {
     "slices": ([1024, 512], [*([span] for span in cut(0, [256] * 4)), [(1, 0, 512)]], 1, None),
     "parts": ([512] * 4, WHOLE, 2, None),
     "slices-on-parts": ([1024] * 2, SLICED, 2, None),
-    "recomputed": ([512] * 4, WHOLE, 1, layer()),
-    "host": ([512] * 4, WHOLE, 1, layer(host=1.0, recompute=0.0)),
+    "recomputed": ([512] * 4, WHOLE, 1, offloading()),
+    "host": ([512] * 4, WHOLE, 1, offloading(host=1.0, recompute=0.0)),
 }
 
 

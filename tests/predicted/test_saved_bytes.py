@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.models.models import in_four_bits
+from helpers.models.tiny_models import in_four_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 

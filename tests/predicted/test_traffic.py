@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.measures.sent_bytes import sent_bytes
-from helpers.models.models import VOCAB_SIZE, ModelCase, build_model, random_rows
-from helpers.plans.steps import group_pool, plan_of, rank_inputs
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_steps import group_pool, rank_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from helpers.models.models import VOCAB_SIZE, ModelCase, build_model
-from helpers.plans.steps import group_pool
+from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
+from helpers.ranks.rank_steps import group_pool
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.plan.core.attention_pairs import FULL

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.sim_cases import cost_model
+from helpers.plans.forecasts import cost_model
 
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel

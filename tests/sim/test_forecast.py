@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from helpers.plans.sim_cases import cost_model, scenario
+from helpers.plans.forecasts import LENGTHS, cost_model, forecast, scenario
 
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import GroupShape
@@ -16,21 +15,8 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.execution import execute_plan
-from hf_longctx.sim.forecast import Forecast, make_forecast
+from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.output.histogram import length_bins
-from hf_longctx.sim.scenario import Scenario
-from hf_longctx.sim.workloads import Workload
-
-LENGTHS = (120, 60, 40, 33, 20, 16, 15, 9, 8, 4, 3, 2, 2, 1)
-
-
-def workload(lengths: tuple[int, ...] = LENGTHS) -> Workload:
-    values, counts = np.unique(np.array(lengths), return_counts=True)
-    return Workload("test", values, counts, int(values[-1]))
-
-
-def forecast(lengths: tuple[int, ...] = LENGTHS, num_steps: int = 1, batch: int = 0, of: Scenario | None = None) -> Forecast:
-    return make_forecast(of or scenario(), workload(lengths), num_steps, batch or len(lengths), seed=0)
 
 
 def test_the_plan_is_that_of_the_planner_and_its_seconds_those_of_the_simulation() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.steps import tiny_costs
+from helpers.plans.layouts import tiny_costs
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span

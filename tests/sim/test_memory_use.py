@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.sim_cases import MEMORY, MODEL, cost_model, scenario
-from test_forecast import LENGTHS, forecast
+from helpers.plans.forecasts import LENGTHS, MEMORY, MODEL, cost_model, forecast, scenario
 
 from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.core.serialize import plan_digest

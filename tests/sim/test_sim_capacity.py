@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.sim_cases import MEMORY, MODEL
+from helpers.plans.forecasts import MEMORY, MODEL
 
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.sim.capacity import MemoryModel, Placement, remedies, rooms, wider_job

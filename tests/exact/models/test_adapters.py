@@ -7,9 +7,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from helpers.measures.copies import LateCopies
-from helpers.measures.engines import EngineStep, counted
-from helpers.models.models import ModelCase, build_model
+from helpers.measures.engine_steps import EngineStep, counted
+from helpers.measures.late_copies import LateCopies
+from helpers.models.reference import TOLERANCE
+from helpers.models.tiny_models import ModelCase, build_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,7 +19,6 @@ from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.activations.host_tier import HostTier
 
-TOLERANCE = 1e-12
 LENGTHS = [13, 1, 31, 7]
 NUM_TOKENS = sum(LENGTHS)
 PAIRS = sum(n * n for n in LENGTHS)

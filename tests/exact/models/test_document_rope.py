@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.models import SHORT, ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.pipelines import num_policies, pipeline_plan, stage_step_on_rank, with_policies
-from helpers.plans.sliced import sliced_plan
-from helpers.plans.steps import plan_of, rank_inputs, run_step
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import SHORT, ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import num_policies, with_policies
+from helpers.plans.sliced_plans import sliced_plan
+from helpers.ranks.pipeline_steps import stage_step_on_rank
+from helpers.ranks.rank_steps import rank_inputs, run_step
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
@@ -25,7 +29,6 @@ from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
-TOLERANCE = 1e-12
 CPU = torch.device("cpu")
 # of longrope, phi3 has a factor on cosines and sines by its positions, minicpm3 one of its own and rotates a part of heads
 CASES = {

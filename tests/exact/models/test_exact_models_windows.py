@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step
-from helpers.plans.pipelines import num_policies, pipeline_plan, with_policies
-from helpers.plans.sliced import cut, random_slicings, sliced_plan
-from helpers.plans.steps import group_pool
+from helpers.measures.masked_attention import SCALE, error_of, masked_softmax, readers_of
+from helpers.measures.stage_memory import check_held_memory
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import num_policies, policies_for, replayed, same_policy, with_policies
+from helpers.plans.sliced_plans import cut, few, random_slicings, sliced_plan
+from helpers.ranks.lone_steps import policy_step
+from helpers.ranks.pipeline_steps import check_pipeline
+from helpers.ranks.rank_steps import check_layout_step, group_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equality import LAYOUTS
-from test_equality import check as check_ranks
-from test_kv_book import TOLERANCE, worst
-from test_patterns import SCALE, error_of, masked_softmax, readers_of
-from test_pipeline_counts import check_memory
-from test_pipelines import check as check_stages
-from test_sliced_policies import few, policies_for, policy_step, replayed, same_policy
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.spec import model_spec
@@ -51,7 +51,7 @@ def check(case: ModelCase, plan: StepPlan) -> int:
     # under a window of one token queries and keys have no gradient but noise
     loud = {name: gradient for name, gradient in expected.items() if gradient.abs().max() > 1e-12}
     assert all(gradients[name].abs().max() <= 1e-12 for name in expected if name not in loud)
-    assert worst((float(result.loss), {name: gradients[name] for name in loud}), (loss, loud)) <= TOLERANCE
+    assert worst_error((float(result.loss), {name: gradients[name] for name in loud}), (loss, loud)) <= TOLERANCE
     ((group, stage),) = plan.for_rank(0).rounds
     assert round_bytes(spec, group, stage).book == result.memory.kv_book
     return result.memory.kv_book
@@ -79,21 +79,21 @@ def test_random_cuts_windows_and_policies_match(slicing: Any, window: int, data:
 def test_stages_hold_what_is_predicted(ranks, window: int, num_parts: int) -> None:
     case, chunks = case_of(window, 4), [*SLICES, [(1, 0, 9)]]
     plan = pipeline_plan([37, 9], [[(1, chunks)]], 2, "interleaved" if num_parts > 1 else "elastic", 4, num_parts)
-    check_stages(ranks(2), case, plan)
+    check_pipeline(ranks(2), case, plan)
     policies = [(replayed(0.3), replayed(1.0)), (LayerPolicy(), replayed(0.0)), (replayed(0.0), LayerPolicy())]
     mixed = [ActivationPolicy(0, 0, policies[place % 3]) for place in range(num_policies(plan))]
-    check_memory(ranks(2), case, with_policies(plan, mixed))
+    check_held_memory(ranks(2), case, with_policies(plan, mixed))
 
 
 @pytest.mark.parametrize("window", [2, 5, 12, 64])
 def test_rings_match(ranks, window: int) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>"]
-    check_ranks(ranks(num_ranks), case_of(window, 3), layout, lengths, ulysses=1)
+    check_layout_step(ranks(num_ranks), case_of(window, 3), layout, lengths, ulysses=1)
 
 
 def test_hybrids_and_rings_beside_each_other_match(ranks) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
-    check_ranks(ranks(num_ranks), case_of(7), layout, lengths, ulysses=2, rings="second")
+    check_layout_step(ranks(num_ranks), case_of(7), layout, lengths, ulysses=2, rings="second")
 
 
 patterns = st.one_of(

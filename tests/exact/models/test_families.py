@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models.models import OTHER_FAMILIES, ModelCase, build_model, random_rows, reference_step
-from helpers.plans.sliced import sliced_plan
-from helpers.plans.steps import rank_inputs
-from test_engine import recomputing, with_policies
-from test_equality import LAYOUTS
-from test_equality import check as check_ranks
-from test_kv_book import TOLERANCE, check, worst
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
+from helpers.models.tiny_models import OTHER_FAMILIES, ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS
+from helpers.plans.policies import replayed, same_policy
+from helpers.plans.sliced_plans import sliced_plan
+from helpers.ranks.lone_steps import check_lone_step
+from helpers.ranks.rank_steps import check_layout_step, rank_inputs
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
@@ -28,7 +28,7 @@ SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0
 @pytest.mark.parametrize("chunks", [WHOLE, SLICES], ids=["packed", "slices"])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_every_class_matches_on_one_rank(family: str, chunks: list) -> None:
-    check(ModelCase(family, promoted=True), sliced_plan(LENGTHS, chunks), random_rows(LENGTHS))
+    check_lone_step(ModelCase(family, promoted=True), sliced_plan(LENGTHS, chunks), random_rows(LENGTHS))
 
 
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
@@ -38,18 +38,18 @@ def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
     patch_model(model)
     engine = ActivationEngine(layer_modules(model))
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), torch.device("cpu"))
-    plan = with_policies(sliced_plan(LENGTHS, SLICES), (recomputing(0.5, 0.5), recomputing()), 16)
+    plan = same_policy(sliced_plan(LENGTHS, SLICES), replayed(0.5, mlp=0.5), replayed(), tile_tokens=16)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("ulysses", [0, 1])
 @pytest.mark.parametrize("family", ["mistral_window", "gemma2", "gemma3", "cohere2", "olmo3"])
 def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>"]
-    check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
+    check_layout_step(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
 
 
 # values smaller than keys, and larger ones; unevenly shared heads
@@ -57,10 +57,10 @@ def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> 
 @pytest.mark.parametrize("name,ulysses", [("<3>", 0), ("<3>", 1)])
 def test_latent_attention_matches_on_groups_and_rings(ranks, name: str, ulysses: int, family: str) -> None:
     num_ranks, layout, lengths = LAYOUTS[name]
-    check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
+    check_layout_step(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
 
 
 @pytest.mark.parametrize("family", ["mistral_window", "deepseek_v3", "gemma2"])
 def test_patterns_match_on_a_hybrid(ranks, family: str) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>"]
-    check_ranks(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=2)
+    check_layout_step(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=2)

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.models import MOE_FAMILIES, ModelCase, balance_of, build_model, random_rows, reference_step, relative_error
-from helpers.plans.pipelines import pipeline_plan
-from helpers.plans.sliced import cut, sliced_plan
-from helpers.plans.steps import group_pool, plan_of, rank_inputs, run_step
-from test_engine import recomputing, with_policies
-from test_equality import LAYOUTS
-from test_equality import check as check_ranks
-from test_kv_book import TOLERANCE, worst
-from test_pipelines import check as check_stages
-from test_sharded import chunks_plan
+from helpers.models.reference import TOLERANCE, balance_of, random_rows, reference_step, relative_error, worst_error
+from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS, chunks_plan, plan_of
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import replayed, same_policy
+from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.ranks.pipeline_steps import check_pipeline
+from helpers.ranks.rank_steps import check_layout_step, group_pool, rank_inputs, run_step
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
@@ -79,10 +77,10 @@ def test_every_class_matches_with_the_balance_of_the_step(family: str, plan: str
         "packed": sliced_plan(LENGTHS, WHOLE),
         "slices": sliced_plan(LENGTHS, SLICES),
         "mixed": sliced_plan(LENGTHS, SLICES, MIXED),
-        "recomputed": with_policies(sliced_plan(LENGTHS, SLICES, MIXED), (recomputing(0.5, 0.5), OFFLOADED), 16),
+        "recomputed": same_policy(sliced_plan(LENGTHS, SLICES, MIXED), replayed(0.5, mlp=0.5), OFFLOADED, tile_tokens=16),
     }
     result, gradients = lone_step(case, steps[plan], rows, has_engine=plan == "recomputed")
-    assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 
 
 def test_a_step_that_raised_leaves_no_balance_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +111,7 @@ def test_without_a_balance_there_is_none(family: str) -> None:
     case, rows = case_of(family), random_rows(LENGTHS)
     result, gradients = lone_step(case, sliced_plan(LENGTHS, SLICES, MIXED), rows)
     assert result.router_loss is None
-    assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -130,27 +128,27 @@ def test_without_a_balance_there_is_none(family: str) -> None:
 )
 def test_groups_and_rings_match_without_their_dummy_tokens(ranks, family: str, layout: str, ulysses: int) -> None:
     num_ranks, groups, lengths = LAYOUTS[layout]
-    check_ranks(ranks(num_ranks), case_of(family, balance=BALANCE), groups, lengths, ulysses=ulysses)
+    check_layout_step(ranks(num_ranks), case_of(family, balance=BALANCE), groups, lengths, ulysses=ulysses)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_experts_match(ranks, family: str, parameters: Any) -> None:
     num_ranks, groups, lengths = LAYOUTS["<2>,<1,1> with an idle rank"]
-    check_ranks(ranks(num_ranks), case_of(family, balance=BALANCE), groups, lengths, parameters=parameters)
+    check_layout_step(ranks(num_ranks), case_of(family, balance=BALANCE), groups, lengths, parameters=parameters)
 
 
 def test_adapters_on_attention_match(ranks) -> None:
     lora = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"]))
     num_ranks, groups, lengths = LAYOUTS["<2>"]
-    check_ranks(ranks(num_ranks), case_of("mixtral", balance=BALANCE, lora=lora), groups, lengths)
+    check_layout_step(ranks(num_ranks), case_of("mixtral", balance=BALANCE, lora=lora), groups, lengths)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe_dense", "gpt_oss"])
 def test_stages_match(ranks, family: str) -> None:
     chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
     plan = pipeline_plan([40, 9, 7], [[(1, chunks)]], 2, num_layers=2)
-    check_stages(ranks(2), case_of(family, balance=BALANCE), plan)
+    check_pipeline(ranks(2), case_of(family, balance=BALANCE), plan)
 
 
 TOGETHER, APART = "0F0 0F1 0F2 0B2 0B1 0B0", "0F0 0B0 0F1 0B1 0F2 0B2"
@@ -171,7 +169,7 @@ def test_ranks_agree_on_the_balance_in_any_order(ranks, orders: tuple[str, str],
     plan, rows, case = three_chunks(orders, parameters), random_rows(CHUNK_LENGTHS[:6]), case_of("mixtral", balance=BALANCE)
     expected = reference_step(build_model(case), rows)
     for found in run_step(ranks(2), case, plan, rows):
-        assert worst(found, expected) <= TOLERANCE
+        assert worst_error(found, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("words,num_passes", [("", 1), (MIXED, 2)])
@@ -221,7 +219,7 @@ def test_several_plans_of_a_step_have_one_balance(ranks) -> None:
     plans = [plan_to_json(plan_of(layout, lengths, 2)) for layout, lengths in PLANS]
     expected = reference_step(build_model(case), [row for rows in ROWS for row in rows])
     for _, steps in ranks(2).run(two_steps, case, plans):
-        assert max(worst(step, expected) for step in steps) <= TOLERANCE
+        assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])

@@ -5,88 +5,34 @@ Counted are the query-key pairs that really run: all once, and those of the fron
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step
-from helpers.plans.sliced import Chunks, cut, random_slicings, sliced_plan
-from helpers.plans.steps import rank_inputs, step_on_rank
-from hypothesis import HealthCheck, Phase, given, settings
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
+from helpers.models.tiny_models import NUM_LAYERS, ModelCase, build_model, with_lora
+from helpers.plans.policies import policies_for, replayed, same_policy
+from helpers.plans.sliced_plans import CUTS, PACKINGS, Chunks, cut, few, random_slicings, sliced_plan
+from helpers.ranks.lone_steps import counted_pairs, policy_step
+from helpers.ranks.rank_steps import step_on_rank
+from hypothesis import given
 from hypothesis import strategies as st
-from test_kv_book import CUTS, NUM_LAYERS, PACKINGS, with_lora, worst
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.types import Chunk, LayerPolicy, StepPlan
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
-from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import chunk as chunk_module
 from hf_longctx.runtime.attention import rows as rows_module
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
-from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.results import StepResult
-from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import TileInputs
 
-TOLERANCE = 1e-12
 CPU = torch.device("cpu")
 PROMOTED = ModelCase(promoted=True)
-
-
-def replayed(recompute: float, host: float = 0.0, mlp: float = 1.0, input_host: float = 0.0) -> LayerPolicy:
-    """A replayed layer: shares of its attention output that are recomputed and on the host, of its MLP, of its input."""
-    return LayerPolicy(
-        (
-            TensorShare("layer_input", host=input_host, device=1 - input_host),
-            TensorShare("attention_output", recompute=recompute, host=host, device=max(0.0, 1 - recompute - host)),
-            TensorShare("qkv", recompute=1.0),
-            TensorShare("mlp", recompute=mlp, device=1 - mlp),
-        )
-    )
-
-
-@st.composite
-def layer_policies(draw: st.DrawFn) -> LayerPolicy:
-    """Shares in hundredths that sum to 1; now and then a layer that keeps everything."""
-    if draw(st.integers(0, 7)) == 7:
-        return LayerPolicy()
-    recompute = draw(st.sampled_from([0, 100]) | st.integers(0, 100))
-    host = draw(st.sampled_from([0, 100 - recompute]) | st.integers(0, 100 - recompute))
-    mlp, input_host = draw(st.integers(0, 100)), draw(st.sampled_from([0, 50, 100]))
-    return replayed(recompute / 100, host / 100, mlp / 100, input_host / 100)
-
-
-@st.composite
-def policies_for(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
-    """The plan with a policy of its own for every chunk; a chunk may have none."""
-    (group,) = plan.micro_batches[0].groups
-    chosen = []
-    for chunk in group.chunks:
-        layers = tuple(draw(st.lists(layer_policies(), max_size=NUM_LAYERS)))
-        chosen.append(ActivationPolicy(chunk.index, 0, layers, draw(st.sampled_from([0, 1, 5, 64]))))
-    return with_policies(plan, chosen)
-
-
-def with_policies(plan: StepPlan, policies: list[ActivationPolicy]) -> StepPlan:
-    """The plan of one group with these policies."""
-    (group,) = plan.micro_batches[0].groups
-    group = replace(group, stages=(replace(group.stages[0], activations=tuple(policies)),))
-    return replace(plan, micro_batches=(MicroBatch((group,)),))
-
-
-def same_policy(plan: StepPlan, *layers: LayerPolicy, tile_tokens: int = 0) -> StepPlan:
-    """The plan with the same policy for every chunk."""
-    (group,) = plan.micro_batches[0].groups
-    return with_policies(plan, [ActivationPolicy(chunk.index, 0, layers, tile_tokens) for chunk in group.chunks])
 
 
 def pairs_of_rows(chunk: Chunk, num_ranks: int) -> list[int]:
@@ -115,46 +61,15 @@ def expected_pairs(plan: StepPlan) -> int:
     return total
 
 
-@contextmanager
-def counted_pairs() -> Iterator[list[int]]:
-    """Collects the query-key pairs of every attention tile that runs inside, counted for one head."""
-    pairs: list[int] = []
-    original = rows_module.tile_forward
-
-    def tile_forward(tile: TileInputs) -> Any:
-        num_queries, num_keys = tile.q.shape[1], tile.k.shape[1]
-        pairs.append(num_queries * (num_queries + 1) // 2 if tile.causal else num_queries * num_keys)
-        return original(tile)
-
-    with patch.object(rows_module, "tile_forward", tile_forward):
-        yield pairs
-
-
-def policy_step(model: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[StepResult, dict[str, Tensor], int]:
-    """A step of a one-rank plan in this process: its result, its gradients, and the pairs that ran."""
-    tier = HostTier.on(CPU, 2**24)
-    engine = ActivationEngine(layer_modules(model), tier)
-    executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
-    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-    with counted_pairs() as pairs:
-        result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
-    assert tier.stored_bytes == 0
-    return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sum(pairs)
-
-
 def check(case: ModelCase, plan: StepPlan, seed: int = 0) -> StepResult:
     """Asserts the loss and gradients of one plain process, and that attention ran what it must and no more."""
     rows = random_rows(list(plan.lengths), seed)
     model = build_model(case)
     patch_model(model)
     result, gradients, num_pairs = policy_step(model, plan, rows)
-    assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
     assert num_pairs == expected_pairs(plan)
     return result
-
-
-def few(max_examples: int) -> Any:
-    return settings(max_examples=max_examples, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -222,7 +137,7 @@ def test_lora_matches() -> None:
     patch_model(model := build_model(ModelCase()))
     plan = same_policy(sliced_plan([30, 7, 5], HYBRID), replayed(0.4), replayed(0.0, 0.5), tile_tokens=4)
     result, gradients, _ = policy_step(with_lora(model), plan, rows)
-    assert worst((float(result.loss), gradients), reference_step(with_lora(build_model(ModelCase())), rows)) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), reference_step(with_lora(build_model(ModelCase())), rows)) <= TOLERANCE
 
 
 def counted_step_on_rank(case: ModelCase, plan_json: str, rows: Any) -> tuple[float, dict[str, Tensor], int]:
@@ -237,7 +152,7 @@ def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plan: StepPlan) ->
     rows = random_rows(list(plan.lengths))
     expected = reference_step(build_model(case), rows)
     for loss, gradients, num_pairs in ranks(num_ranks).run(counted_step_on_rank, case, plan_to_json(plan), rows):
-        assert worst((loss, gradients), expected) <= TOLERANCE
+        assert worst_error((loss, gradients), expected) <= TOLERANCE
         # every rank has some heads of all rows
         assert num_pairs == expected_pairs(plan)
 

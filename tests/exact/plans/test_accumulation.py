@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import group_pool, mesh, plan_of, rank_inputs, whole
-from test_equality import TOLERANCE
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs, whole
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json

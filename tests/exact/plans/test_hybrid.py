@@ -7,9 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import plan_of, run_step, step_on_rank
-from test_equality import LAYOUTS, TOLERANCE, check
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS, plan_of
+from helpers.ranks.rank_steps import check_layout_step, run_step, step_on_rank
 
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import GroupShape, MicroBatch, StepPlan
@@ -23,14 +24,14 @@ HYBRIDS = {name: LAYOUTS[name] for name in ("<4>", "<4>,<2,2>,<1,1,1,1>", "<4> o
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid_matches_one_plain_process(ranks, name: str, family: str) -> None:
     num_ranks, layout, lengths = HYBRIDS[name]
-    check(ranks(num_ranks), ModelCase(family), layout, lengths, ulysses=2)
+    check_layout_step(ranks(num_ranks), ModelCase(family), layout, lengths, ulysses=2)
 
 
 # blocks of two: each rank reads whole KV heads, shares one with its neighbour, or reads parts of several
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (6, 3), (3, 3), (5, 1)])
 def test_hybrid_asks_of_the_heads_only_one_per_rank_of_a_block(ranks, num_heads: int, num_kv_heads: int) -> None:
     num_ranks, layout, lengths = HYBRIDS["<4>"]
-    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, ulysses=2)
+    check_layout_step(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, ulysses=2)
 
 
 def reshaped(plan: StepPlan, shapes: list[GroupShape]) -> StepPlan:

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.lent import BUGS, lent_plan, new_optimizer, shared_step_on_rank
-from helpers.plans.pipelines import adapted, pipeline_plan
-from helpers.plans.sliced import cut
-from helpers.ranks.ranks import RankPool
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.sliced_plans import cut
+from helpers.ranks.lent_steps import BUGS, lent_plan, new_optimizer, shared_step_on_rank
+from helpers.ranks.rank_pool import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -20,13 +21,11 @@ from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, Spa
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.execution.checks import refuse_unsupported
 
-TOLERANCE = 1e-12
-
 
 def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, num_steps: int = 1, bug: str = "") -> None:
     """Asserts that every rank ends with the reference's losses, all its gradients and weights, and ran what was planned."""
     rows = random_rows(list(plan.lengths))
-    reference = adapted(build_model(case)) if lora else build_model(case)
+    reference = with_lora(build_model(case)) if lora else build_model(case)
     optimizer = new_optimizer(reference)
     expected_losses = [reference_step(reference, rows)[0]]
     for _ in range(num_steps):

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.models.models import ModelCase, build_model, random_rows, relative_error
-from helpers.plans.steps import plan_of, step_on_rank
-from helpers.ranks.ranks import RankPool
+from helpers.models.reference import TOLERANCE, random_rows, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_pool import RankPool
+from helpers.ranks.rank_steps import step_on_rank
 
 from hf_longctx.plan.core.serialize import plan_to_json
 
@@ -21,7 +23,6 @@ pytestmark = [
     pytest.mark.oracle,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed (pip install deepspeed)"),
 ]
-TOLERANCE = 1e-12
 LENGTH = 48
 
 

@@ -3,102 +3,62 @@
 from __future__ import annotations
 
 import pytest
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.pipelines import (
-    adapted,
-    num_policies,
-    pipeline_plan,
-    planned_words,
-    random_chunks,
-    stage_step_on_rank,
-    with_policies,
-)
-from helpers.plans.sliced import cut
-from helpers.ranks.ranks import RankPool
+from helpers.models.tiny_models import ModelCase
+from helpers.plans.pipeline_plans import LENGTHS, SLICED, WHOLE, pipeline_plan, random_chunks
+from helpers.plans.policies import layer_policies, num_policies, replayed, with_policies
+from helpers.plans.sliced_plans import cut
+from helpers.ranks.pipeline_steps import check_pipeline
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_sliced_policies import layer_policies, replayed
 
-from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
-
-TOLERANCE = 1e-12
-
-LENGTHS = [40, 23, 9, 7, 5, 30]
-SLICED = [
-    *([span] for span in cut(0, [15, 11, 9, 5])[:-1]),
-    [cut(0, [15, 11, 9, 5])[-1], (2, 0, 9)],
-    *([span] for span in cut(1, [12, 11])),
-    [(3, 0, 7), (4, 0, 5)],
-    [(5, 0, 30)],
-]
-WHOLE = [[(0, 0, 40)], [(1, 0, 23)], [(2, 0, 9), (3, 0, 7), (4, 0, 5)], [(5, 0, 30)]]
-
-
-def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = False) -> list:
-    """Asserts that every rank ends with the reference's loss and gradients, and ran what was planned; the ranks' results."""
-    rows = random_rows(list(plan.lengths))
-    reference = adapted(build_model(case)) if lora else build_model(case)
-    expected_loss, expected = reference_step(reference, rows)
-    results = pool.run(stage_step_on_rank, case, plan_to_json(plan), rows, lora)
-    found = set()
-    for rank, (loss, gradients, words, _) in enumerate(results):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        if "lm_head.weight" not in expected and "lm_head.weight" in gradients:
-            gradients["model.embed_tokens.weight"] = gradients.pop("lm_head.weight")
-        errors = {name: relative_error(gradients[name], expected[name]) for name in gradients}
-        assert max(errors.values()) <= TOLERANCE, (rank, errors)
-        found |= gradients.keys()
-        assert words == planned_words(plan, rank)
-    assert found >= expected.keys()
-    return results
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "elastic", "gpipe"])
 @pytest.mark.parametrize("chunks", [SLICED, WHOLE], ids=["slices", "whole"])
 def test_every_schedule_matches_one_plain_process(ranks, schedule, chunks) -> None:
-    check(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, chunks)]], 2, schedule))
+    check_pipeline(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, chunks)]], 2, schedule))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_window"])
 def test_four_stages_match(ranks, family) -> None:
-    check(ranks(4), ModelCase(family, num_layers=5), pipeline_plan(LENGTHS, [[(1, SLICED)]], 4, num_layers=5))
+    check_pipeline(ranks(4), ModelCase(family, num_layers=5), pipeline_plan(LENGTHS, [[(1, SLICED)]], 4, num_layers=5))
 
 
 @pytest.mark.parametrize("family", ["olmo3", "gemma2", "deepseek_v3"])
 def test_stages_of_other_windows_and_rotary_embeddings_match(ranks, family) -> None:
-    check(ranks(2), ModelCase(family, promoted=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=2))
+    check_pipeline(ranks(2), ModelCase(family, promoted=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=2))
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("chunks", [SLICED, WHOLE], ids=["slices", "whole"])
 def test_interleaved_parts_match(ranks, num_stages, chunks) -> None:
     case = ModelCase(num_layers=8)
-    check(ranks(num_stages), case, pipeline_plan(LENGTHS, [[(1, chunks)]], num_stages, "interleaved", 8, num_parts=2))
+    check_pipeline(ranks(num_stages), case, pipeline_plan(LENGTHS, [[(1, chunks)]], num_stages, "interleaved", 8, num_parts=2))
 
 
 def test_stages_times_sequence_groups_match(ranks) -> None:
     sliced = [*([span] for span in cut(0, [15, 11, 9, 5])), [(2, 0, 9)]]
     plan = pipeline_plan([40, 23, 9, 7], [[(2, sliced)], [(1, [[(1, 0, 23)]]), (1, [[(3, 0, 7)]])]], 2)
-    check(ranks(4), ModelCase("qwen3", num_layers=4), plan)
+    check_pipeline(ranks(4), ModelCase("qwen3", num_layers=4), plan)
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_stages_match(ranks, parameters) -> None:
     chunks = [[span] for span in cut(0, [15, 11, 9, 5])]
     plan = pipeline_plan([40, 9, 7], [[(2, chunks)], [(1, [[(1, 0, 9)]]), (1, [[(2, 0, 7)]])]], 2, parameters=parameters)
-    check(ranks(4), ModelCase(num_layers=4), plan)
+    check_pipeline(ranks(4), ModelCase(num_layers=4), plan)
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 16])
 def test_any_number_of_slices_matches(ranks, num_slices) -> None:
     sizes = [3] * (num_slices - 1) + [48 - 3 * (num_slices - 1)]
     chunks = [*([span] for span in cut(0, sizes)), [(1, 0, 5)]]
-    check(ranks(2), ModelCase(num_layers=3), pipeline_plan([48, 5], [[(1, chunks)]], 2, num_layers=3))
+    check_pipeline(ranks(2), ModelCase(num_layers=3), pipeline_plan([48, 5], [[(1, chunks)]], 2, num_layers=3))
 
 
 def test_adapters_match(ranks) -> None:
-    check(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2), lora=True)
+    check_pipeline(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2), lora=True)
 
 
 @st.composite
@@ -132,7 +92,7 @@ def test_random_pipelines_with_random_policies_match(ranks, num_stages: int) -> 
     )
     @given(pipelines(num_stages))
     def matches(plan: StepPlan) -> None:
-        check(pool, case, plan)
+        check_pipeline(pool, case, plan)
 
     matches()
 
@@ -149,9 +109,9 @@ def test_the_union_of_all_four_matches(ranks) -> None:
     ]
     plan = with_policies(plan, policies)
     assert plan.micro_batches[0].layout == "<2,1>"
-    results = check(ranks(6), ModelCase(num_layers=4), plan)
+    results = check_pipeline(ranks(6), ModelCase(num_layers=4), plan)
     assert any(memory.host for *_, memory in results)
 
 
 def test_a_tied_weight_gets_the_gradients_of_both_ends(ranks) -> None:
-    check(ranks(2), ModelCase(num_layers=4, tied=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2))
+    check_pipeline(ranks(2), ModelCase(num_layers=4, tied=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2))

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import plan_of, run_step
-from test_equality import LAYOUTS
+from helpers.models.reference import BF16_BAND, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS, plan_of
+from helpers.ranks.rank_steps import run_step
 
 from hf_longctx.runtime.parameters.gradients import GradientSum
 
-# bf16 has 8 bits: a relative error of 2^-9 per rounding, some tens of roundings deep
-BAND = 0.08
 AUTOCAST = ModelCase(dtype=torch.float32, autocast=True)
 WEIGHTS = ModelCase(dtype=torch.bfloat16)
 
@@ -37,7 +36,7 @@ def errors_against_fp64(pool, case: ModelCase, layout: list, lengths: list[int])
 def test_bf16_stays_in_the_band_of_plain_bf16(ranks, name: str, case: ModelCase, family: str) -> None:
     num_ranks, layout, lengths = LAYOUTS[name]
     planned, plain = errors_against_fp64(ranks(num_ranks), replace(case, family=family), layout, lengths)
-    assert planned <= min(BAND, 1.5 * plain + 5e-3)
+    assert planned <= min(BF16_BAND, 1.5 * plain + 5e-3)
 
 
 def accumulated(in_fp32: bool) -> float:

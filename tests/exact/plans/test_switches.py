@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.models.models import ModelCase
-from helpers.plans.steps import TINY
+from helpers.models.tiny_models import ModelCase
+from helpers.plans.layouts import TINY
+from helpers.ranks.rank_steps import check_step
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_sharded import check
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.planner_config import GroupMethod, PlannerConfig
@@ -83,7 +83,7 @@ def test_nested_plans_match_one_plain_process(ranks, name: str) -> None:
     )
     # with the switch off no rank is ever left out
     assert len(set(num_rounds(plan_step(0, lengths, model, replace(config, nested=False))))) == 1
-    check(ranks(num_ranks), CASE, plan, lengths, shard_ranks)
+    check_step(ranks(num_ranks), CASE, plan, lengths, shard_ranks)
 
 
 @pytest.mark.parametrize("method,lengths", [("ulysses", [61, 3, 13, 9]), ("ring", [61, 21]), ("hybrid", [61, 21])])
@@ -92,7 +92,7 @@ def test_a_block_may_be_done_while_its_partner_of_the_last_group_goes_on(ranks, 
     plan = plan_step(0, lengths, costs(4, method, shard_ranks=2), PlannerConfig(CAPACITY, POWERS))
     assert [group.degree for group in plan.micro_batches[0].groups] == [4]
     assert sorted(set(last_rounds(plan))) == [0, 1]
-    check(ranks(4), CASE, plan, lengths, shard_ranks=2)
+    check_step(ranks(4), CASE, plan, lengths, shard_ranks=2)
 
 
 @pytest.mark.parametrize("shard_ranks", [0, 2])
@@ -101,7 +101,7 @@ def test_ranks_that_never_get_work_match(ranks, shard_ranks: int) -> None:
     plan = plan_step(0, lengths, costs(4, shard_ranks=shard_ranks), PlannerConfig(CAPACITY, POWERS))
     idle = [rank for rank in range(4) if not any(group.num_tokens for group, _ in plan.for_rank(rank).rounds)]
     assert len(idle) >= 2 and min(num_rounds(plan)) == 1
-    check(ranks(4), CASE, plan, lengths, shard_ranks)
+    check_step(ranks(4), CASE, plan, lengths, shard_ranks)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_groups_of_three_match_one_plain_process(
     plan = plan_step(0, lengths, model, PlannerConfig(CAPACITY, (1, 2, 3, 4)))
     found = {group.degree: group.method for group in groups_of(plan)}
     assert (found[3], found[4]) == ("ring", kind)
-    check(ranks(4), CASE, plan, lengths, shard_ranks)
+    check_step(ranks(4), CASE, plan, lengths, shard_ranks)
 
 
 @pytest.mark.parametrize("shard_ranks", [0, 4])
@@ -128,7 +128,7 @@ def test_plans_cut_by_time_match_one_plain_process(ranks, shard_ranks: int) -> N
     # short sequences fill the slack of a micro-batch of long ones, others between them in length run elsewhere
     assert [2, 7, 21, 34] in held and [13, 13, 13, 13] in held
     assert plan.estimate.step_s < off.estimate.step_s
-    check(ranks(4), CASE, plan, lengths, shard_ranks)
+    check_step(ranks(4), CASE, plan, lengths, shard_ranks)
 
 
 def test_groups_that_keep_to_nodes_match_one_plain_process(ranks) -> None:
@@ -138,7 +138,7 @@ def test_groups_that_keep_to_nodes_match_one_plain_process(ranks) -> None:
     plan, off = plan_step(0, lengths, model, config), plan_step(0, lengths, model, replace(config, node_aligned=False))
     assert sorted(group.positions for group in groups_of(plan)) == [(0, 1), (2,), (3, 4, 5)]
     assert sorted(group.positions for group in groups_of(off)) == [(0, 1), (2, 3, 4), (5,)]
-    check(ranks(6), CASE, plan, lengths)
+    check_step(ranks(6), CASE, plan, lengths)
 
 
 @pytest.mark.parametrize("shard_ranks", [0, 2, 3])
@@ -146,7 +146,7 @@ def test_six_ranks_with_all_degrees_match_one_plain_process(ranks, shard_ranks: 
     lengths = [95, 61, 34, 21, 21, 9, 5, 3, 2, 55]
     plan = plan_step(0, lengths, costs(6, "auto", shard_ranks, 2, pair_s=1e-5), PlannerConfig(CAPACITY, (1, 2, 3, 4, 5, 6)))
     assert len({group.degree for group in groups_of(plan)}) > 1
-    check(ranks(6), CASE, plan, lengths, shard_ranks)
+    check_step(ranks(6), CASE, plan, lengths, shard_ranks)
 
 
 @st.composite
@@ -164,6 +164,6 @@ def test_random_plans_with_all_switches_match(ranks) -> None:
     def matches(problem: tuple[list[int], int, GroupMethod, tuple[int, ...], bool, float]) -> None:
         lengths, shard_ranks, method, degrees, is_small, pair_s = problem
         model = costs(4, method, shard_ranks, ranks_per_node=2 if is_small else 4, pair_s=pair_s)
-        check(ranks(4), CASE, plan_step(0, lengths, model, PlannerConfig(CAPACITY, degrees)), lengths, shard_ranks)
+        check_step(ranks(4), CASE, plan_step(0, lengths, model, PlannerConfig(CAPACITY, degrees)), lengths, shard_ranks)
 
     matches()

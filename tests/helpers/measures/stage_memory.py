@@ -7,16 +7,25 @@ from typing import Any
 import torch
 import transformers
 from helpers.measures.allocations import measure
-from helpers.plans.pipelines import CPU, stage_pool
-from helpers.plans.sliced import Rows
-from helpers.plans.steps import rank_inputs
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import tiny_costs
+from helpers.plans.pipeline_plans import planned_words
+from helpers.plans.sliced_plans import Rows
+from helpers.ranks.pipeline_steps import CPU, stage_pool, stage_step_on_rank
+from helpers.ranks.rank_steps import rank_inputs
 
 from hf_longctx.hf.calibration.shapes import shaped_config
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.serialize import plan_from_json
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import Action, StepPlan
+from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.stage import most_in_flight
+from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -48,3 +57,45 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
     executor.run(rank_plan, inputs, 1, engine=engine)
     peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1, engine=engine))
     return peak, result.memory
+
+
+def most_waiting(words: list[str]) -> int:
+    """The most forwards without their backward, counted in what a rank really ran."""
+    waiting: set[tuple[int, int]] = set()
+    most = 0
+    for action in map(Action.parse, words):
+        if action.kind == "F":
+            waiting.add((action.part, action.chunk))
+        elif action.kind == "B":
+            waiting.remove((action.part, action.chunk))
+        most = max(most, len(waiting))
+    return most
+
+
+def spec_of(case: ModelCase) -> ModelSpec:
+    return ModelSpec.from_config(build_model(case).config.to_dict(), bytes_per_element=8)
+
+
+def check_held_memory(pool, case: ModelCase, plan: StepPlan) -> list:
+    """Asserts that every rank ran and held what was planned and predicted; what the ranks held."""
+    results = pool.run(stage_step_on_rank, case, plan_to_json(plan), random_rows(list(plan.lengths)))
+    spec = spec_of(case)
+    judged = evaluate_plan(plan, tiny_costs(plan.num_ranks, spec))
+    memories = []
+    for rank, (_, _, words, memory) in enumerate(results):
+        stage, position = plan.place(rank)
+        assert words == planned_words(plan, rank)
+        own = plan.for_rank(rank).rounds
+        assert most_waiting(words) == max(most_in_flight(one.actions) for _, one in own)
+        assert judged.in_flight[stage] >= most_waiting(words)
+        book = max(round_bytes(spec, group, one, group.positions.index(position)).book for group, one in own)
+        assert memory.kv_book == book
+        expected = predicted_memory(plan, rank, spec)
+        assert (memory.saved, memory.host, memory.kv_book) == (expected.saved, expected.host, book)
+        assert memory.host == judged.host_bytes[rank]
+        memories.append(memory)
+    # a stage's count is that of one of its ranks
+    per_stage = plan.ranks_per_stage
+    found = [max(most_waiting(results[s * per_stage + p][2]) for p in range(per_stage)) for s in range(plan.num_stages)]
+    assert tuple(found) == judged.in_flight
+    return memories

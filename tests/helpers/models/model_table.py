@@ -83,9 +83,9 @@ def main() -> None:
     os.environ.update(PYTHONPATH=str(TESTS), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     sys.path.insert(0, str(TESTS))
     import transformers
+    from helpers.measures.class_sweep import sweep
     from helpers.models.any_model import build_any, class_names
-    from helpers.models.sweep import sweep
-    from helpers.ranks.ranks import RankPool
+    from helpers.ranks.rank_pool import RankPool
 
     from hf_longctx.hf.models.classes import TESTED_MODELS, refusal_of
     from hf_longctx.hf.models.layers import head_problem

@@ -11,10 +11,10 @@ import peft
 import torch
 import torch.distributed as dist
 from helpers.models.chats import conversation, word_tokenizer
-from helpers.models.models import ModelCase, build_model
-from helpers.plans.steps import whole
-from helpers.trainers.stock import quiet_config
-from helpers.trainers.training import LossRecorder
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.stock_runs import quiet_config
+from helpers.trainers.trainer_runs import LossRecorder
 
 from hf_longctx import LongContextCallback, LongContextMixin
 

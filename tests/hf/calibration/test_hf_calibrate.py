@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model
+from helpers.models.tiny_models import ModelCase, build_model
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_longctx.hf.calibration import calibrate as module

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers.models.models import relative_error
+from helpers.models.reference import relative_error
 from helpers.models.staged_models import even_parts, family_model
-from helpers.plans.pipelines import stage_mesh
-from helpers.ranks.ranks import RankFailure
-from helpers.ranks.staged_ranks import RankStage, new_optimizer, rank_stage, set_whole_gradients, train_stage, whole_training
+from helpers.ranks.pipeline_steps import stage_mesh
+from helpers.ranks.rank_pool import RankFailure
+from helpers.trainers.stage_training import RankStage, new_optimizer, rank_stage, set_whole_gradients, train_stage, whole_training
 from safetensors.torch import load_file
 from torch import Tensor
 

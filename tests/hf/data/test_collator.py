@@ -9,8 +9,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers.models.models import random_rows
-from helpers.plans.steps import plan_of
+from helpers.models.reference import random_rows
+from helpers.plans.layouts import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers.models.models import ModelCase, random_rows
-from helpers.trainers.training import make_trainer
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase
+from helpers.trainers.trainer_runs import make_trainer
 
 from hf_longctx.hf.data.collator import held_ranges
 from hf_longctx.hf.trainer.data_mixin import LongContextDataLoader

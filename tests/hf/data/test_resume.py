@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.models.models import ModelCase, random_rows
-from helpers.trainers.training import make_trainer, training_arguments
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase
+from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState, TrainingArguments
 

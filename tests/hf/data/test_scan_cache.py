@@ -10,7 +10,7 @@ from unittest.mock import patch
 import datasets
 import numpy as np
 import pytest
-from helpers.trainers.training import training_arguments
+from helpers.trainers.trainer_runs import training_arguments
 
 from hf_longctx.hf.data import scan_cache
 from hf_longctx.hf.data.scan import DatasetScan, scan_dataset

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
-from helpers.models.models import VOCAB_SIZE, ModelCase, random_rows
-from helpers.trainers.training import LossRecorder, make_trainer
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import VOCAB_SIZE, ModelCase
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 
 from hf_longctx.hf.data.streaming import Cursor, GlobalBatch, StreamBatches, StreamReader, StreamRules
 from hf_longctx.hf.ranks.agreement import gather_objects

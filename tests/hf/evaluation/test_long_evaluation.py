@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.models.chats import byte_tokenizer
-from helpers.models.models import ModelCase, build_model, random_rows
-from helpers.trainers.training import make_trainer, resuming, training_arguments
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import make_trainer, resuming, training_arguments
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextEvaluation, NeedleTask, passkeys

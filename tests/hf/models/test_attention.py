@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.models import FAMILIES, ModelCase, build_model
+from helpers.models.tiny_models import FAMILIES, ModelCase, build_model
 
 from hf_longctx.hf.models.attention import longctx_attention, patch_model
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers.models.models import relative_error
+from helpers.models.reference import relative_error
 from helpers.models.staged_models import NUM_LAYERS, cut_into_stages, even_parts, family_model, random_inputs, run_pipeline
 from torch import Tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from helpers.models.models import VOCAB_SIZE, ModelCase, build_model
+from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
 from torch import nn
 
 from hf_longctx.hf.models.layers import head_problem, output_head

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from helpers.models.models import ModelCase, build_model
+from helpers.models.tiny_models import ModelCase, build_model
 
 from hf_longctx.hf.models.spec import model_spec, windows_of
 from hf_longctx.plan.core.model_spec import ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models.models import FAMILIES, ModelCase, build_model
+from helpers.models.tiny_models import FAMILIES, ModelCase, build_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from helpers.measures.class_sweep import OPTIONAL, ROADS, sweep
 from helpers.models.any_model import build_any, class_names, kinds_of
 from helpers.models.model_table import cells_of, read_page
-from helpers.models.sweep import OPTIONAL, ROADS, TOLERANCE, sweep
+from helpers.models.reference import TOLERANCE
 
 from hf_longctx.hf.models.classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
 from hf_longctx.hf.models.layers import head_problem

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model
+from helpers.models.tiny_models import ModelCase, build_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.measures.class_sweep import patched
 from helpers.models.any_model import build_any
-from helpers.models.models import FAMILIES, ModelCase, adapted, build_model
-from helpers.models.sweep import patched
-from helpers.plans.steps import tiny_costs
+from helpers.models.tiny_models import FAMILIES, ModelCase, adapted, build_model
+from helpers.plans.layouts import tiny_costs
 
 from hf_longctx.hf.models import attention
 from hf_longctx.hf.models.adapters import largest_adapters

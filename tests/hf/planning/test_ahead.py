@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
-from helpers.plans.planners import ScriptedPlanner, slow_config
-from helpers.plans.steps import tiny_costs
+from helpers.plans.layouts import tiny_costs
+from helpers.plans.scripted_planner import ScriptedPlanner, slow_config
 
 from hf_longctx.hf.planning.ahead import Draft, DraftPlanner, is_stand_in
 from hf_longctx.hf.planning.source import PlanSource

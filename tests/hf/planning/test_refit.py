@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.steps import group_pool, plan_of, tiny_costs
+from helpers.plans.layouts import plan_of, tiny_costs
+from helpers.ranks.rank_steps import group_pool
 
 from hf_longctx.hf.planning.refit import CostRefit, MeasuredPlan, whole_step_factor, without_waiting
 from hf_longctx.hf.planning.source import PlanSource

@@ -10,9 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from helpers.plans.pipelines import num_policies, pipeline_plan, with_policies
-from helpers.plans.sliced import cut
-from helpers.plans.steps import group_pool, plan_of, tiny_costs
+from helpers.plans.layouts import plan_of, tiny_costs
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import num_policies, with_policies
+from helpers.plans.sliced_plans import cut
+from helpers.ranks.rank_steps import group_pool
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig

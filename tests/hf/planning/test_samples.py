@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from helpers.plans.pipelines import num_policies, pipeline_plan, random_chunks, with_policies
-from helpers.plans.sliced import cut
-from helpers.plans.steps import tiny_costs
+from helpers.plans.layouts import tiny_costs
+from helpers.plans.pipeline_plans import pipeline_plan, random_chunks
+from helpers.plans.policies import num_policies, with_policies
+from helpers.plans.sliced_plans import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

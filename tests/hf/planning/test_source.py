@@ -11,9 +11,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.planners import ScriptedPlanner, slow_config
-from helpers.plans.steps import group_pool, step_on_rank, tiny_costs
+from helpers.models.reference import random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import tiny_costs
+from helpers.plans.scripted_planner import ScriptedPlanner, slow_config
+from helpers.ranks.rank_steps import group_pool, step_on_rank
 
 from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
 from hf_longctx.hf.data.sampler import LengthAwareSampler

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch.distributed as dist
-from helpers.plans.steps import group_pool
-from helpers.trainers.training import training_arguments
+from helpers.ranks.rank_steps import group_pool
+from helpers.trainers.trainer_runs import training_arguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.ranks.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together

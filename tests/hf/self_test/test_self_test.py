@@ -16,12 +16,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from helpers.measures.class_sweep import patched, self_tested
 from helpers.measures.planted import plant
 from helpers.models.any_model import build_any
-from helpers.models.models import ModelCase, build_model, random_rows
-from helpers.models.sweep import patched, self_tested
-from helpers.trainers.stock import make_stock_trainer
-from helpers.trainers.training import make_trainer, train_on_rank, training_arguments
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.stock_runs import make_stock_trainer
+from helpers.trainers.trainer_runs import make_trainer, train_on_rank, training_arguments
 from transformers import Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer

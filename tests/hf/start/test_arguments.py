@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.models.models import FAMILIES, OTHER_FAMILIES, ModelCase, build_model, cast
+from helpers.models.tiny_models import FAMILIES, OTHER_FAMILIES, ModelCase, build_model, cast
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

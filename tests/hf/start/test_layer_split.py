@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from helpers.plans.steps import tiny_costs
+from helpers.plans.layouts import tiny_costs
 
 from hf_longctx.hf.start.stages import balanced_ranges
 from hf_longctx.plan.core.types import LayerRange

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.models import ModelCase, build_model, random_rows
-from helpers.trainers.training import make_trainer, training_arguments
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec

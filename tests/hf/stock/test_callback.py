@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.models import ModelCase, build_model, random_rows, relative_error
-from helpers.trainers.stock import EventRecorder, PaddingCollator, fp64_loss, make_stock_trainer, quiet_config
-from helpers.trainers.training import LossRecorder, plain_training, resuming
+from helpers.models.reference import random_rows, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.stock_runs import EventRecorder, PaddingCollator, fp64_loss, make_stock_trainer, quiet_config
+from helpers.trainers.trainer_runs import LossRecorder, plain_training, resuming
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainerCallback

@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 import transformers
-from helpers.models.models import random_rows
+from helpers.models.reference import random_rows
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, default_data_collator

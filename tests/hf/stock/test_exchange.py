@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.models import ModelCase, random_rows, relative_error
-from helpers.plans.steps import group_pool, plan_of
-from helpers.trainers.stock import PaddingCollator, run_alone
+from helpers.models.reference import random_rows, relative_error
+from helpers.models.tiny_models import ModelCase
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_steps import group_pool
+from helpers.trainers.stock_runs import PaddingCollator, run_alone
 from transformers import DataCollatorWithFlattening
 
 from hf_longctx.hf.stock.exchange import LocalDocuments, TokenExchange, read_documents

@@ -9,10 +9,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, relative_error
-from helpers.plans.steps import tiny_costs, whole
-from helpers.trainers.stock import make_stock_trainer, quiet_config
-from helpers.trainers.training import LossRecorder, make_trainer, plain_training
+from helpers.models.reference import random_rows, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import tiny_costs
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.stock_runs import make_stock_trainer, quiet_config
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_training
 from transformers import Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback

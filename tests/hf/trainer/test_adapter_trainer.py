@@ -11,11 +11,10 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.models.models import ModelCase, adapted, build_model, random_rows, reference_step, relative_error
-from helpers.trainers.training import LossRecorder, plain_training, resuming, training_arguments
+from helpers.models.reference import random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, adapted, build_model
+from helpers.trainers.trainer_runs import SKEWED, LossRecorder, plain_training, resuming, train_with_norms, training_arguments
 from safetensors.torch import load_file
-from test_sharded_trainer import train
-from test_trainer import SKEWED
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
 from hf_longctx.hf.models.attention import patch_model
@@ -55,9 +54,9 @@ def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tm
     case = ModelCase(promoted=True, lora=lora)
     losses, weights = plain_training(case, ROWS, NUM_STEPS)
     saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 5}
-    whole = ranks(2).run(train, case, ROWS, str(tmp_path / "whole"), config, saving)
+    whole = ranks(2).run(train_with_norms, case, ROWS, str(tmp_path / "whole"), config, saving)
     resume = {**saving, "resume": str(tmp_path / "whole" / "checkpoint-5")}
-    resumed = ranks(2).run(train, case, ROWS, str(tmp_path / "again"), later, resume)
+    resumed = ranks(2).run(train_with_norms, case, ROWS, str(tmp_path / "again"), later, resume)
     for start, results in ((0, whole), (5, resumed)):
         for found, norms, final in results:
             assert found == pytest.approx(losses[start:], rel=TOLERANCE)
@@ -86,7 +85,7 @@ def assert_folder(folder: Path, case: ModelCase, weights: dict[str, torch.Tensor
 def test_shards_inside_stages_follow_one_plain_process(ranks, tmp_path: Path) -> None:
     case, config = ModelCase(promoted=True, lora=DORA), {**GATHERED, "stages": 2}
     losses, weights = plain_training(case, ROWS, 3)
-    for found, _, final in ranks(4).run(train, case, ROWS, str(tmp_path), config, {"max_steps": 3}):
+    for found, _, final in ranks(4).run(train_with_norms, case, ROWS, str(tmp_path), config, {"max_steps": 3}):
         assert found == pytest.approx(losses, rel=TOLERANCE)
         assert max(relative_error(weight, weights[key]) for key, weight in final.items()) <= TOLERANCE
 

@@ -10,8 +10,9 @@ from helpers.ranks.forked import Program, free_port, rank_environment
 
 PROGRAM = """
 import os, sys, time
-from helpers.models.models import ModelCase, random_rows
-from helpers.trainers.training import make_trainer
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase
+from helpers.trainers.trainer_runs import make_trainer
 
 config = {"collective_timeout_s": 4.0, "parameters": "sharded" if "sharded" in sys.argv[2] else "replicated"}
 config["stages"] = 2 if "stages" in sys.argv[2] else 1

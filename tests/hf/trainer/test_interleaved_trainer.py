@@ -8,8 +8,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, relative_error
-from helpers.trainers.training import Rows, StepRecorder, make_trainer, plain_steps, resuming, training_arguments
+from helpers.models.reference import random_rows, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import Rows, StepRecorder, make_trainer, plain_steps, resuming, training_arguments
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage

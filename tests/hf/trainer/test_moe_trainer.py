@@ -9,9 +9,10 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models.models import MOE_FAMILIES, ModelCase, balance_of, build_model, random_rows, reference_step
-from helpers.plans.steps import whole
-from helpers.trainers.training import LossRecorder, make_trainer, resuming, training_arguments
+from helpers.models.reference import balance_of, random_rows, reference_step
+from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, resuming, training_arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, random_rows
-from helpers.plans.steps import whole
-from helpers.trainers.stock import make_stock_trainer, quiet_config
-from helpers.trainers.training import LossRecorder, make_trainer, resuming
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.stock_runs import make_stock_trainer, quiet_config
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, resuming
 
 from hf_longctx import LongContextCallback
 

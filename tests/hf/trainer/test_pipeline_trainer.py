@@ -9,9 +9,9 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.models import ModelCase, build_model, random_rows
-from helpers.trainers.training import LossRecorder, make_trainer, plain_training, training_arguments
-from test_trainer import SKEWED
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import SKEWED, LossRecorder, make_trainer, plain_training, training_arguments
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage

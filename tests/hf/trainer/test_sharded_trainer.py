@@ -10,15 +10,22 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step
-from helpers.plans.steps import whole
-from helpers.trainers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank
+from helpers.models.reference import random_rows, reference_step
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import (
+    ARGUMENTS,
+    NUM_STEPS,
+    SKEWED,
+    make_trainer,
+    plain_training,
+    resuming,
+    start,
+    start_under,
+    train_on_rank,
+    train_with_norms,
+)
 from safetensors import safe_open
-from test_trainer import SKEWED, start, start_under
 from transformers import AutoModelForCausalLM
-
-NUM_STEPS = 12
-ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +42,7 @@ def expected(rows) -> tuple[list[float], dict[str, Any]]:
 def norms(ranks, rows, tmp_path_factory) -> list[float]:
     """Gradient norms before clipping, as one rank with whole parameters logs them."""
     case, config = ModelCase(promoted=True, tied=True), {"tokens_per_rank": 96}
-    return ranks(1).run(train, case, rows, str(tmp_path_factory.mktemp("norms")), config, {})[0][1]
-
-
-def train(
-    case: ModelCase, rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any]
-) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
-    """Losses, logged gradient norms and whole final weights of a run on this rank; `resume` names a checkpoint."""
-    resume = arguments.pop("resume", None)
-    trainer = make_trainer(case, rows, folder, config, {**ARGUMENTS, **arguments})
-    recorder = LossRecorder()
-    recorder.attach(trainer)
-    trainer.train(resume_from_checkpoint=resume)
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return recorder.losses, norms, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    return ranks(1).run(train_with_norms, case, rows, str(tmp_path_factory.mktemp("norms")), config, {})[0][1]
 
 
 # name -> (ranks, settings, arguments)
@@ -65,7 +59,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_follow_one_plain_process(ranks, rows, expected, norms, tmp_path: Path, name: str) -> None:
     num_ranks, config, arguments = RUNS[name]
-    results = ranks(num_ranks).run(train, ModelCase(promoted=True, tied=True), rows, str(tmp_path), config, arguments)
+    results = ranks(num_ranks).run(train_with_norms, ModelCase(promoted=True, tied=True), rows, str(tmp_path), config, arguments)
     for losses, found_norms, weights in results:
         assert losses == pytest.approx(expected[0], rel=1e-10)
         assert max(float((weights[n] - w).abs().max() / w.abs().max()) for n, w in expected[1].items()) <= 1e-10
@@ -146,7 +140,7 @@ def saved(ranks, rows, tmp_path_factory) -> dict[str, Path]:
     """The checkpoints of step 7 of runs with sharded and with replicated parameters on two ranks."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("sharded", "replicated")}
     for (name, folder), config in zip(folders.items(), (SHARDED, REPLICATED), strict=True):
-        ranks(2).run(train, ModelCase(promoted=True, tied=True), rows, str(folder), config, SAVE)
+        ranks(2).run(train_with_norms, ModelCase(promoted=True, tied=True), rows, str(folder), config, SAVE)
         folders[name] = folder / "checkpoint-7"
     return folders
 
@@ -167,7 +161,7 @@ def test_resuming_at_any_number_of_ranks_continues(
     ranks, rows, expected, saved, tmp_path: Path, first: str, num_ranks: int, config: dict[str, Any]
 ) -> None:
     resume = {**SAVE, "resume": str(saved[first])}
-    results = ranks(num_ranks).run(train, ModelCase(promoted=True, tied=True), rows, str(tmp_path), config, resume)
+    results = ranks(num_ranks).run(train_with_norms, ModelCase(promoted=True, tied=True), rows, str(tmp_path), config, resume)
     final = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{NUM_STEPS}", dtype=torch.float64)
     for losses, _, weights in [*results, (results[0][0], [], {n: p.detach() for n, p in final.named_parameters()})]:
         assert losses == pytest.approx(expected[0][7:], rel=1e-10)

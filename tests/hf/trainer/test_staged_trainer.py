@@ -10,13 +10,12 @@ import datasets
 import pytest
 import torch
 import transformers
-from helpers.models.models import ModelCase, build_model, random_rows, relative_error
+from helpers.models.reference import random_rows, relative_error
 from helpers.models.staged_models import family_model
-from helpers.plans.steps import whole
-from helpers.ranks.staged_ranks import random_gradient, sharded_like, whole_training
-from helpers.trainers.training import LossRecorder, plain_training, resuming, training_arguments
-from test_sharded_trainer import train
-from test_trainer import SKEWED
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.stage_training import random_gradient, sharded_like, whole_training
+from helpers.trainers.trainer_runs import SKEWED, LossRecorder, plain_training, resuming, train_with_norms, training_arguments
 from torch import Tensor
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
@@ -169,12 +168,14 @@ def test_real_training_in_stages_follows_one_plain_process_over_a_restart(ranks,
     num_ranks, config = REAL[name]
     losses, weights = plain_training(case, rows, REAL_STEPS)
     saving = {"max_steps": REAL_STEPS, "save_strategy": "steps", "save_steps": 4}
-    whole_run = ranks(num_ranks).run(train, case, rows, str(tmp_path / "whole"), config, saving)
+    whole_run = ranks(num_ranks).run(train_with_norms, case, rows, str(tmp_path / "whole"), config, saving)
     checkpoint = str(tmp_path / "whole" / "checkpoint-4")
-    resumed = ranks(num_ranks).run(train, case, rows, str(tmp_path / "again"), config, {**saving, "resume": checkpoint})
+    resumed = ranks(num_ranks).run(
+        train_with_norms, case, rows, str(tmp_path / "again"), config, {**saving, "resume": checkpoint}
+    )
     # and without stages
     alone = {"tokens_per_rank": 96, "parameters": "gathered_per_round"}
-    single = ranks(2).run(train, case, rows, str(tmp_path / "single"), alone, {**saving, "resume": checkpoint})
+    single = ranks(2).run(train_with_norms, case, rows, str(tmp_path / "single"), alone, {**saving, "resume": checkpoint})
     for start, results in ((0, whole_run), (4, resumed), (4, single)):
         for found, norms, final in results:
             assert found == pytest.approx(losses[start:], rel=1e-10)

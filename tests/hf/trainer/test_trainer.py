@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,22 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.trainers.training import LossRecorder, make_trainer, plain_training, resuming, train_on_rank, training_arguments
+from helpers.models.reference import random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import (
+    SKEWED,
+    LossRecorder,
+    make_trainer,
+    plain_training,
+    resuming,
+    start,
+    start_under,
+    train_on_rank,
+    training_arguments,
+)
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
-
-SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 
 # name -> (ranks, settings)
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -150,20 +158,6 @@ def test_mixin_serves_other_trainers(rows) -> None:
     assert Mine.training_step is LongContextMixin.training_step
 
 
-def start(rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any], only_rank: int | None) -> str:
-    """The message with which this rank refuses to start; settings apply to `only_rank`, or to all."""
-    import torch.distributed as dist
-
-    if only_rank is not None and dist.get_rank() != only_rank:
-        config, arguments = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            make_trainer(ModelCase(dtype=torch.float32), rows, folder, config, arguments)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
 BAD_STARTS = {
     "tokens of a rank alone": ({}, {"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
     "accumulation of a budget": (
@@ -259,20 +253,6 @@ def differ_on_rank_one(rows: list[dict[str, list[int]]], what: str) -> str:
 def test_ranks_that_would_drift_apart_are_refused(ranks, what: str, message: str) -> None:
     for found in ranks(2).run(differ_on_rank_one, random_rows([16] * 8), what):
         assert message in found
-
-
-def start_under(rows: list[dict[str, list[int]]], variable: str, value: str) -> str:
-    """The message with which a run under a launcher's setting is refused."""
-    import os
-
-    before = os.environ.get(variable)
-    os.environ[variable] = value
-    try:
-        return start(rows, {}, {}, None)
-    finally:
-        os.environ.pop(variable)
-        if before is not None:
-            os.environ[variable] = before
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from helpers.models.chats import word_tokenizer
-from helpers.models.models import ModelCase, build_model, relative_error
-from helpers.trainers.stock import quiet_config
+from helpers.models.reference import relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trl_runs import rows_of, train_trl, trl_arguments
 
 from hf_longctx import LongContextCallback, LongContextMixin

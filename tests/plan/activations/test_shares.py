@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.steps import tiny_costs
+from helpers.plans.layouts import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from helpers.plans.plan_cases import lognormal_lengths, set_partitions
+from helpers.plans.grouping_problems import lognormal_lengths, set_partitions
 from hypothesis import given
 from hypothesis import strategies as st
 

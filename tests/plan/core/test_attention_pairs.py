@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import MODEL, cost_model
+from helpers.plans.cost_models import MODEL, cost_model
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.plans.plan_cases import FIXTURE_NAMES, edited, fixture, fixture_text
+from helpers.plans.fixture_plans import FIXTURE_NAMES, edited, fixture, fixture_text
 
 from hf_longctx.plan.core.serialize import SCHEMA_VERSION, plan_digest, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Estimate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers.plans.plan_cases import FIXTURE_NAMES, fixture
+from helpers.plans.fixture_plans import FIXTURE_NAMES, fixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from helpers.plans.plan_cases import FIXTURE_NAMES, edited, fixture
+from helpers.plans.fixture_plans import FIXTURE_NAMES, edited, fixture
 
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan, TensorShare

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, HARDWARE, MODEL, cost_model
+from helpers.plans.cost_models import COST_KINDS, HARDWARE, MODEL, cost_model
 
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.cluster_spec import ClusterSpec

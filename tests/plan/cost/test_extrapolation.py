@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.plan_cases import HARDWARE, MODEL
+from helpers.plans.cost_models import HARDWARE, MODEL
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span

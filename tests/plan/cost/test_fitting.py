@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import HARDWARE, MODEL
+from helpers.plans.cost_models import HARDWARE, MODEL
 
 from hf_longctx.plan.core.attention_pairs import FULL
 from hf_longctx.plan.core.cluster_spec import ClusterSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import check_problem_layout, flexsp_problem, odd_problems
+from helpers.plans.grouping_problems import check_problem_layout, flexsp_problem, odd_problems, problems_and_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,24 +29,6 @@ def by_pieces(problem: GroupingProblem) -> list[Group]:
 
 def nothing(problem: GroupingProblem) -> list[Group]:
     return []
-
-
-@st.composite
-def problems_and_layouts(draw: st.DrawFn) -> tuple[GroupingProblem, Layout]:
-    """A problem and some layout of it: every sequence joins the group or the micro-batch before it where drawn and allowed."""
-    problem = draw(odd_problems(most=12))
-    layout: Layout = []
-    for i in draw(st.permutations(range(len(problem.lengths)))):
-        degree = draw(st.sampled_from([d for d in problem.degrees if problem.lengths[i] <= d * problem.capacity]))
-        action = draw(st.sampled_from(["join", "beside", "new"]))
-        if layout and action == "join" and problem.fits((layout[-1][-1][0], (*layout[-1][-1][1], i))):
-            last = layout[-1][-1]
-            layout[-1][-1] = (last[0], (*last[1], i))
-        elif layout and action != "new" and sum(d for d, _ in layout[-1]) + degree <= problem.num_ranks:
-            layout[-1].append((degree, (i,)))
-        else:
-            layout.append([(degree, (i,))])
-    return problem, layout
 
 
 @settings(derandomize=True, deadline=None, max_examples=120)

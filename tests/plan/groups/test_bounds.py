@@ -7,14 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import (
-    COST_KINDS,
-    cost_model,
-    flexsp_problem,
-    flexsp_problems,
-    least_micro_batch_seconds,
-    odd_problems,
-)
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import flexsp_problem, flexsp_problems, least_micro_batch_seconds, odd_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

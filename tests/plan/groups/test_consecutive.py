@@ -8,7 +8,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import check_layout, cost_model, flexsp_problem, lognormal_lengths, odd_problems
+from helpers.plans.cost_models import cost_model
+from helpers.plans.grouping_problems import check_layout, flexsp_problem, lognormal_lengths, odd_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

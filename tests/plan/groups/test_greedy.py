@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import (
-    COST_KINDS,
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import (
     check_layout,
     check_problem_layout,
-    cost_model,
     flexsp_problem,
     flexsp_problems,
     layout_seconds,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import check_problem_layout, odd_problems
+from helpers.plans.grouping_problems import check_problem_layout, odd_problems, problems_and_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_backfill import problems_and_layouts
 
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.groups.local_search import _State, improve, use_spare_ranks

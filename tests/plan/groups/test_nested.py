@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, check_layout, cost_model, lognormal_lengths, plan_layout, set_partitions
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import check_layout, lognormal_lengths, plan_layout, set_partitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import (
-    COST_KINDS,
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import (
     check_layout,
-    cost_model,
     flexsp_problems,
     layout_seconds,
     least_seconds,

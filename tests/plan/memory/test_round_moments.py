@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from helpers.plans.pipeline_cases import chunks_of, plan_of, random_shapes
+from helpers.plans.stage_orders import chunks_of, plan_of, random_shapes
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare

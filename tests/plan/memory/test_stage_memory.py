@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.plans.pipeline_cases import chunks_of, plan_of
+from helpers.plans.stage_orders import chunks_of, plan_of
 
 from hf_longctx.plan.core.types import Action
 from hf_longctx.plan.memory.stage import most_in_flight

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from helpers.plans.plan_cases import MODEL, cost_model, lognormal_lengths
+from helpers.plans.cost_models import MODEL, cost_model
+from helpers.plans.grouping_problems import lognormal_lengths
 
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import StepPlan

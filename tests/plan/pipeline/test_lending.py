@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, cost_model
+from helpers.plans.cost_models import COST_KINDS, cost_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from dataclasses import replace
 
 import pytest
-from helpers.plans.pipeline_cases import chunks_of, family_shapes, plan_of, random_shapes
+from helpers.plans.stage_orders import chunks_of, family_shapes, plan_of, random_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

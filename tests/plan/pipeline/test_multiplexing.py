@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 
 import pytest
-from helpers.plans.pipeline_cases import chunks_of, plan_of
-from helpers.plans.plan_cases import fixture
+from helpers.plans.fixture_plans import fixture
+from helpers.plans.stage_orders import chunks_of, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

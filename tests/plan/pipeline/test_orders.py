@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from helpers.plans.pipeline_cases import chunks_of, family_shapes, makespan, plan_of
+from helpers.plans.stage_orders import chunks_of, family_shapes, makespan, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, MODEL, cost_model, lognormal_lengths, plan_stages
+from helpers.plans.cost_models import COST_KINDS, MODEL, cost_model
+from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

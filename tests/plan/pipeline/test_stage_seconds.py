@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, cost_model
+from helpers.plans.cost_models import COST_KINDS, cost_model
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 
 import pytest
-from helpers.plans.plan_cases import HARDWARE, MODEL, edited, fixture
+from helpers.plans.cost_models import MODEL, counted_costs
+from helpers.plans.fixture_plans import edited, fixture
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -22,18 +22,9 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
-
-# forward: a second per token and rank, 10 per chunk, 100 more in a group (two exchanges in 4 layers); backward: 2, 20, 200
-FORWARD = PassCoefficients(0.0, 1.0, 10.0, 12.5)
-BACKWARD = PassCoefficients(0.0, 2.0, 20.0, 25.0)
-
-
-def costs(num_ranks: int, step_s: float = 0.0) -> CostModel:
-    return CostModel(MODEL, ClusterSpec(num_ranks, num_ranks, HARDWARE), CostCoefficients(FORWARD, BACKWARD, step_s, "test"))
 
 
 def group(positions: tuple[int, ...], chunks: list[tuple[int, ...]], lengths: tuple[int, ...], order: str = "") -> SequenceGroup:
@@ -51,7 +42,7 @@ def plan(lengths: tuple[int, ...], num_ranks: int, rounds: list[list[SequenceGro
 
 def test_one_rank_adds_forward_and_backward_of_every_chunk_and_the_step() -> None:
     lengths = (5, 7)
-    run = evaluate_plan(plan(lengths, 1, [[group((0,), [(0,), (1,)], lengths)]], "replicated"), costs(1, step_s=1000.0))
+    run = evaluate_plan(plan(lengths, 1, [[group((0,), [(0,), (1,)], lengths)]], "replicated"), counted_costs(1, step_s=1000.0))
     # 3 seconds per token and 30 per chunk
     assert run.step_s == 3 * 12 + 2 * 30 + 1000
     assert run.busy_s == (96,)
@@ -59,7 +50,9 @@ def test_one_rank_adds_forward_and_backward_of_every_chunk_and_the_step() -> Non
 
 def test_the_order_of_actions_moves_events_but_not_the_sum() -> None:
     lengths = (5, 7)
-    run = evaluate_plan(plan(lengths, 1, [[group((0,), [(0,), (1,)], lengths, "0F0 0F1 0B1 0B0")]], "replicated"), costs(1))
+    run = evaluate_plan(
+        plan(lengths, 1, [[group((0,), [(0,), (1,)], lengths, "0F0 0F1 0B1 0B0")]], "replicated"), counted_costs(1)
+    )
     assert [(event.name, event.kind, event.start_s, event.stop_s) for event in run.events] == [
         ("0F0", "F", 0, 15),
         ("0F1", "F", 15, 32),
@@ -84,7 +77,7 @@ def two_rounds(parameters: Parameters) -> StepPlan:
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_with_sharded_parameters_everyone_waits_at_every_micro_batch(parameters: Parameters) -> None:
-    run = evaluate_plan(two_rounds(parameters), costs(2))
+    run = evaluate_plan(two_rounds(parameters), counted_costs(2))
     # slowest of each round: 330 and 630
     assert run.step_s == 330 + 630
     assert run.busy_s == (330 + 90, 60 + 630)
@@ -92,7 +85,7 @@ def test_with_sharded_parameters_everyone_waits_at_every_micro_batch(parameters:
 
 
 def test_with_replicated_parameters_a_rank_waits_for_its_own_group_only() -> None:
-    run = evaluate_plan(two_rounds("replicated"), costs(2))
+    run = evaluate_plan(two_rounds("replicated"), counted_costs(2))
     # the slower of the two sums: 330 + 90 and 60 + 630
     assert run.step_s == 690
     assert run.busy_s == (420, 690)
@@ -101,7 +94,7 @@ def test_with_replicated_parameters_a_rank_waits_for_its_own_group_only() -> Non
 def test_a_group_starts_when_its_last_rank_is_free() -> None:
     lengths = (100, 10, 40)
     rounds = [[group((0,), [(0,)], lengths), group((1,), [(1,)], lengths)], [group((0, 1), [(2,)], lengths)]]
-    run = evaluate_plan(plan(lengths, 2, rounds, "replicated"), costs(2))
+    run = evaluate_plan(plan(lengths, 2, rounds, "replicated"), counted_costs(2))
     # rank 0 is free after 330; then 40 tokens on two ranks: 3 * 20 + 30 + 300
     assert run.step_s == 330 + 390
     assert run.busy_s == (330 + 390, 60 + 390)
@@ -110,7 +103,9 @@ def test_a_group_starts_when_its_last_rank_is_free() -> None:
 
 def test_a_rank_without_work_runs_one_dummy_token() -> None:
     lengths = (50,)
-    run = evaluate_plan(plan(lengths, 2, [[group((0,), [(0,)], lengths), group((1,), [()], lengths)]], "sharded"), costs(2))
+    run = evaluate_plan(
+        plan(lengths, 2, [[group((0,), [(0,)], lengths), group((1,), [()], lengths)]], "sharded"), counted_costs(2)
+    )
     assert run.step_s == 180
     assert run.busy_s == (180, 33)
 
@@ -121,7 +116,7 @@ def test_the_peak_is_the_fullest_micro_batch_of_each_rank() -> None:
         [group((0, 1), [(0,), (1,)], lengths)],
         [group((0,), [(2,)], lengths), group((1,), [(3,)], lengths)],
     ]
-    model = costs(2)
+    model = counted_costs(2)
     run = evaluate_plan(plan(lengths, 2, rounds, "sharded"), model)
     # round 0 is walked, since it has two chunks (51 + 5 tokens on rank 0 and 50 + 5 on rank 1); round 1: 20 and 200
     (first,) = plan(lengths, 2, rounds, "sharded").micro_batches[0].groups
@@ -137,11 +132,11 @@ def test_fewer_layers_cost_their_share() -> None:
     first = base.micro_batches[0].groups[0]
     half = dataclasses.replace(first.stages[0], parts=(LayerRange(0, MODEL.num_layers // 2),))
     shorter = dataclasses.replace(base, micro_batches=(MicroBatch((dataclasses.replace(first, stages=(half,)),)),))
-    assert evaluate_plan(shorter, costs(1)).step_s == evaluate_plan(base, costs(1)).step_s / 2
+    assert evaluate_plan(shorter, counted_costs(1)).step_s == evaluate_plan(base, counted_costs(1)).step_s / 2
 
 
 def test_every_action_of_every_rank_is_an_event() -> None:
-    run = evaluate_plan(fixture("nested"), costs(4))
+    run = evaluate_plan(fixture("nested"), counted_costs(4))
     assert len(run.events) == 4 * 2 + 2 * 4 + 2 + 2 + 2 * 2
     for rank in range(4):
         events = [event for event in run.events if event.rank == rank]
@@ -155,18 +150,18 @@ def test_every_action_of_every_rank_is_an_event() -> None:
 )
 def test_helpers_parts_and_moves_are_refused_by_name(actions: str, found: str) -> None:
     with pytest.raises(ValueError, match=f"action {found} cannot be evaluated yet"):
-        evaluate_plan(edited("flexsp", micro_batches__1__groups__0__stages__0__actions=actions), costs(4))
+        evaluate_plan(edited("flexsp", micro_batches__1__groups__0__stages__0__actions=actions), counted_costs(4))
 
 
 def test_without_events_there_are_none_and_nothing_else_changes() -> None:
     for name in ("nested", "seq1f1b"):
-        quiet, full = (evaluate_plan(fixture(name), costs(4), with_events=wants) for wants in (False, True))
+        quiet, full = (evaluate_plan(fixture(name), counted_costs(4), with_events=wants) for wants in (False, True))
         assert full.events and dataclasses.replace(full, events=(), exchange_s=()) == quiet
 
 
 def test_a_tiled_loss_costs_no_seconds_and_other_bytes() -> None:
     policy = edited("flexsp", micro_batches__0__groups__0__stages__0__activations=[{"chunk": 0, "tile_tokens": 1024}])
     assert policy.micro_batches[0].groups[0].stages[0].activations == (ActivationPolicy(0, tile_tokens=1024),)
-    found, kept = evaluate_plan(policy, costs(4)), evaluate_plan(edited("flexsp"), costs(4))
+    found, kept = evaluate_plan(policy, counted_costs(4)), evaluate_plan(edited("flexsp"), counted_costs(4))
     assert found.step_s == kept.step_s
     assert found.peak_bytes != kept.peak_bytes

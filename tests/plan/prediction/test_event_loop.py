@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
+from helpers.plans.stage_orders import Stages, interleaved, one_forward_one_backward, with_messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,67 +15,10 @@ from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.types import Action
 from hf_longctx.plan.prediction.event_loop import CopyStep, run_actions, run_copying
 
-Stages = tuple[tuple[Action, ...], ...]
-
-
-def backward_order(num_chunks: int, num_slices: int) -> list[int]:
-    """Sequences in order, the slices of each last to first."""
-    return [i // num_slices * num_slices + num_slices - 1 - i % num_slices for i in range(num_chunks)]
-
-
-def one_forward_one_backward(num_stages: int, num_chunks: int, num_slices: int = 1) -> Stages:
-    """Seq1F1B by its warm-up formula; plain 1F1B for whole sequences."""
-    order = backward_order(num_chunks, num_slices)
-    stages = []
-    for p in range(num_stages):
-        ahead = min(num_stages - p - 2 + num_slices, num_chunks)
-        actions = [Action("F", p, i) for i in range(ahead)]
-        for i in range(num_chunks - ahead):
-            actions += [Action("F", p, ahead + i), Action("B", p, order[i])]
-        stages.append((*actions, *(Action("B", p, i) for i in order[num_chunks - ahead :])))
-    return tuple(stages)
-
 
 def all_forwards_first(num_stages: int, num_chunks: int) -> Stages:
     forwards = [[Action("F", p, i) for i in range(num_chunks)] for p in range(num_stages)]
     return tuple((*f, *(Action("B", p, i) for i in reversed(range(num_chunks)))) for p, f in enumerate(forwards))
-
-
-def interleaved(num_stages: int, num_chunks: int, num_parts: int, num_slices: int = 1) -> Stages:
-    """Rounds of as many chunks as stages, by Megatron's warm-up plus the slices'."""
-    order = backward_order(num_chunks, num_slices)
-    rounds = range(0, num_chunks, num_stages)
-    parts = range(num_parts)
-    forwards = [(i, v) for r in rounds for v in parts for i in range(r, r + num_stages)]
-    backwards = [(i, v) for r in rounds for v in reversed(parts) for i in order[r : r + num_stages]]
-    total = len(forwards)
-    stages = []
-    for p in range(num_stages):
-        ahead = min((num_parts - 1) * num_stages + 2 * (num_stages - 1 - p) + num_slices - 1, total)
-        units = [("F", *unit) for unit in forwards[:ahead]]
-        for i in range(total - ahead):
-            units += [("F", *forwards[ahead + i]), ("B", *backwards[i])]
-        units += [("B", *unit) for unit in backwards[total - ahead :]]
-        stages.append(tuple(Action("F" if kind == "F" else "B", p, i, v) for kind, i, v in units))
-    return tuple(stages)
-
-
-def with_messages(stages: Stages, num_parts: int = 1) -> Stages:
-    """Receives right before and sends right after what they belong to."""
-    last = (len(stages) - 1, num_parts - 1)
-    result = []
-    for actions in stages:
-        full = []
-        for a in actions:
-            place = (a.stage, a.part)
-            receives = place != (0, 0) if a.kind == "F" else place != last
-            sends = place != last if a.kind == "F" else place != (0, 0)
-            kind = "F" if a.kind == "F" else "B"
-            full += [Action(f"R{kind}", a.stage, a.chunk, a.part)] if receives else []  # type: ignore[arg-type]
-            full += [a]
-            full += [Action(f"S{kind}", a.stage, a.chunk, a.part)] if sends else []  # type: ignore[arg-type]
-        result.append(tuple(full))
-    return tuple(result)
 
 
 def unit_s(action: Action) -> float:

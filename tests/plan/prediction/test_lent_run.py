@@ -7,10 +7,10 @@ import itertools
 import random
 
 import pytest
-from helpers.plans.plan_cases import HARDWARE, MODEL, fixture
+from helpers.plans.cost_models import HARDWARE, MODEL, counted_costs
+from helpers.plans.fixture_plans import fixture
 from hypothesis import given
 from hypothesis import strategies as st
-from test_evaluate import costs
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -131,7 +131,7 @@ def test_stages_in_another_order_are_a_deadlock() -> None:
 
 
 def test_the_hand_written_plan_is_evaluated() -> None:
-    lent = evaluate_plan(fixture("multiplexed"), costs(4))
+    lent = evaluate_plan(fixture("multiplexed"), counted_costs(4))
     assert {event.name for event in lent.events if event.rank == 3} >= {"0F0@1:0,1:1", "1F3@0:0,0:1"}
 
 

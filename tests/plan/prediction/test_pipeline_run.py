@@ -7,8 +7,9 @@ import itertools
 import time
 
 import pytest
-from helpers.plans.plan_cases import HARDWARE, MODEL, fixture
-from test_event_loop import Stages, interleaved, one_forward_one_backward, with_messages
+from helpers.plans.cost_models import HARDWARE, MODEL
+from helpers.plans.fixture_plans import fixture
+from helpers.plans.stage_orders import Stages, interleaved, one_forward_one_backward, with_messages
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec

@@ -14,9 +14,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import plan_of, rank_inputs, run_step
-from helpers.ranks.ranks import RankFailure
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.plans.policies import replayed, same_policy
+from helpers.ranks.rank_pool import RankFailure
+from helpers.ranks.rank_steps import rank_inputs, run_step
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -34,47 +37,15 @@ from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import TileInputs
 
-TOLERANCE = 1e-12
 CPU = torch.device("cpu")
 # packed documents of odd lengths, one of a single token
 LENGTHS = [13, 1, 31, 7]
 PAIRS = sum(n * n for n in LENGTHS)
 
 
-def recomputing(attention: float = 0.0, mlp: float = 1.0) -> LayerPolicy:
-    """A replayed layer: shares of attention output and of the MLP's inner tensors that are recomputed, the rest kept."""
-    return LayerPolicy(
-        (
-            TensorShare("attention_output", recompute=attention, device=1 - attention),
-            TensorShare("qkv", recompute=1.0),
-            TensorShare("mlp", recompute=mlp, device=1 - mlp),
-        )
-    )
-
-
 def on_host(recompute: float) -> LayerPolicy:
     """A replayed layer with half of its input, and half of what is kept of its attention output, on the host."""
-    half = (1 - recompute) / 2
-    return LayerPolicy(
-        (
-            TensorShare("layer_input", host=0.5, device=0.5),
-            TensorShare("attention_output", recompute=recompute, host=half, device=half),
-            TensorShare("qkv", recompute=1.0),
-            TensorShare("mlp", recompute=1.0),
-        )
-    )
-
-
-def with_policies(plan: StepPlan, layers: tuple[LayerPolicy, ...], tile_tokens: int) -> StepPlan:
-    """The plan with the same policy for every chunk."""
-
-    def of_group(group: Any) -> Any:
-        policies = tuple(ActivationPolicy(chunk.index, 0, layers, tile_tokens) for chunk in group.chunks)
-        return replace(group, stages=tuple(replace(stage, activations=policies) for stage in group.stages))
-
-    return replace(
-        plan, micro_batches=tuple(MicroBatch(tuple(of_group(group) for group in batch.groups)) for batch in plan.micro_batches)
-    )
+    return replayed(recompute, host=(1 - recompute) / 2, input_host=0.5)
 
 
 @dataclass
@@ -125,7 +96,7 @@ def step(
     engine = ActivationEngine(layers or layer_modules(model))
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), timeout_s=1.0), CPU)
     lengths = [len(row["input_ids"]) for row in rows]
-    plan = with_policies(plan or plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1), policies, tile_tokens)
+    plan = same_policy(plan or plan_of([[(1, tuple(range(len(lengths))))]], lengths, 1), *policies, tile_tokens=tile_tokens)
     with counted(model) as work:
         work.documents = [span.num_tokens for chunk in plan.micro_batches[0].groups[0].chunks for span in chunk.spans]
         num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
@@ -152,14 +123,14 @@ def run(case: ModelCase, policies: tuple[LayerPolicy, ...], tile_tokens: int, le
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
 @pytest.mark.parametrize("tile_tokens", [0, 1, 16, 64])
 def test_attention_runs_once_and_the_mlp_twice(family: str, tile_tokens: int) -> None:
-    work = run(ModelCase(family, promoted=True), (recomputing(),) * 2, tile_tokens, LENGTHS)
+    work = run(ModelCase(family, promoted=True), (replayed(),) * 2, tile_tokens, LENGTHS)
     assert work.pairs == 2 * PAIRS
     assert work.mlp_tokens == [2 * sum(LENGTHS)] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_recomputed_share_of_attention_is_its_front(family: str) -> None:
-    work = run(ModelCase(family, promoted=True), (recomputing(0.5), recomputing(1.0)), 8, LENGTHS)
+    work = run(ModelCase(family, promoted=True), (replayed(0.5), replayed(1.0)), 8, LENGTHS)
     # packed long ones first: half of 52 tokens are 26 of the document of 31
     assert work.documents == [31, 13, 7, 1]
     assert work.pairs == 2 * PAIRS + 26**2 + PAIRS
@@ -168,19 +139,19 @@ def test_the_recomputed_share_of_attention_is_its_front(family: str) -> None:
 
 @pytest.mark.parametrize("tile_tokens", [0, 8])
 def test_the_kept_share_of_the_mlp_runs_once(tile_tokens: int) -> None:
-    work = run(ModelCase(promoted=True), (recomputing(mlp=0.25), recomputing(mlp=0.0)), tile_tokens, LENGTHS)
+    work = run(ModelCase(promoted=True), (replayed(mlp=0.25), replayed(mlp=0.0)), tile_tokens, LENGTHS)
     assert work.mlp_tokens == [52 + 13, 52]
 
 
 def test_layers_that_keep_everything_are_not_replayed() -> None:
-    work = run(ModelCase(promoted=True), (LayerPolicy(), recomputing()), 8, LENGTHS)
+    work = run(ModelCase(promoted=True), (LayerPolicy(), replayed()), 8, LENGTHS)
     # the first layer's attention is not of the kind that is counted
     assert work.pairs == PAIRS
     assert work.mlp_tokens == [52, 2 * 52]
 
 
 def test_layers_beyond_the_list_keep_everything() -> None:
-    work = run(ModelCase(promoted=True), (recomputing(),), 8, LENGTHS)
+    work = run(ModelCase(promoted=True), (replayed(),), 8, LENGTHS)
     assert work.mlp_tokens == [2 * 52, 52]
 
 
@@ -188,7 +159,7 @@ def test_layers_beyond_the_list_keep_everything() -> None:
 @given(st.data())
 def test_random_policies_match(data: st.DataObject) -> None:
     shares = st.floats(0, 1).map(lambda share: round(share, 3))
-    layers = tuple(recomputing(data.draw(shares), data.draw(shares)) for _ in range(2))
+    layers = tuple(replayed(data.draw(shares), mlp=data.draw(shares)) for _ in range(2))
     family = data.draw(st.sampled_from(["llama", "qwen3"]))
     # never only a token or two, whose queries have gradients that are rounding noise
     lengths = [17, *data.draw(st.lists(st.sampled_from([1, 2, 3, 7, 12, 31]), max_size=3))]
@@ -233,7 +204,7 @@ def test_a_norm_behind_the_mlp_costs_a_third_forward() -> None:
     rows, plain, model = random_rows(LENGTHS), post_norm_model(), post_norm_model()
     expected_loss, expected = reference_step(plain, rows)
     layers = tuple(replace(modules, mlp=modules.mlp.inner) for modules in layer_modules(model))
-    loss, work = step(model, layers, rows, (recomputing(),) * 2, 8)
+    loss, work = step(model, layers, rows, (replayed(),) * 2, 8)
     assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
     assert worst_error(model, expected) <= TOLERANCE
     assert (work.pairs, work.mlp_tokens) == (2 * PAIRS, [3 * 52] * 2)
@@ -252,7 +223,7 @@ def test_several_chunks_may_be_in_flight_in_any_order() -> None:
         stage = replace(group.stages[0], actions=actions)
         plan = replace(base, micro_batches=(MicroBatch((replace(group, chunks=chunks, stages=(stage,)),)),))
         model = build_model(ModelCase(promoted=True))
-        loss, _ = step(model, None, rows, (recomputing(0.5, 0.5), recomputing()), 8, plan)
+        loss, _ = step(model, None, rows, (replayed(0.5, mlp=0.5), replayed()), 8, plan)
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert worst_error(model, expected) <= TOLERANCE
 
@@ -265,7 +236,7 @@ def test_a_second_backward_recomputes_and_stays_right() -> None:
     plan = plan_of([[(1, (0,))]], [23], 1)
     (chunk,) = rank_inputs(plan, rows, 0)["chunks"][0]
     (group,) = plan.micro_batches[0].groups
-    policy = ActivationPolicy(0, 0, (recomputing(0.5, 0.5),) * 2, 8)
+    policy = ActivationPolicy(0, 0, (replayed(0.5, mlp=0.5),) * 2, 8)
     pool, activations = GroupPool((1,), timeout_s=1.0), engine.begin(policy)
     context = replace(pool.context(group, group.chunks[0]), activations=activations)
     with activations.running():
@@ -280,12 +251,12 @@ def test_a_second_backward_recomputes_and_stays_right() -> None:
 @pytest.mark.parametrize("num_ranks,method", [(2, "ulysses"), (2, "ring")])
 def test_sequence_groups_match(ranks, num_ranks: int, method: str) -> None:
     share = 0.5 if method == "ulysses" else 1.0
-    layers = (on_host(0.25 if method == "ulysses" else 0.0), recomputing(share, 0.5))
+    layers = (on_host(0.25 if method == "ulysses" else 0.0), replayed(share, mlp=0.5))
     lengths = [41, 3, 19, 7]
     plan = plan_of([[(num_ranks, (0, 1, 2, 3))]], lengths, num_ranks, ulysses=1 if method == "ring" else 0)
     rows = random_rows(lengths)
     expected_loss, expected = reference_step(build_model(ModelCase()), rows)
-    for loss, gradients in run_step(ranks(num_ranks), ModelCase(), with_policies(plan, layers, 8), rows):
+    for loss, gradients in run_step(ranks(num_ranks), ModelCase(), same_policy(plan, *layers, tile_tokens=8), rows):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
 
@@ -296,8 +267,8 @@ def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     plan = plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], lengths, 2, parameters=parameters)
     rows = random_rows(lengths)
     expected_loss, expected = reference_step(build_model(ModelCase()), rows)
-    layers = (recomputing(0.5, 0.5), on_host(0.25))
-    for loss, gradients in run_step(ranks(2), ModelCase(), with_policies(plan, layers, 8), rows):
+    layers = (replayed(0.5, mlp=0.5), on_host(0.25))
+    for loss, gradients in run_step(ranks(2), ModelCase(), same_policy(plan, *layers, tile_tokens=8), rows):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
 
@@ -312,7 +283,7 @@ def test_half_precision_under_autocast_is_as_close_as_plain() -> None:
     dtypes = set()
     for layer in model.model.layers:
         layer.mlp.up_proj.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
-    step(model, None, rows, (recomputing(0.5, 0.5),) * 2, 8)
+    step(model, None, rows, (replayed(0.5, mlp=0.5),) * 2, 8)
     # tiles run again in backward, which restores no autocast by itself
     assert dtypes == {torch.bfloat16}
     for name, parameter in model.named_parameters():
@@ -342,7 +313,7 @@ def test_adapters_match() -> None:
     patch_model(model.base_model.model)
     engine = ActivationEngine(layer_modules(model))
     executor = StepExecutor(whole_model(model, 2), GroupPool((1,), timeout_s=1.0), CPU)
-    plan = with_policies(plan_of([[(1, (0, 1, 2, 3))]], LENGTHS, 1), (recomputing(0.5, 0.5), recomputing()), 8)
+    plan = same_policy(plan_of([[(1, (0, 1, 2, 3))]], LENGTHS, 1), replayed(0.5, mlp=0.5), replayed(), tile_tokens=8)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
     assert float(result.loss) == pytest.approx(expected_loss, rel=TOLERANCE)
@@ -377,7 +348,7 @@ def test_a_policy_of_another_model_is_refused() -> None:
 def test_a_ring_recomputes_attention_wholly_or_not_at_all(ranks) -> None:
     plan = plan_of([[(2, (0,))]], [23], 2, ulysses=1)
     with pytest.raises(RankFailure, match="a ring of 2 blocks cannot"):
-        run_step(ranks(2), ModelCase(), with_policies(plan, (recomputing(0.5),), 0), random_rows([23]))
+        run_step(ranks(2), ModelCase(), same_policy(plan, replayed(0.5), tile_tokens=0), random_rows([23]))
 
 
 def test_unbinding_leaves_nothing_behind() -> None:
@@ -405,7 +376,7 @@ def test_a_kept_output_that_is_slightly_off_is_noticed() -> None:
         return kept and replace(kept, out_ShE=kept.out_ShE * (1 + 1e-6))
 
     with patch.object(attention_record.AttentionRecord, "take", take), pytest.raises(AssertionError):
-        run(ModelCase(promoted=True), (recomputing(),) * 2, 8, LENGTHS)
+        run(ModelCase(promoted=True), (replayed(),) * 2, 8, LENGTHS)
 
 
 def test_an_unfilled_output_that_is_read_is_noticed() -> None:
@@ -419,7 +390,7 @@ def test_an_unfilled_output_that_is_read_is_noticed() -> None:
         return token_tiles._Tokenwise.apply(x, run, tile_tokens, record, unfilled, *parameters)
 
     with patch.object(engine_module, "tokenwise", leave_unfilled):
-        step(model, layers, rows, (recomputing(),) * 2, 8)
+        step(model, layers, rows, (replayed(),) * 2, 8)
     assert not worst_error(model, expected) <= TOLERANCE
 
 
@@ -446,7 +417,7 @@ def test_a_model_whose_layers_do_not_pass_the_door_is_refused() -> None:
     executor = StepExecutor(whole_model(model.eval(), num_attention_layers(model)), GroupPool((1,), timeout_s=1.0), CPU)
     plan = plan_of([[(1, (0,))]], [13], 1)
     ((group, stage),) = plan.for_rank(0).rounds
-    stage = replace(stage, activations=(ActivationPolicy(0, 0, (recomputing(),) * 2),))
+    stage = replace(stage, activations=(ActivationPolicy(0, 0, (replayed(),) * 2),))
     plan = replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
     batch = rank_inputs(plan, random_rows([13]), 0)
     with pytest.raises(RuntimeError, match="0 of 2 layers ran under the activation policy"):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.measures.copies import LateCopies
-from helpers.measures.engines import EngineStep
-from helpers.models.models import ModelCase, build_model, relative_error
+from helpers.measures.engine_steps import EngineStep
+from helpers.measures.late_copies import LateCopies
+from helpers.models.reference import TOLERANCE, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,7 +20,6 @@ from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.activations.engine import LayerSlot
 from hf_longctx.runtime.activations.host_tier import HostSlab, HostTier, PlainCopies, SplitTensor, block_bytes
 
-TOLERANCE = 1e-12
 CPU = torch.device("cpu")
 LENGTHS = [13, 1, 31, 7]
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.models.models import VOCAB_SIZE, ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import plan_of, run_step
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_steps import run_step
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +23,6 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.output_head import OutputHead, check_untouched
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, summed_cross_entropy
 
-TOLERANCE = 1e-12
 NUM_TOKENS = 23
 MASKS: dict[str, tuple[int, ...]] = {
     "none": (),

@@ -5,30 +5,31 @@ Counted is what really runs: tokens that a projection multiplies by its weights 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers.measures.copies import LateCopies
-from helpers.measures.engines import EngineStep, counted
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import plan_of, run_step
+from helpers.measures.engine_steps import EngineStep, counted
+from helpers.measures.late_copies import LateCopies
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.plans.policies import same_policy
+from helpers.ranks.rank_steps import run_step
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, TensorShare
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.activations.projection_record import ProjectionRecord, _Projection
 
-TOLERANCE = 1e-12
 # packed documents of odd lengths, one of a single token
 LENGTHS = [13, 1, 31, 7]
 NUM_TOKENS = sum(LENGTHS)
@@ -170,17 +171,6 @@ def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pyte
     assert log == ["back", "back", "back", "read", "back", "read", "back", "read", "back", "read", "read", "read"]
 
 
-def with_policies(plan: StepPlan, layers: tuple[LayerPolicy, ...]) -> StepPlan:
-    """The plan with the same policy for every chunk."""
-
-    def of_group(group: Any) -> Any:
-        policies = tuple(ActivationPolicy(chunk.index, 0, layers, 8) for chunk in group.chunks)
-        return replace(group, stages=tuple(replace(stage, activations=policies) for stage in group.stages))
-
-    batches = tuple(MicroBatch(tuple(of_group(group) for group in batch.groups)) for batch in plan.micro_batches)
-    return replace(plan, micro_batches=batches)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_sequence_groups_match(ranks, method: str, family: str) -> None:
@@ -189,7 +179,7 @@ def test_sequence_groups_match(ranks, method: str, family: str) -> None:
     rows = random_rows(lengths)
     expected_loss, expected = reference_step(build_model(ModelCase(family)), rows)
     layers = (keeping(0.25, 0.5), LayerPolicy((share("attention_output", 1.0), share("mlp", 0.5))))
-    for loss, gradients in run_step(ranks(2), ModelCase(family), with_policies(plan, layers), rows):
+    for loss, gradients in run_step(ranks(2), ModelCase(family), same_policy(plan, *layers, tile_tokens=8), rows):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
 
@@ -201,7 +191,7 @@ def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     rows = random_rows(lengths)
     expected_loss, expected = reference_step(build_model(ModelCase("qwen2")), rows)
     layers = (keeping(0.5, 0.25), keeping())
-    for loss, gradients in run_step(ranks(2), ModelCase("qwen2"), with_policies(plan, layers), rows):
+    for loss, gradients in run_step(ranks(2), ModelCase("qwen2"), same_policy(plan, *layers, tile_tokens=8), rows):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
 

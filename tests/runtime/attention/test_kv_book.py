@@ -8,148 +8,61 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.sliced import Chunks, Rows, cut, leaf_step, random_slicings, sliced_plan
-from helpers.plans.steps import rank_inputs, run_step
+from helpers.measures.leaf_slices import leaf_step
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error, worst_error
+from helpers.models.tiny_models import HEAD_DIM, NUM_KV, NUM_LAYERS, ModelCase, build_model, with_lora
+from helpers.plans.sliced_plans import CUTS, PACKINGS, Chunks, cut, random_slicings, sliced_plan
+from helpers.ranks.lone_steps import check_lone_step, lone_step, patched_model
+from helpers.ranks.rank_steps import rank_inputs, run_step
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from hf_longctx.hf.data import collator
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.sharding import HeadShare
-from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.attention import chunk
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.execution.checks import refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.results import StepResult
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores
 
-# the tolerance of test_equality.py
-TOLERANCE = 1e-12
 CPU = torch.device("cpu")
-NUM_LAYERS, NUM_KV, HEAD_DIM = 2, 2, 8
-
-# name -> sizes of the slices of one sequence of 96 tokens
-CUTS = {
-    "whole": [96],
-    **{f"{count} equal slices": [96 // count] * count for count in (2, 3, 4, 6, 8, 12, 16)},
-    "decreasing": [41, 29, 17, 9],
-    "with a slice of one token": [60, 1, 30, 5],
-    "one token first": [1, 95],
-    "one token last": [95, 1],
-    "ones at both ends": [1, 1, 92, 1, 1],
-}
-
-# name -> (lengths, chunks, words, whether the validator lets such a plan through)
-PACKINGS: dict[str, tuple[list[int], Chunks, str, bool]] = {
-    "a hybrid: the tail and whole sequences": (
-        [30, 7, 5],
-        [*([span] for span in cut(0, [12, 11])), [(0, 23, 30), (1, 0, 7), (2, 0, 5)]],
-        "",
-        True,
-    ),
-    "slices, hybrids and packs": (
-        [70, 33, 12, 9, 20, 5, 41],
-        [
-            *[[(0, 0, 30)], [(0, 30, 55)], [(0, 55, 70), (2, 0, 12), (5, 0, 5)]],
-            *[[(6, 0, 26), (3, 0, 9)], [(6, 26, 41), (4, 0, 20)], [(1, 0, 33)]],
-        ],
-        "",
-        True,
-    ),
-    "a sequence goes on behind chunks of others": (
-        [20, 9, 17, 6],
-        [[(0, 0, 8)], [(1, 0, 9)], [(2, 0, 10)], [(0, 8, 20), (3, 0, 6)], [(2, 10, 17)]],
-        "",
-        True,
-    ),
-    "sequences one after the other": (
-        [20, 17],
-        [[(0, 0, 8)], [(0, 8, 20)], [(1, 0, 10)], [(1, 10, 17)]],
-        "0F0 0F1 0B1 0F2 0B0 0F3 0B3 0B2",
-        True,
-    ),
-    "a whole sequence in front": ([24, 16], [[(0, 0, 9)], [(0, 9, 24)], [(1, 0, 16)]], "0F2 0F0 0F1 0B1 0B2 0B0", True),
-    "a packed row cut inside documents": (
-        [40, 17, 39],
-        [[(0, 0, 25)], [(0, 25, 40), (1, 0, 17), (2, 0, 3)], [(2, 3, 23)], [(2, 23, 39)]],
-        "",
-        False,
-    ),
-}
-
-
-def lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) -> tuple[StepResult, dict[str, Tensor]]:
-    """A step of a one-rank plan in this process, through collator and executor."""
-    model = model if model is not None else patched_model(case)
-    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
-    executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
-    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels)
-    return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def patched_model(case: ModelCase, use_reentrant: bool | None = None) -> Any:
-    """The model of a case under plans; with its layers checkpointed unless `use_reentrant` is None."""
-    model = build_model(case)
-    patch_model(model)
-    if use_reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
-        model.enable_input_require_grads()
-    return model
-
-
-def worst(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> float:
-    """The largest relative error of loss and gradients."""
-    assert found[1].keys() == expected[1].keys()
-    errors = [relative_error(found[1][name], gradient) for name, gradient in expected[1].items()]
-    return max(abs(found[0] - expected[0]) / max(abs(expected[0]), 1.0), *errors)
-
-
-def check(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) -> StepResult:
-    """Asserts the loss and gradients of one plain process for a one-rank plan."""
-    result, gradients = lone_step(case, plan, rows, model)
-    assert worst((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
-    return result
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", CUTS)
 def test_slices_of_one_sequence_match_one_plain_process(name: str, family: str) -> None:
     spans = cut(0, CUTS[name])
-    check(ModelCase(family), sliced_plan([96], [[span] for span in spans]), random_rows([96]))
+    check_lone_step(ModelCase(family), sliced_plan([96], [[span] for span in spans]), random_rows([96]))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", PACKINGS)
 def test_slices_among_other_sequences_match(name: str, family: str) -> None:
     lengths, chunks, words, validated = PACKINGS[name]
-    check(ModelCase(family), sliced_plan(lengths, chunks, words, validated=validated), random_rows(lengths))
+    check_lone_step(ModelCase(family), sliced_plan(lengths, chunks, words, validated=validated), random_rows(lengths))
 
 
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (6, 3)])
 def test_grouped_query_heads_match(num_heads: int, num_kv_heads: int) -> None:
     plan = sliced_plan([40, 7], [[(0, 0, 15)], [(0, 15, 16)], [(0, 16, 40), (1, 0, 7)]])
-    check(ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), plan, random_rows([40, 7]))
+    check_lone_step(ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), plan, random_rows([40, 7]))
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
 def test_scaled_rope_goes_on_where_the_last_slice_ended(rope_type: str) -> None:
     plan = sliced_plan([60], [[span] for span in cut(0, [23, 30, 7])])
-    check(ModelCase(rope_type=rope_type), plan, random_rows([60]))
+    check_lone_step(ModelCase(rope_type=rope_type), plan, random_rows([60]))
 
 
 @pytest.mark.parametrize("masked", [(0,), (0, 1, 2)])
 def test_slices_without_labels_pass_on_no_gradient(masked: tuple[int, ...]) -> None:
     lengths, chunks, words, _ = PACKINGS["a hybrid: the tail and whole sequences"]
-    check(ModelCase(), sliced_plan(lengths, chunks, words), random_rows(lengths, masked=masked))
+    check_lone_step(ModelCase(), sliced_plan(lengths, chunks, words), random_rows(lengths, masked=masked))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -158,9 +71,9 @@ def test_checkpointed_layers_match_and_run_attention_twice(name: str, use_reentr
     lengths, chunks, words, validated = PACKINGS[name]
     plan, rows = sliced_plan(lengths, chunks, words, validated=validated), random_rows(lengths)
     with patch.object(chunk, "rows_forward", side_effect=chunk.rows_forward) as counted:
-        plain = check(ModelCase(), plan, rows)
+        plain = check_lone_step(ModelCase(), plan, rows)
         num_calls = counted.call_count
-        checkpointed = check(ModelCase(), plan, rows, patched_model(ModelCase(), use_reentrant))
+        checkpointed = check_lone_step(ModelCase(), plan, rows, patched_model(ModelCase(), use_reentrant))
     assert counted.call_count == 3 * num_calls > 0
     assert checkpointed.memory.kv_book == plain.memory.kv_book
 
@@ -169,7 +82,7 @@ def test_some_checkpointed_layers_match() -> None:
     model = patched_model(ModelCase(), use_reentrant=False)
     model.model.layers[0].gradient_checkpointing = False
     lengths, chunks, words, _ = PACKINGS["slices, hybrids and packs"]
-    check(ModelCase(), sliced_plan(lengths, chunks, words), random_rows(lengths), model)
+    check_lone_step(ModelCase(), sliced_plan(lengths, chunks, words), random_rows(lengths), model)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -179,7 +92,7 @@ def test_the_book_equals_keys_and_values_as_leaves(name: str, checkpointed: bool
     plan, rows = sliced_plan(lengths, chunks, words, validated=validated), random_rows(lengths)
     expected = leaf_step(ModelCase(), plan, rows, checkpointed)
     result, gradients = lone_step(ModelCase(), plan, rows, patched_model(ModelCase(), False if checkpointed else None))
-    assert worst((float(result.loss), gradients), expected) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), expected) <= TOLERANCE
 
 
 # promoted norms: a random search would at times meet a value on the edge between two fp32 numbers
@@ -190,18 +103,7 @@ def test_random_cuts_chunks_and_orders_match(
 ) -> None:
     lengths, chunks, words = slicing
     case = ModelCase(promoted=True)
-    check(case, sliced_plan(lengths, chunks, words), random_rows(lengths), patched_model(case, use_reentrant))
-
-
-def with_lora(model: Any) -> Any:
-    """The model frozen but for adapters of its queries, keys and MLP, which are not zero."""
-    settings = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "down_proj"], task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, settings, autocast_adapter_dtype=False).double()
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
-    return adapted
+    check_lone_step(case, sliced_plan(lengths, chunks, words), random_rows(lengths), patched_model(case, use_reentrant))
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
@@ -210,7 +112,7 @@ def test_lora_matches(use_reentrant: bool | None) -> None:
     plan, rows = sliced_plan(lengths, chunks, words), random_rows(lengths)
     result, gradients = lone_step(ModelCase(), plan, rows, with_lora(patched_model(ModelCase(), use_reentrant)))
     expected = reference_step(with_lora(build_model(ModelCase())), rows)
-    assert worst((float(result.loss), gradients), expected) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -221,7 +123,7 @@ def test_bf16_is_as_near_to_fp64_in_slices_as_without(autocast: bool) -> None:
 
     def error(chunks: Chunks) -> float:
         result, gradients = lone_step(case, sliced_plan([30, 5], chunks), rows)
-        return worst((float(result.loss), {name: x.double() for name, x in gradients.items()}), expected)
+        return worst_error((float(result.loss), {name: x.double() for name, x in gradients.items()}), expected)
 
     # 30 slices of one token have an error of 0.024 to 0.025, one chunk one of 0.026 to 0.028
     assert error([*([span] for span in cut(0, [1] * 30)), [(1, 0, 5)]]) <= 1.5 * error([[(0, 0, 30), (1, 0, 5)]])
@@ -248,7 +150,7 @@ def test_ulysses_groups_run_slices_of_their_heads(ranks, num_ranks: int, num_hea
     rows = random_rows(lengths)
     expected = reference_step(build_model(case), rows)
     for found in run_step(ranks(num_ranks), case, sliced_plan(lengths, chunks, num_ranks=num_ranks), rows):
-        assert worst(found, expected) <= TOLERANCE
+        assert worst_error(found, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
@@ -257,7 +159,7 @@ def test_sharded_parameters_run_slices(ranks, parameters: Any) -> None:
     plan = sliced_plan(lengths, [[(0, 0, 12)], [(0, 12, 30), (1, 0, 7)]], num_ranks=2, parameters=parameters)
     expected = reference_step(build_model(ModelCase()), rows)
     for found in run_step(ranks(2), ModelCase(), plan, rows):
-        assert worst(found, expected) <= TOLERANCE
+        assert worst_error(found, expected) <= TOLERANCE
 
 
 # what goes wrong, and what the check must notice
@@ -308,7 +210,7 @@ def test_planted_bug_is_noticed(bug: str) -> None:
 
     def run_both() -> None:
         for rows in steps:
-            check(ModelCase(), plan, rows)
+            check_lone_step(ModelCase(), plan, rows)
 
     if not bug:
         run_both()
@@ -378,7 +280,7 @@ def test_the_book_takes_the_bytes_that_its_docstring_says() -> None:
 
 
 def test_a_plan_without_slices_leaves_the_book_alone() -> None:
-    assert check(ModelCase(), sliced_plan([9, 5], [[(0, 0, 9)], [(1, 0, 5)]]), random_rows([9, 5])).memory.kv_book == 0
+    assert check_lone_step(ModelCase(), sliced_plan([9, 5], [[(0, 0, 9)], [(1, 0, 5)]]), random_rows([9, 5])).memory.kv_book == 0
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
@@ -403,7 +305,7 @@ def test_frozen_layers_free_their_part_of_the_book() -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.1.mlp" in name or "lm_head" in name)
     result, gradients = lone_step(ModelCase(), plan, rows, models[0])
-    assert worst((float(result.loss), gradients), reference_step(models[1], rows)) <= TOLERANCE
+    assert worst_error((float(result.loss), gradients), reference_step(models[1], rows)) <= TOLERANCE
     # no layer's attention ran backward
     assert result.memory.kv_book == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 30 * 8
 

@@ -7,11 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import plan_of
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS, plan_of
+from helpers.ranks.rank_steps import check_layout_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equality import LAYOUTS, TOLERANCE, check
 
 from hf_longctx.plan.core.sharding import block_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
@@ -30,18 +31,18 @@ RINGS = {
 @pytest.mark.parametrize("name", RINGS)
 def test_ring_matches_one_plain_process(ranks, name: str, family: str) -> None:
     num_ranks, layout, lengths = RINGS[name]
-    check(ranks(num_ranks), ModelCase(family), layout, lengths, ulysses=1)
+    check_layout_step(ranks(num_ranks), ModelCase(family), layout, lengths, ulysses=1)
 
 
 def test_ring_and_ulysses_stand_beside_each_other(ranks) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
-    check(ranks(num_ranks), ModelCase(), layout, lengths, rings="second")
+    check_layout_step(ranks(num_ranks), ModelCase(), layout, lengths, rings="second")
 
 
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (1, 1)])
 def test_ring_asks_nothing_of_the_heads(ranks, num_heads: int, num_kv_heads: int) -> None:
     num_ranks, layout, lengths = RINGS["<4>"]
-    check(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, ulysses=1)
+    check_layout_step(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths, ulysses=1)
 
 
 def test_plain_matrices_match_too(ranks) -> None:
@@ -55,7 +56,7 @@ def test_plain_matrices_match_too(ranks) -> None:
 
 def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
     """One step whose blocks run as on a device without the CPU's operator."""
-    from helpers.plans.steps import step_on_rank
+    from helpers.ranks.rank_steps import step_on_rank
 
     from hf_longctx.plan.core.serialize import plan_to_json
 
@@ -81,7 +82,7 @@ PLANTED = {
 
 
 def step_with_bug(name: str, plan: Any, rows: Any) -> dict[str, torch.Tensor]:
-    from helpers.plans.steps import step_on_rank
+    from helpers.ranks.rank_steps import step_on_rank
 
     from hf_longctx.plan.core.serialize import plan_to_json
 

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models.models import relative_error
-from helpers.plans.steps import group_pool
+from helpers.models.reference import relative_error
+from helpers.ranks.rank_steps import group_pool
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.pipelines import pipeline_plan
-from helpers.plans.steps import group_pool, plan_of, rank_inputs, run_step
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.ranks.rank_steps import group_pool, rank_inputs, run_step
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
@@ -28,7 +30,6 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
 CPU = torch.device("cpu")
 # the tolerance of test_equality.py
-TOLERANCE = 1e-12
 
 
 def fixture(name: str, **changes: Any) -> StepPlan:

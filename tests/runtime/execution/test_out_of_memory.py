@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows
-from helpers.plans.steps import plan_of, rank_inputs
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_steps import rank_inputs
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.runtime.execution.executor import StepExecutor

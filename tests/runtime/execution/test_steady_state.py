@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.measures.planted import replaced
-from helpers.models.models import ModelCase, build_model, random_rows
-from helpers.plans import steps
-from helpers.plans.steps import group_pool, plan_of, rank_inputs
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks import rank_steps
+from helpers.ranks.rank_steps import group_pool, rank_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
@@ -74,7 +76,7 @@ def test_no_operator_of_a_step_waits_for_the_device(ranks, ulysses: int) -> None
 def test_a_step_that_waits_is_noticed() -> None:
     plan = plan_of([[(1, (0,))]], [9], 1)
     with (
-        patch.object(steps.dist, "get_world_size", lambda: 1),
-        patch.object(steps.dist, "new_group", lambda **kwargs: None),
+        patch.object(rank_steps.dist, "get_world_size", lambda: 1),
+        patch.object(rank_steps.dist, "new_group", lambda **kwargs: None),
     ):
         assert "_local_scalar_dense" in operators_of_a_step(plan, random_rows([9]), True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models.models import relative_error
-from helpers.ranks.staged_ranks import new_optimizer, rank_stage, train_stage, whole_training
+from helpers.models.reference import relative_error
+from helpers.trainers.stage_training import new_optimizer, rank_stage, train_stage, whole_training
 from torch import Tensor
 
 MAX_NORM = 50.0

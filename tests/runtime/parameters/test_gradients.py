@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.plans.steps import group_pool
+from helpers.ranks.rank_steps import group_pool
 from torch import Tensor, nn
 
 from hf_longctx.runtime.parameters import gradients as gradients_module

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import group_pool, mesh, plan_of, rank_inputs, run_step, step_on_rank, whole
+from helpers.models.reference import BF16_BAND, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import CHUNK_LENGTHS, FBFBFB, FFBFBB, FFFBBB, LAYOUTS, chunks_plan, plan_of, random_steps
+from helpers.ranks.rank_steps import check_step, group_pool, mesh, rank_inputs, run_step, step_on_rank, whole
 from hypothesis import HealthCheck, Phase, given, settings
-from test_equality import LAYOUTS, TOLERANCE, random_steps
-from test_precision import BAND
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, Parameters, Span, StepPlan
-from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.core.types import Parameters, StepPlan
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import ShardedParameters, shard_mesh, shard_model
@@ -31,23 +29,12 @@ MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_round")
 NAMES = [name for name, (num_ranks, _, _) in LAYOUTS.items() if num_ranks > 1]
 
 
-def check(pool: Any, case: ModelCase, plan: StepPlan, lengths: list[int], shard_ranks: int = 0) -> None:
-    """Asserts that every rank ends with the loss and gradients of the plain reference."""
-    rows = random_rows(lengths)
-    expected_loss, expected = reference_step(build_model(case), rows)
-    for loss, gradients in run_step(pool, case, plan, rows, shard_ranks=shard_ranks):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        assert gradients.keys() == expected.keys()
-        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
-        assert max(errors.values()) <= TOLERANCE, errors
-
-
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_layout_matches_one_plain_process(ranks, name: str, parameters: Parameters) -> None:
     num_ranks, layout, lengths = LAYOUTS[name]
     plan = plan_of(layout, lengths, num_ranks, parameters=parameters)
-    check(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
+    check_step(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
 
 
 @pytest.mark.parametrize("parameters", MODES)
@@ -55,7 +42,7 @@ def test_layout_matches_one_plain_process(ranks, name: str, parameters: Paramete
 def test_rings_match(ranks, ulysses: int, rings: str, parameters: Parameters) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
     plan = plan_of(layout, lengths, num_ranks, ulysses, rings, parameters)
-    check(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
+    check_step(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
 
 
 @pytest.mark.parametrize("parameters", MODES)
@@ -64,7 +51,7 @@ def test_rings_match(ranks, ulysses: int, rings: str, parameters: Parameters) ->
 def test_shards_inside_a_node_with_copies_across_match(ranks, name: str, tied: bool, parameters: Parameters) -> None:
     num_ranks, layout, lengths = LAYOUTS[name]
     plan = plan_of(layout, lengths, num_ranks, parameters=parameters)
-    check(ranks(num_ranks), ModelCase(promoted=True, tied=tied), plan, lengths, shard_ranks=2)
+    check_step(ranks(num_ranks), ModelCase(promoted=True, tied=tied), plan, lengths, shard_ranks=2)
 
 
 @pytest.mark.parametrize("parameters", MODES)
@@ -72,25 +59,7 @@ def test_shards_inside_a_node_with_copies_across_match(ranks, name: str, tied: b
 def test_every_admitted_class_matches_with_tied_embeddings(ranks, family: str, parameters: Parameters) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]
     plan = plan_of(layout, lengths, num_ranks, parameters=parameters)
-    check(ranks(num_ranks), ModelCase(family, promoted=True, tied=True), plan, lengths)
-
-
-def chunks_plan(orders: tuple[str, str], parameters: Parameters) -> StepPlan:
-    """Two ranks, each with three chunks of one sequence in the first micro-batch and one chunk in the second.
-
-    `orders`: the order of the actions of each rank.
-    """
-    plan = plan_of([[(1, (0, 1, 2)), (1, (3, 4, 5))], [(2, (6,))]], CHUNK_LENGTHS, 2)
-    groups = []
-    for group, order in zip(plan.micro_batches[0].groups, orders, strict=True):
-        chunks = tuple(Chunk(i, (Span(s.sequence, 0, s.stop),)) for i, s in enumerate(group.chunks[0].spans))
-        stage = replace(group.stages[0], actions=tuple(Action.parse(word) for word in order.split()))
-        groups.append(replace(group, chunks=chunks, stages=(stage,)))
-    return validate_plan(replace(plan, parameters=parameters, micro_batches=(MicroBatch(tuple(groups)), plan.micro_batches[1])))
-
-
-CHUNK_LENGTHS = [13, 7, 5, 17, 3, 2, 19]
-FFFBBB, FBFBFB, FFBFBB = "0F0 0F1 0F2 0B2 0B1 0B0", "0F0 0B0 0F1 0B1 0F2 0B2", "0F0 0F1 0B1 0F2 0B2 0B0"
+    check_step(ranks(num_ranks), ModelCase(family, promoted=True, tied=True), plan, lengths)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +75,7 @@ FFFBBB, FBFBFB, FFBFBB = "0F0 0F1 0F2 0B2 0B1 0B0", "0F0 0B0 0F1 0B1 0F2 0B2", "
     ],
 )
 def test_several_chunks_of_a_round_match(ranks, orders: tuple[str, str], parameters: Parameters) -> None:
-    check(ranks(2), ModelCase(promoted=True), chunks_plan(orders, parameters), CHUNK_LENGTHS)
+    check_step(ranks(2), ModelCase(promoted=True), chunks_plan(orders, parameters), CHUNK_LENGTHS)
 
 
 @pytest.mark.parametrize("parameters", MODES)
@@ -120,7 +89,7 @@ def test_bf16_weights_stay_in_the_band_of_plain_bf16(ranks, parameters: Paramete
     (loss, found), *_ = run_step(ranks(num_ranks), case, plan, rows, shard_ranks=shard_ranks)
     assert loss == pytest.approx(exact_loss, rel=5e-3)
     errors = [max(relative_error(g[name].double(), exact[name]) for name in exact) for g in (found, plain)]
-    assert errors[0] <= min(BAND, 1.5 * errors[1] + 5e-3)
+    assert errors[0] <= min(BF16_BAND, 1.5 * errors[1] + 5e-3)
 
 
 def accumulated(num_rounds: int, num_chunks: int, fp32_gradients: bool) -> float:
@@ -153,7 +122,7 @@ def test_random_plans_match(ranks, parameters: Parameters) -> None:
     @given(random_steps(4))
     def matches(step: tuple[list, list[int]]) -> None:
         plan = plan_of(*step, 4, parameters=parameters)
-        check(ranks(4), ModelCase(promoted=True), plan, step[1], shard_ranks=2)
+        check_step(ranks(4), ModelCase(promoted=True), plan, step[1], shard_ranks=2)
 
     matches()
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.plans.steps import group_pool
+from helpers.ranks.rank_steps import group_pool
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import COST_KINDS, check_layout, cost_model, layout_seconds, least_seconds
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import check_layout, layout_seconds, least_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

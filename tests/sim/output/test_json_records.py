@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from helpers.plans.sim_cases import MEMORY, cost_model, scenario
-from test_forecast import LENGTHS, forecast
+from helpers.plans.forecasts import LENGTHS, MEMORY, cost_model, forecast, scenario
 
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
 from hf_longctx.sim.execution import execute_plan

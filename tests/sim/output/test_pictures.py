@@ -7,8 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from helpers.plans.sim_cases import cost_model, scenario
-from test_forecast import forecast
+from helpers.plans.forecasts import cost_model, forecast, scenario
 
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.sim.execution import execute_plan

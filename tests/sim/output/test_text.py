@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from helpers.plans.sim_cases import MEMORY, cost_model, scenario
-from test_forecast import forecast
+from helpers.plans.forecasts import MEMORY, cost_model, forecast, scenario
 
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.plan_cases import flexsp_problem, flexsp_problems
+from helpers.plans.grouping_problems import flexsp_problem, flexsp_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from helpers.plans.plan_cases import check_layout, flexsp_problem, lognormal_lengths
+from helpers.plans.grouping_problems import check_layout, flexsp_problem, lognormal_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers.plans.plan_cases import (
-    COST_KINDS,
+from helpers.plans.cost_models import COST_KINDS, cost_model
+from helpers.plans.grouping_problems import (
     check_layout,
-    cost_model,
     flexsp_problem,
     flexsp_problems,
     least_micro_batch_seconds,

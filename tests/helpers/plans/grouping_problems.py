@@ -1,4 +1,4 @@
-"""Cases shared by the tests of `plan`: the hand-written plans, five cost models, and an independent brute force."""
+"""Problems of grouping sequences: FlexSP's, random ones, and the least seconds of small ones by enumeration."""
 
 from __future__ import annotations
 
@@ -10,80 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig
-from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import GroupShape, StepPlan
-from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
 
-FIXTURES = Path(__file__).parents[2] / "plan" / "fixtures"
-# the other files there are no plans
 _PROBLEMS = Path(__file__).parents[2] / "plan" / "microbatch_problems.json"
-FIXTURE_NAMES = tuple(sorted(path.stem for path in FIXTURES.glob("*.json") if path != _PROBLEMS))
-
-MODEL = ModelSpec(
-    num_layers=4,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=100,
-    max_positions=1 << 20,
-)
-HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9, 2.5e8, 1e-4)
-
-# what dominates a step of sequences of some hundred tokens on a few ranks
-_FORWARD = {
-    "attention": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-4, 1e-10, 1e-10),
-    "exchange": PassCoefficients(1e-9, 1e-5, 1e-3, 6e-4, 8e-9, 2.5e-8),
-    "fixed": PassCoefficients(1e-8, 1e-5, 1e-1, 6e-3, 1e-10, 1e-10),
-    "linear": PassCoefficients(0.0, 1e-5, 0.0),
-    # attention in layers of which most have windows
-    "windows": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-4, 1e-10, 1e-10),
-}
-WINDOWED = replace(MODEL, windows=(100, 30, None, 100))
-COST_KINDS = tuple(_FORWARD)
-
-
-def fixture_text(name: str) -> str:
-    return (FIXTURES / f"{name}.json").read_text()
-
-
-def fixture(name: str) -> StepPlan:
-    return plan_from_json(fixture_text(name))
-
-
-def edited(name: str, **changes: Any) -> StepPlan:
-    """A hand-written plan with JSON values replaced; `micro_batches__0__groups` is the path micro_batches[0].groups."""
-    data = json.loads(fixture_text(name))
-    for path, value in changes.items():
-        *parents, last = [int(word) if word.isdigit() else word for word in path.split("__")]
-        node = data
-        for word in parents:
-            node = node[word]
-        node[last] = value
-    return plan_from_json(json.dumps(data))
-
-
-def cost_model(kind: str, num_ranks: int) -> CostModel:
-    """A cost model in which `kind` dominates; backward is not just a multiple of forward."""
-    forward = _FORWARD[kind]
-    backward = replace(forward, pair_s=2.5 * forward.pair_s, token_s=2 * forward.token_s, chunk_s=1.5 * forward.chunk_s)
-    coefficients = CostCoefficients(forward, backward, step_s=0.25, source="test")
-    # nodes of two ranks where exchanges count, so that larger groups have dearer ones
-    cluster = ClusterSpec(num_ranks, 2 if kind == "exchange" else num_ranks, HARDWARE)
-    return CostModel(WINDOWED if kind == "windows" else MODEL, cluster, coefficients, method="ulysses")
-
 
 # what FlexSP's artefact publishes for GPT-7B on A100s of 40 GB with 8 per node (milliseconds, MB, GB/s per rank)
 _MS_PER_PAIR, _MS_PER_TOKEN, _MS_PER_GROUP = 5.128e-6, 0.1839576, 629.3563
@@ -295,3 +233,21 @@ def check_layout(layout: Layout, lengths: Sequence[int], degrees: Sequence[int],
         for degree, members in groups:
             assert degree in degrees
             assert sum(lengths[i] for i in members) <= degree * capacity
+
+
+@st.composite
+def problems_and_layouts(draw: st.DrawFn) -> tuple[GroupingProblem, Layout]:
+    """A problem and some layout of it: every sequence joins the group or the micro-batch before it where drawn and allowed."""
+    problem = draw(odd_problems(most=12))
+    layout: Layout = []
+    for i in draw(st.permutations(range(len(problem.lengths)))):
+        degree = draw(st.sampled_from([d for d in problem.degrees if problem.lengths[i] <= d * problem.capacity]))
+        action = draw(st.sampled_from(["join", "beside", "new"]))
+        if layout and action == "join" and problem.fits((layout[-1][-1][0], (*layout[-1][-1][1], i))):
+            last = layout[-1][-1]
+            layout[-1][-1] = (last[0], (*last[1], i))
+        elif layout and action != "new" and sum(d for d, _ in layout[-1]) + degree <= problem.num_ranks:
+            layout[-1].append((degree, (i,)))
+        else:
+            layout.append([(degree, (i,))])
+    return problem, layout

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from helpers.models.any_model import build_any, wide_floats
-from helpers.models.models import random_rows, reference_step
+from helpers.models.reference import random_rows, reference_step
 from helpers.models.staged_models import even_parts
-from helpers.plans.sliced import sliced_plan
-from helpers.plans.steps import group_pool, mesh, plan_of, rank_inputs, whole
-from helpers.ranks.ranks import RankPool
+from helpers.plans.layouts import plan_of
+from helpers.plans.policies import replayed
+from helpers.plans.sliced_plans import sliced_plan
+from helpers.ranks.rank_pool import RankPool
+from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs, whole
 from torch import Tensor
 from transformers import TrainingArguments
 
@@ -29,7 +31,7 @@ from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.hf.start.setup import planning_setup
-from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, LayerRange, MicroBatch, StepPlan, TensorShare
+from hf_longctx.plan.core.types import ActivationPolicy, LayerRange, MicroBatch, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
@@ -38,7 +40,6 @@ from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
-TOLERANCE = 1e-12
 ROUNDING = 1e-13
 CPU = torch.device("cpu")
 # far longer than windows and chunks; one of a single token
@@ -117,21 +118,10 @@ def recomputing_plan(num_layers: int) -> StepPlan:
     """Slices, of which every layer is run again: half or all of its attention kept, half or none of its MLP."""
     plan = sliced_plan(LENGTHS, SLICES)
     (group,) = plan.micro_batches[0].groups
-    layers = tuple(replayed(0.5 * (place % 2 == 0)) for place in range(num_layers))
+    layers = tuple(replayed(half := 0.5 * (place % 2 == 0), mlp=1 - half) for place in range(num_layers))
     policies = tuple(ActivationPolicy(chunk.index, 0, layers, TILE_TOKENS) for chunk in group.chunks)
     stage = replace(group.stages[0], parts=(LayerRange(0, num_layers),), activations=policies)
     return replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
-
-
-def replayed(half: float) -> LayerPolicy:
-    """A replayed layer of whose attention output the share `half` is recomputed, and of whose MLP that is kept."""
-    return LayerPolicy(
-        (
-            TensorShare("attention_output", recompute=half, device=1 - half),
-            TensorShare("qkv", recompute=1.0),
-            TensorShare("mlp", recompute=1 - half, device=half),
-        )
-    )
 
 
 def lone_step(model: Any, plan: StepPlan, engine: ActivationEngine | None = None) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers.models.models import ModelCase, build_model, reference_step
-from helpers.plans.steps import whole
+from helpers.models.reference import reference_step
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_steps import whole
 from packaging.version import Version
 from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
@@ -195,3 +197,53 @@ def _plain_step(model: torch.nn.Module, rows: list[dict[str, list[int]]], optimi
     optimizer.step()
     optimizer.zero_grad()
     return total
+
+
+SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
+
+
+def start(rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any], only_rank: int | None) -> str:
+    """The message with which this rank refuses to start; settings apply to `only_rank`, or to all."""
+    import torch.distributed as dist
+
+    if only_rank is not None and dist.get_rank() != only_rank:
+        config, arguments = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            make_trainer(ModelCase(dtype=torch.float32), rows, folder, config, arguments)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def start_under(rows: list[dict[str, list[int]]], variable: str, value: str) -> str:
+    """The message with which a run under a launcher's setting is refused."""
+    import os
+
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        return start(rows, {}, {}, None)
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
+
+
+NUM_STEPS = 12
+
+
+ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
+
+
+def train_with_norms(
+    case: ModelCase, rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
+    """Losses, logged gradient norms and whole final weights of a run on this rank; `resume` names a checkpoint."""
+    resume = arguments.pop("resume", None)
+    trainer = make_trainer(case, rows, folder, config, {**ARGUMENTS, **arguments})
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return recorder.losses, norms, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}

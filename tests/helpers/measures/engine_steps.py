@@ -9,8 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from helpers.models.models import ModelCase, build_model, random_rows, reference_step, relative_error
-from helpers.plans.steps import plan_of, rank_inputs
+from helpers.models.reference import random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model

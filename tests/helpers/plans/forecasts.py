@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.sim.capacity import MemoryModel, Placement
+from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.scenario import Scenario
+from hf_longctx.sim.workloads import Workload
 
 # a layer: 8 * 2 * (2 * 4 + 2 * 2) + 3 * 8 * 16 = 576 parameters; all: 2 * 576 + 2 * 10 * 8 = 1312
 # a layer saves of a token 24 * 8 + 8 in norms, 4 * (8 + 8 + 8) + 4 * 4 in attention and 4 * 4 * 16 in the MLP: 568 bytes;
@@ -42,3 +46,15 @@ def scenario(num_ranks: int = 4, tokens_per_rank: int = 0) -> Scenario:
     degrees = tuple(degree for degree in (1, 2, 4) if degree <= num_ranks)
     placement = Placement(num_ranks, "sharded", num_ranks, degrees, "ulysses", tokens_per_rank)
     return Scenario("toy", "test", cost_model(num_ranks), MEMORY, placement, "auto")
+
+
+LENGTHS = (120, 60, 40, 33, 20, 16, 15, 9, 8, 4, 3, 2, 2, 1)
+
+
+def workload(lengths: tuple[int, ...] = LENGTHS) -> Workload:
+    values, counts = np.unique(np.array(lengths), return_counts=True)
+    return Workload("test", values, counts, int(values[-1]))
+
+
+def forecast(lengths: tuple[int, ...] = LENGTHS, num_steps: int = 1, batch: int = 0, of: Scenario | None = None) -> Forecast:
+    return make_forecast(of or scenario(), workload(lengths), num_steps, batch or len(lengths), seed=0)

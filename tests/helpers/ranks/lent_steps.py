@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from helpers.models.models import ModelCase, build_model
-from helpers.plans.pipelines import CPU, adapted
-from helpers.plans.sliced import Rows
-from helpers.plans.steps import rank_inputs
-from helpers.ranks.ranks import lasting
+from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.plans.sliced_plans import Rows
+from helpers.ranks.pipeline_steps import CPU
+from helpers.ranks.rank_pool import lasting
+from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import patch_model
@@ -93,7 +93,7 @@ def _steps(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[str]]:
     plan = plan_from_json(plan_json)
     pool = lending_pool(plan.num_stages)
-    model = adapted(build_model(case)) if lora else build_model(case)
+    model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
     stages = shared_stages_of(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
     executor = StepExecutor(stages[pool.stage], pool, CPU, case.fp32_gradients, all_stages=stages)

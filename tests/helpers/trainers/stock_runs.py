@@ -10,8 +10,8 @@ import datasets
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.models.models import ModelCase, build_model
-from helpers.trainers.training import training_arguments
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.trainer_runs import training_arguments
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig

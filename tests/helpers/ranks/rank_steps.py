@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from helpers.measures.planted import plant
-from helpers.models.models import ModelCase, build_model
-from helpers.ranks.ranks import lasting
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.layouts import plan_of
+from helpers.ranks.rank_pool import RankPool, lasting
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,16 +22,9 @@ from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.routers import router_balance
-from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import GroupShape, MicroBatch, Parameters, StepPlan
-from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.groups.placement import place_layout
-from hf_longctx.plan.groups.problem import Layout
-from hf_longctx.plan.planner import build_plan
+from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -38,43 +33,7 @@ from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
-TINY = ModelSpec(2, 32, 48, 4, 2, 8, 64, 512)
 _POOLS: dict[tuple[int, float], GroupPool] = {}
-
-
-def tiny_costs(num_ranks: int, spec: ModelSpec = TINY) -> CostModel:
-    """The built-in cost model of a tiny model on `num_ranks` CPU ranks."""
-    cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_CPU)
-    return CostModel(spec, cluster, default_coefficients(spec, cluster))
-
-
-def plan_of(
-    layout: Layout,
-    lengths: list[int],
-    num_ranks: int,
-    ulysses: int = 0,
-    rings: str = "none",
-    parameters: Parameters = "replicated",
-) -> StepPlan:
-    """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy.
-
-    ulysses: ranks of a block that share heads, 0 for all of a group, 1 for a ring; a group whose degree it does not divide
-    is a ring. rings: "second" makes the second group of every micro-batch a ring.
-    """
-    degrees = {degree for groups in layout for degree, _ in groups}
-    shapes = {d: GroupShape(d, d if not ulysses else min(ulysses, d) if d % min(ulysses, d) == 0 else 1) for d in degrees}
-    placed = place_layout(layout, num_ranks, num_ranks, node_aligned=False)
-    plan = build_plan(0, lengths, placed, shapes, replace(tiny_costs(num_ranks), parameters=parameters))
-    micro_batches = tuple(
-        MicroBatch(
-            tuple(
-                replace(group, method="ring") if group.degree > 1 and rings == "second" and place else group
-                for place, group in enumerate(micro_batch.groups)
-            )
-        )
-        for micro_batch in plan.micro_batches
-    )
-    return validate_plan(replace(plan, micro_batches=micro_batches))
 
 
 def group_pool(timeout_s: float = 60.0) -> GroupPool:
@@ -143,3 +102,33 @@ def mesh(shard_ranks: int) -> DeviceMesh:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as one plain tensor; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_layout_step(
+    pool: RankPool,
+    case: ModelCase,
+    layout: list,
+    lengths: list[int],
+    masked: tuple[int, ...] = (),
+    bug: str = "",
+    **plan_settings: Any,
+) -> None:
+    """Asserts that every rank ends with the reference's loss and gradients."""
+    rows = random_rows(lengths, masked=masked)
+    expected_loss, expected = reference_step(build_model(case), rows)
+    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks, **plan_settings), rows, bug):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert gradients.keys() == expected.keys()
+        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+def check_step(pool: Any, case: ModelCase, plan: StepPlan, lengths: list[int], shard_ranks: int = 0) -> None:
+    """Asserts that every rank ends with the loss and gradients of the plain reference."""
+    rows = random_rows(lengths)
+    expected_loss, expected = reference_step(build_model(case), rows)
+    for loss, gradients in run_step(pool, case, plan, rows, shard_ranks=shard_ranks):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert gradients.keys() == expected.keys()
+        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
+        assert max(errors.values()) <= TOLERANCE, errors

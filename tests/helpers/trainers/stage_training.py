@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers.models.staged_models import even_parts, family_model
-from helpers.plans.pipelines import stage_mesh, stage_pool
-from helpers.plans.steps import whole
+from helpers.ranks.pipeline_steps import stage_mesh, stage_pool
+from helpers.ranks.rank_steps import whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -1,0 +1,76 @@
+"""Plans of pipeline stages, by hand and at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from helpers.plans.sliced_plans import Chunks, cut
+from hypothesis import strategies as st
+
+from hf_longctx.plan.core.types import Chunk, MicroBatch, Parameters, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
+
+
+def pipeline_plan(
+    lengths: Sequence[int],
+    micro_batches: Sequence[Sequence[tuple[int, Chunks]]],
+    num_stages: int,
+    schedule: Schedule = "elastic",
+    num_layers: int = 4,
+    num_parts: int = 1,
+    parameters: Parameters = "replicated",
+) -> StepPlan:
+    """The validated plan of micro-batches of (degree, chunks) at consecutive positions, each a pipeline of its own."""
+    parts = layer_ranges(num_layers, num_stages, num_parts)
+    rounds = []
+    for groups in micro_batches:
+        first, found = 0, []
+        for degree, chunks in groups:
+            bare = SequenceGroup(
+                positions=tuple(range(first, first + degree)),
+                method="local" if degree == 1 else "ulysses",
+                chunks=tuple(Chunk(index, tuple(Span(*span) for span in spans)) for index, spans in enumerate(chunks)),
+                stages=(),
+            )
+            found.append(pipelined(bare, parts, schedule))
+            first += degree
+        rounds.append(MicroBatch(tuple(found)))
+    plan = StepPlan(0, tuple(lengths), num_stages, sum(degree for degree, _ in micro_batches[0]), parameters, tuple(rounds))
+    return validate_plan(plan)
+
+
+@st.composite
+def random_chunks(draw: st.DrawFn, sequences: Sequence[int], lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Sequences in slices, hybrids and packs, family by family."""
+    chunks: list[list[tuple[int, int, int]]] = []
+    for sequence in sequences:
+        bounds = sorted({0, lengths[sequence], *draw(st.lists(st.integers(1, lengths[sequence]), max_size=4))})
+        spans = [(sequence, start, stop) for start, stop in pairwise(bounds)]
+        if len(spans) == 1 and chunks and draw(st.booleans()):
+            # behind a tail or another whole sequence
+            chunks[-1].append(spans[0])
+        else:
+            chunks += [[span] for span in spans]
+    return chunks
+
+
+def planned_words(plan: StepPlan, rank: int) -> list[str]:
+    """The actions of a rank in the order of the plan."""
+    return [str(action) for _, stage in plan.for_rank(rank).rounds for action in stage.actions]
+
+
+LENGTHS = [40, 23, 9, 7, 5, 30]
+
+
+SLICED = [
+    *([span] for span in cut(0, [15, 11, 9, 5])[:-1]),
+    [cut(0, [15, 11, 9, 5])[-1], (2, 0, 9)],
+    *([span] for span in cut(1, [12, 11])),
+    [(3, 0, 7), (4, 0, 5)],
+    [(5, 0, 30)],
+]
+
+
+WHOLE = [[(0, 0, 40)], [(1, 0, 23)], [(2, 0, 9), (3, 0, 7), (4, 0, 5)], [(5, 0, 30)]]

@@ -1,0 +1,98 @@
+"""Plans of pipelines by hand and at random, and one step of them on a pool of gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model, with_lora
+from helpers.plans.pipeline_plans import planned_words
+from helpers.plans.sliced_plans import Rows
+from helpers.ranks.rank_pool import RankPool, lasting
+from helpers.ranks.rank_steps import rank_inputs, whole
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.routers import router_balance
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import Action, StepPlan
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.activations.output_head import OutputHead
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+CPU = torch.device("cpu")
+# pools of this process, made once per number of stages
+_POOLS: dict[int, GroupPool] = {}
+
+
+def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
+    """This rank's pool for so many stages, made once per process."""
+    if num_stages not in _POOLS:
+        degrees = tuple(range(1, dist.get_world_size() + 1))
+        _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages))
+    return _POOLS[num_stages]
+
+
+def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
+    """The mesh of a stage's shards."""
+    return shard_mesh("cpu", shard_ranks, 60.0, num_stages)
+
+
+def stage_step_on_rank(
+    case: ModelCase, plan_json: str, rows: Rows, lora: bool = False
+) -> tuple[float, dict[str, torch.Tensor], list[str], Any]:
+    """One step on this rank: loss, gradients of its stage's parameters, the computed actions in order, and the memory."""
+    plan = plan_from_json(plan_json)
+    pool = stage_pool(plan.num_stages)
+    model = with_lora(build_model(case)) if lora else build_model(case)
+    patch_model(model)
+    ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
+    cut_model(model, ranges, pool.stage)
+    stage = stage_model(model, ranges, pool.stage)
+    if plan.parameters != "replicated":
+        shard_model(model, build_model(case)._no_split_modules, stage_mesh(plan.num_stages, pool.ranks_per_stage))
+    has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
+    is_last = pool.stage == plan.num_stages - 1
+    head = OutputHead(output_head(model)) if has_policies and is_last else None
+    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), head) if has_policies else None
+    routers = router_balance(model, CPU)
+    executor = StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers)
+    batch = rank_inputs(plan, rows, pool.rank)
+    num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
+    result = executor.run(plan.for_rank(pool.rank), batch["chunks"], num_label_tokens, engine=engine)
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    words = [interval.name for interval in result.intervals() if interval.round >= 0]
+    return float(result.loss), gradients, words, result.memory
+
+
+def computed(actions: Sequence[Action]) -> list[str]:
+    """Forwards and backwards alone."""
+    return [str(action) for action in actions if action.kind in "FB"]
+
+
+def check_pipeline(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = False) -> list:
+    """Asserts that every rank ends with the reference's loss and gradients, and ran what was planned; the ranks' results."""
+    rows = random_rows(list(plan.lengths))
+    reference = with_lora(build_model(case)) if lora else build_model(case)
+    expected_loss, expected = reference_step(reference, rows)
+    results = pool.run(stage_step_on_rank, case, plan_to_json(plan), rows, lora)
+    found = set()
+    for rank, (loss, gradients, words, _) in enumerate(results):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        if "lm_head.weight" not in expected and "lm_head.weight" in gradients:
+            gradients["model.embed_tokens.weight"] = gradients.pop("lm_head.weight")
+        errors = {name: relative_error(gradients[name], expected[name]) for name in gradients}
+        assert max(errors.values()) <= TOLERANCE, (rank, errors)
+        found |= gradients.keys()
+        assert words == planned_words(plan, rank)
+    assert found >= expected.keys()
+    return results
