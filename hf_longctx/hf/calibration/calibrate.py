@@ -30,12 +30,13 @@ from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, num_tiles
-from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model
+from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model_costs
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, PassSample, Residuals, fit_coefficients, relative_errors
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration
 from hf_longctx.plan.cost.traffic import group_shapes, mean_traffic
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.measure import ChunkBench, Timing, copy_rate, exchange_rates, neighbour_rate, probe_grid, target_seconds
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -125,7 +126,7 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     costs = replace(costs, coefficients=fit.coefficients)
     held_out = Residuals.of(relative_errors(chunk_samples(timings, costs, True), fit.coefficients))
     whole_spec = replace(spec, num_layers=config.num_hidden_layers, windows=windows_of(config))
-    whole = whole_model(fit.coefficients, head_costs, spec, whole_spec)
+    whole = whole_model_costs(fit.coefficients, head_costs, spec, whole_spec)
     profile = describe(whole_spec, cluster, whole, residual_table(timings, costs), source)
     return Calibration(costs, timings, fit, held_out, profile)
 

@@ -12,7 +12,9 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
 
 
-def whole_model(few: CostCoefficients, head: CostCoefficients | None, spec: ModelSpec, whole: ModelSpec) -> CostCoefficients:
+def whole_model_costs(
+    few: CostCoefficients, head: CostCoefficients | None, spec: ModelSpec, whole: ModelSpec
+) -> CostCoefficients:
     """Coefficients of `whole`, from those of a model with few of its layers (`spec`) and of its output head alone.
 
     `head` None means that `few` already has all layers. Seconds of layers grow with the number of layers, rates per byte and

@@ -10,7 +10,7 @@ from helpers.plans.cost_models import HARDWARE, MODEL
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, default_coefficients
-from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model
+from hf_longctx.plan.cost.extrapolation import hardware_rates, whole_model_costs
 
 MEASURED = replace(HARDWARE, exchange_bytes_per_s=((2, 3e8), (4, 2e8)))
 CLUSTER = ClusterSpec(4, 2, MEASURED)
@@ -50,7 +50,7 @@ def test_a_term_that_came_out_as_zero_keeps_its_rate() -> None:
 def test_a_model_of_more_layers_is_its_head_and_so_many_times_the_layers() -> None:
     head = CostCoefficients(PassCoefficients(0.0, 5e-5, 1e-3), PassCoefficients(0.0, 1e-4, 10e-3), 0.0, "head")
     few, whole = replace(MODEL, num_layers=2), replace(MODEL, num_layers=10)
-    found = whole_model(COSTS, head, few, whole)
+    found = whole_model_costs(COSTS, head, few, whole)
     # seconds per token: 5e-5 in the head and 1e-4 in two layers; seconds per chunk: 1 ms and 3 ms
     assert found.forward.rates == pytest.approx((1e-6, 5.5e-4, 16e-3, 2e-4, 3e-8, 9e-8, 5e-3))
     # in a pipeline the head takes as long as it did alone
@@ -58,4 +58,4 @@ def test_a_model_of_more_layers_is_its_head_and_so_many_times_the_layers() -> No
     # the backward of the head alone had more fixed seconds than with its layers, so none are left for the layers
     assert found.backward.chunk_s == pytest.approx(9e-3)
     assert found.step_s == pytest.approx(0.5 * whole.num_parameters / few.num_parameters)
-    assert whole_model(COSTS, None, few, few) is COSTS
+    assert whole_model_costs(COSTS, None, few, few) is COSTS
