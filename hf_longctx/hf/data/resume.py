@@ -60,13 +60,21 @@ def data_settings(
 class DataRecorder(TrainerCallback):
     """Writes into every checkpoint what decides which samples come next, and compares it when a run resumes.
 
-    `settings` has a value for every name in `_REMEDIES`; `cursor` returns the position in a stream (on rank 0).
+    `describe` says what data the training reads, with a value for every name in `_REMEDIES`.
     """
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self.cursor: Callable[[], Cursor | None] = lambda: None
         self.resumed_from: Path | None = None
+
+    def describe(self, settings: dict[str, Any]) -> None:
+        """Says which data the present training reads, for its checkpoints and for `problems`."""
+        self.settings = settings
+
+    def follow(self, cursor: Callable[[], Cursor | None]) -> None:
+        """Writes the place in a stream that `cursor` gives, on rank 0, into checkpoints from now on."""
+        self.cursor = cursor
 
     def resume(self, checkpoint: str | bool | None, args: TrainingArguments) -> None:
         """Notes the checkpoint from which the next training resumes: `checkpoint` is `Trainer.train`'s argument."""

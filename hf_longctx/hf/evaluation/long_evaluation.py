@@ -150,7 +150,7 @@ class LongContextEvaluation(TrainerCallback):
     def _planned(self) -> LongContextMixin | None:
         """The trainer if it evaluates under plans, else None."""
         trainer: Any = self.trainer
-        return trainer if isinstance(trainer, LongContextMixin) and trainer._plans_evaluation else None
+        return trainer if isinstance(trainer, LongContextMixin) and trainer.plans_evaluation else None
 
     def _scores(self, dataset: Any, name: str, other: PreTrainedModel | None) -> RowScores:
         if other is None and (planned := self._planned) is not None:
@@ -170,7 +170,7 @@ class LongContextEvaluation(TrainerCallback):
     def _of_ranks(self, value: Any) -> list[Any]:
         """Gathers a value from every rank."""
         if (planned := self._planned) is not None:
-            return gather_objects(value, planned._control)
+            return gather_objects(value, planned.longctx_run.control)
         everyone: list[Any] = gather_object([value])
         return everyone
 

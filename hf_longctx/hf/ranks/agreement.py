@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.ranks.lost_ranks import RollCall
+from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 # the launch's, which all runs of a process share
 _roll_call: RollCall | None = None
@@ -35,6 +37,11 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def count_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
+    """The sum of a host-side integer over the ranks of `group`, of which no device learns. Collective over the group."""
+    return int(sum_over_ranks(torch.tensor(count, dtype=torch.int64), group))
 
 
 def raise_together(problems: list[str], group: dist.ProcessGroup | None) -> None:

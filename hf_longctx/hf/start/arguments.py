@@ -13,7 +13,7 @@ from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.stages import Ranges, loaded_ranges
-from hf_longctx.hf.start.trl import is_planned, is_replaced, trl_class
+from hf_longctx.hf.start.trl import is_planned, is_replaced, trainer_problems, trl_class
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import check_degrees
 from hf_longctx.runtime.parameters.sharded import is_sharded
@@ -97,6 +97,14 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
         if trainer_arguments.get(name) is not None:
             problems.append(f"the trainer argument {name} is not supported; {remedy}")
     return problems
+
+
+def run_problems(
+    trainer: type, config: LongContextConfig, model: Any, args: TrainingArguments, trainer_arguments: dict[str, Any]
+) -> list[str]:
+    """What a trainer of the class `trainer` was given that full plans cannot run with."""
+    problems = argument_problems(args, trainer_arguments) + trainer_problems(trainer, args, config)
+    return problems + placement_problems(model, config, args, trainer_arguments) + evaluation_problems(args)
 
 
 def evaluation_problems(args: TrainingArguments) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 import datasets
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
 
 # a trainer gets in with its runs in tests/hf/trainer/test_trl_trainers.py, never without
@@ -54,6 +56,16 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
             f"cross-entropy; {remedy}"
         ]
     return trl_problems() + offloading_problems(args) + _sft_problems(args, config)
+
+
+def prepared_model_problems(model: Any) -> list[str]:
+    """What keeps the model that a trainer of TRL has made ready from running under plans."""
+    problems = []
+    if loaded_ranges(model) is not None:
+        problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
+    if four_bit_layers(model):
+        problems.append("weights of four bits are not tested with trainers of TRL; use LongContextTrainer")
+    return problems
 
 
 def alone_problems(args: Any) -> list[str]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import fields
 from typing import Any, cast
 
-import torch.distributed as dist
 from accelerate import PartialState
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -22,17 +20,14 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
-from hf_longctx.hf.models.activations import ActivationRuntime
-from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers, patch_model, restore_attention
+from hf_longctx.hf.models.attention import NAMES, attention_name, num_attention_layers
 from hf_longctx.hf.models.routers import has_balance
-from hf_longctx.hf.ranks.agreement import control_group, gather_objects
-from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.start.arguments import argument_problems
-from hf_longctx.hf.start.setup import check_setup, opening_line, plan_source, planning_setup
 from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_problems
 from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
+from hf_longctx.hf.trainer.run import RunRequest, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 
 logger = logging.getLogger(__name__)
@@ -69,7 +64,6 @@ class LongContextCallback(TrainerCallback):
             raise ValueError(f"{type(trainer).__name__} runs plans already, or this callback is attached; call detach() first")
         self.detach()
         with ExitStack() as undo:
-            undo.callback(restore_attention, trainer.model, attention_name(trainer.model))
             _lend_class(trainer, self, undo)
             self._trainer = trainer
             undo.callback(setattr, self, "_trainer", None)
@@ -110,8 +104,6 @@ class LongContextCallback(TrainerCallback):
     def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any, undo: ExitStack) -> None:
         """Checks everything on every rank, makes the groups and hooks the model."""
         config = self.config
-        PartialState().wait_for_everyone()
-        control = control_group(config.collective_timeout_s)
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
         if attention_name(model) in NAMES.values():
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
@@ -125,25 +117,10 @@ class LongContextCallback(TrainerCallback):
                 "evaluate() or predict() ran before train(), after which accelerate trains every rank alone, without DDP; call "
                 "them behind train(), set eval_on_start=True, or attach the callback to the trainer"
             )
-        degrees = check_setup(config, model, args, processing_class, problems, control)
-        setup = planning_setup(config, model, args, degrees, control)
-        setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))
-        source = plan_source(config, setup, control, args.device)
-        undo.callback(source.pool.close)
-        undo.callback(restore_attention, model, attention_name(model))
-        patch_model(model)
-        opening = opening_line(setup, args, model)
-        test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
-        if test is not None:
-            passed = test.run(source.pool, None, args.device, config.fp32_gradients, partial(_sum_over_ranks, control))
-            opening = f"{opening}\n{passed}"
-        budget = setup.planner.activations
-        host_bytes = budget.host_bytes if budget is not None else 0
-        activations = ActivationRuntime(args.device, host_bytes, source.copies_take)
-        undo.callback(activations.close)
-        self.exchange = SequenceExchange(
-            source, activations, setup.max_length, num_attention_layers(model), config.collective_timeout_s
-        )
+        run = start_run(RunRequest(config, model, args, processing_class, problems))
+        undo.callback(run.close)
+        num_layers, timeout_s = num_attention_layers(model), config.collective_timeout_s
+        self.exchange = SequenceExchange(run.source, run.activations, run.setup.max_length, num_layers, timeout_s)
         undo.callback(setattr, self, "exchange", None)
         for handle in (
             model.register_forward_pre_hook(self.exchange.before_forward, with_kwargs=True),
@@ -151,7 +128,7 @@ class LongContextCallback(TrainerCallback):
         ):
             undo.callback(handle.remove)
         if args.process_index == 0 and config.report_steps:
-            tqdm.write(opening)
+            tqdm.write(run.report.opening)
         if args.process_index == 0 and (idle := _without_effect(config)):
             logger.warning("%s: no effect on a callback that is not attached to its trainer", ", ".join(idle))
 
@@ -159,7 +136,7 @@ class LongContextCallback(TrainerCallback):
 class AttachedMixin(LongContextMixin):
     """The training half of `LongContextMixin`; evaluation, prediction and their loaders stay those of the trainer."""
 
-    _plans_evaluation = False
+    plans_evaluation = False
     _longctx_callback: LongContextCallback
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -196,15 +173,15 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
         planned._longctx_callback = callback
         trainer.train_dataset = read_columns(stock, trainer.train_dataset)
         datasets = {"train_dataset": trainer.train_dataset}
-        setup = planned._check_run(callback.config, trainer.model, trainer.args, trainer.processing_class, datasets, problems)
-        planned._start_planning(setup)
+        args, processing_class = trainer.args, trainer.processing_class
+        planned._start(RunRequest(callback.config, trainer.model, args, processing_class, problems, datasets))
+        run = planned.longctx_run
+        undo.callback(run.close)
+        planned._report()
+        undo.callback(trainer.remove_callback, run.report)
+        undo.callback(trainer.remove_callback, run.recorder)
     finally:
         lent |= set(vars(trainer)) - own
-        # made before the self-test, which may raise
-        if "_pool" in lent:
-            undo.callback(planned._pool.close)
-    undo.callback(trainer.remove_callback, planned._report)
-    undo.callback(trainer.remove_callback, planned._recorder)
 
 
 def _unprepare(trainer: Trainer) -> None:
@@ -270,10 +247,6 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
             f"long_sequences={config.long_sequences!r} needs the trainer's loader; call attach(trainer), or cut the dataset"
         )
     return problems
-
-
-def _sum_over_ranks(control: dist.ProcessGroup | None, own: int) -> int:
-    return sum(gather_objects(own, control))
 
 
 def _without_effect(config: LongContextConfig) -> list[str]:

@@ -49,7 +49,7 @@ class StepRecorder:
         self.steps: list[RecordedStep] = []
 
     def attach(self, trainer: LongContextTrainer) -> None:
-        original = trainer._report.step_done
+        original = trainer.longctx_run.report.step_done
 
         def step_done(plan: Any, result: Any) -> None:
             groups = [group for each in plan.micro_batches for group in each.groups]
@@ -59,7 +59,7 @@ class StepRecorder:
             self.steps.append(RecordedStep(float(result.loss), gradients, parts, num_lent))
             original(plan, result)
 
-        trainer._report.step_done = step_done
+        trainer.longctx_run.report.step_done = step_done
 
 
 def plain_steps(
@@ -86,7 +86,7 @@ class LossRecorder(TrainerCallback):
         self.num_chunks: list[int] = []
 
     def attach(self, trainer: LongContextTrainer) -> None:
-        original = trainer._report.step_done
+        original = trainer.longctx_run.report.step_done
 
         def step_done(plan: Any, result: Any) -> None:
             self.losses.append(float(result.loss))
@@ -94,7 +94,7 @@ class LossRecorder(TrainerCallback):
             self.num_chunks.append(max(len(group.chunks) for each in plan.micro_batches for group in each.groups))
             original(plan, result)
 
-        trainer._report.step_done = step_done
+        trainer.longctx_run.report.step_done = step_done
 
 
 def training_arguments(folder: str, **changes: Any) -> TrainingArguments:

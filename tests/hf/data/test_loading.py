@@ -17,7 +17,7 @@ from helpers.models.tiny_models import ModelCase
 from helpers.trainers.trainer_runs import make_trainer
 
 from hf_longctx.hf.data.collator import held_ranges
-from hf_longctx.hf.trainer.data_mixin import LongContextDataLoader
+from hf_longctx.hf.trainer.loaders import LongContextDataLoader
 
 LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(31))]
 CONFIG = {"tokens_per_rank": 64}
@@ -101,14 +101,14 @@ def test_the_next_plans_are_solved_while_a_step_runs(num_workers: int, prefetch:
         arguments = {"per_device_train_batch_size": 2, "dataloader_prefetch_factor": prefetch, **workers(num_workers)}
         trainer = make_trainer(ModelCase(), random_rows([5] * 32), folder, CONFIG, arguments)
         solved: list[int] = []
-        original = trainer._source.solve
+        original = trainer.longctx_run.source.solve
 
         def solve(step: int, *rest: Any) -> Any:
             plan = original(step, *rest)
             solved.append(step)
             return plan
 
-        trainer._source.solve = solve
+        trainer.longctx_run.source.solve = solve
         batches = iter(trainer.get_train_dataloader())
         for step in range(5):
             next(batches)

@@ -21,8 +21,8 @@ from hf_longctx.hf.data.streaming import Cursor
 def recorder(folder: Path, train_dataset: str, cursor: Cursor | None = None, **arguments: Any) -> DataRecorder:
     args = training_arguments(str(folder), **arguments)
     made = DataRecorder()
-    made.settings = data_settings(args, LongContextConfig(), train_dataset, 3, None)
-    made.cursor = lambda: cursor
+    made.describe(data_settings(args, LongContextConfig(), train_dataset, 3, None))
+    made.follow(lambda: cursor)
     return made
 
 

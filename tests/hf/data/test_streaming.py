@@ -352,7 +352,7 @@ def fail_in_the_middle(kind: str) -> tuple[int, str]:
             trainer.train()
         except ValueError as error:
             message = str(error)
-    assert gather_objects(dist.get_rank(), trainer._control) == [0, 1]
+    assert gather_objects(dist.get_rank(), trainer.longctx_run.control) == [0, 1]
     return len(recorder.losses), message
 
 
@@ -387,7 +387,7 @@ def steps_with_a_slow_source() -> list[int]:
     exceeded: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(ModelCase(dtype=torch.float32), stream, folder, config, {"max_steps": 4})
-        original = trainer._report.step_done
+        original = trainer.longctx_run.report.step_done
 
         def step_done(plan: Any, result: Any) -> None:
             # this step's batch and one more, of eight rows
@@ -395,7 +395,7 @@ def steps_with_a_slow_source() -> list[int]:
                 exceeded.append(plan.step)
             original(plan, result)
 
-        trainer._report.step_done = step_done
+        trainer.longctx_run.report.step_done = step_done
         trainer.train()
         assert trainer.state.global_step == 4
     return exceeded

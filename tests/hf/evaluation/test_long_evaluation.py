@@ -107,7 +107,7 @@ def evaluate_under(
         return LongContextEvaluation(trainer, held_out, task(), first_bucket=FIRST_BUCKET).run(), [], 0
     arguments = {"per_device_eval_batch_size": 16 // num_ranks}
     trainer = make_trainer(case, TRAINED, folder, config, arguments)
-    layouts, num_chunks, solve = [], [0], trainer._source.solve
+    layouts, num_chunks, solve = [], [0], trainer.longctx_run.source.solve
 
     def recorded(*args: Any) -> Any:
         plan = solve(*args)
@@ -115,7 +115,7 @@ def evaluate_under(
         num_chunks.append(max(len(group.chunks) for each in plan.micro_batches for group in each.groups))
         return plan
 
-    trainer._source.solve = recorded
+    trainer.longctx_run.source.solve = recorded
     metrics = LongContextEvaluation(trainer, held_out, task(), first_bucket=FIRST_BUCKET).run()
     return metrics, layouts, max(num_chunks)
 
@@ -175,8 +175,8 @@ def test_documents_have_their_own_dynamic_frequencies(ranks, tmp_path: Path, nam
 
 def test_tiled_head_gives_the_same_scores(expected, tmp_path: Path) -> None:
     trainer = make_trainer(CASE, TRAINED, str(tmp_path), {"tokens_per_rank": 64})
-    solve = trainer._source.solve
-    trainer._source.solve = lambda *args: with_tiles(solve(*args))
+    solve = trainer.longctx_run.source.solve
+    trainer.longctx_run.source.solve = lambda *args: with_tiles(solve(*args))
     metrics = LongContextEvaluation(trainer, datasets.Dataset.from_list(HELD_OUT), task(), first_bucket=FIRST_BUCKET).run()
     assert metrics == pytest.approx(expected, rel=1e-10)
 

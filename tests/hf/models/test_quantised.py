@@ -304,7 +304,7 @@ def train(folder: str, config: dict[str, Any], resume: str | None) -> tuple[str,
     recorder.attach(trainer)
     trainer.train(resume_from_checkpoint=resume)
     found = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return trainer._report.opening, [before, *recorder.losses], found
+    return trainer.longctx_run.report.opening, [before, *recorder.losses], found
 
 
 def held_out() -> datasets.Dataset:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from helpers.ranks.rank_steps import group_pool
 from helpers.trainers.trainer_runs import training_arguments
 
-from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx import LongContextConfig
 from hf_longctx.hf.ranks.agreement import control_group, differing_settings, explain_lost_ranks, gather_objects, raise_together
+from hf_longctx.hf.trainer.run import meet
 
 
 def gathered_on_rank(values: list[object]) -> list[object]:
@@ -148,14 +149,11 @@ def meet_twice_on_rank() -> list[int]:
     """As a trainer that tokenises between its two checks, on the second rank for longer than a collective may wait."""
     # makes accelerate's state, as a trainer's arguments do
     assert training_arguments("unused").world_size == 2
-    trainer = LongContextTrainer.__new__(LongContextTrainer)
     config = LongContextConfig(collective_timeout_s=1.0)
-    trainer._meet(config)
-    control = trainer._control
+    control = meet(config)
     if dist.get_rank() == 1:
         time.sleep(2.5)
-    trainer._meet(config)
-    assert trainer._control is control
+    assert meet(config, control) is control
     return gather_objects(dist.get_rank(), control)
 
 

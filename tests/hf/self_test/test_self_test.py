@@ -47,7 +47,7 @@ def start(case: ModelCase, config: dict[str, Any], arguments: dict[str, Any], bu
             trainer = make_trainer(case, ROWS, folder, {**ON, **config}, arguments)
         except ValueError as error:
             return str(error)
-        return trainer._report.opening
+        return trainer.longctx_run.report.opening
 
 
 # bug -> (settings, what is said of it)
@@ -266,7 +266,7 @@ def test_windows_too_long_to_be_filled_are_shortened_in_the_copy_alone() -> None
             longctx_config=LongContextConfig(),
         )
     assert "layers 0 (sliding_attention, window 170), 1 (sliding_attention, window 170) of 2, windows shortened" in (
-        trainer._report.opening
+        trainer.longctx_run.report.opening
     )
     assert model.config.sliding_window == 300
 

@@ -52,13 +52,13 @@ class PlanRecorder(LossRecorder):
 
     def attach(self, trainer: Any) -> None:
         super().attach(trainer)
-        recorded = trainer._report.step_done
+        recorded = trainer.longctx_run.report.step_done
 
         def step_done(plan: StepPlan, result: Any) -> None:
             self.plans.append(plan)
             recorded(plan, result)
 
-        trainer._report.step_done = step_done
+        trainer.longctx_run.report.step_done = step_done
 
 
 def uses(plans: list[StepPlan]) -> set[str]:
@@ -178,7 +178,7 @@ def test_evaluation_of_long_rows_makes_no_logits_as_a_whole(tmp_path) -> None:
     assert narrow.evaluate()["eval_loss"] == pytest.approx(wide.evaluate()["eval_loss"], rel=1e-12)
     # the model has its own layers and head back, so that it may be copied or given to another trainer
     assert not any("forward" in vars(module) for module in (narrow.model.lm_head, *narrow.model.model.layers))
-    assert narrow._activations.tier is None and wide._activations.engine(wide.model, _no_plan()) is None
+    assert narrow.longctx_run.activations.tier is None and wide.longctx_run.activations.engine(wide.model, _no_plan()) is None
 
 
 def test_more_host_memory_than_there_is_is_refused_before_anything_starts(tmp_path) -> None:

@@ -135,7 +135,7 @@ def chosen(rows: Rows, folder: str) -> tuple[int, list[float]]:
     recorder = LossRecorder()
     recorder.attach(trainer)
     trainer.train()
-    return trainer._pool.num_stages, recorder.losses
+    return trainer.longctx_run.pool.num_stages, recorder.losses
 
 
 def test_auto_chooses_the_same_stages_on_all_ranks(ranks, rows, expected, tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def memory_of_a_rank(rows: list[dict[str, list[int]]], folder: str, config: dict
     trainer = make_trainer(ModelCase(dtype=torch.float32), rows, folder, config, {"max_steps": 1})
     trainer.train()
     weights = sum(_local(p).numel() for p in trainer.model.parameters())
-    moments = sum(_local(s["exp_avg"]).numel() for s in trainer._plain_optimizer().state.values())
+    moments = sum(_local(s["exp_avg"]).numel() for s in trainer._plain_optimizer.state.values())
     return weights, moments
 
 

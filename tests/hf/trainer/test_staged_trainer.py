@@ -30,13 +30,13 @@ class RandomGradients(LongContextTrainer):
     """A trainer whose gradients come from the parameters' names, so that the model's whole training is known without a run."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        stage = self._stage
+        stage = self.longctx_run.stage
         # a plan's tokens pass all stages
         inputs["input_ids"] = torch.zeros(1, ROW_TOKENS, dtype=torch.int64)
         for name, parameter in stage.model.named_parameters():
             gradient = random_gradient(name, parameter.shape, self.state.global_step)
             parameter.grad = sharded_like(parameter, gradient)
-        tied = TiedWeight(stage.model.get_parameter(stage.tied), self._pool.links.ends) if stage.tied else None
+        tied = TiedWeight(stage.model.get_parameter(stage.tied), self.longctx_run.pool.links.ends) if stage.tied else None
         GradientSum(list(stage.model.parameters())).reduce(None, tied)
         return torch.tensor(1.0 + self.state.global_step)
 
@@ -62,7 +62,7 @@ def run(
     trainer = trainer_of(folder, layout, is_tied, save_strategy="steps", save_steps=2, save_total_limit=1)
     trainer.train(resume_from_checkpoint=checkpoint)
     logs = trainer.state.log_history
-    weights = {name: whole(p.detach()).clone() for name, p in trainer._stage.model.named_parameters()}
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.longctx_run.stage.model.named_parameters()}
     norms = [entry["grad_norm"] for entry in logs if "grad_norm" in entry]
     return weights, norms, [entry["loss"] for entry in logs if "loss" in entry], trainer.state.num_input_tokens_seen
 
@@ -118,14 +118,14 @@ def without_clipping(folder: str) -> tuple[dict[str, Tensor], list[Any]]:
     """Weights after two steps without clipping, the norms, and the weights after the best model is loaded again."""
     trainer = trainer_of(folder, LAYOUTS[0], True, max_steps=2, max_grad_norm=0.0)
     trainer.train()
-    weights = {name: whole(p.detach()).clone() for name, p in trainer._stage.model.named_parameters()}
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.longctx_run.stage.model.named_parameters()}
     trainer.save_model()
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.zero_()
     trainer.state.best_model_checkpoint = folder
     trainer._load_best_model()
-    loaded = {name: whole(p.detach()) for name, p in trainer._stage.model.named_parameters()}
+    loaded = {name: whole(p.detach()) for name, p in trainer.longctx_run.stage.model.named_parameters()}
     assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
     return weights, [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 

@@ -295,8 +295,8 @@ def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str, accumula
     recorder = LossRecorder()
     recorder.attach(resumed)
     solved: list[int] = []
-    original = resumed._source.solve
-    resumed._source.solve = lambda step, *rest: solved.append(step) or original(step, *rest)
+    original = resumed.longctx_run.source.solve
+    resumed.longctx_run.source.solve = lambda step, *rest: solved.append(step) or original(step, *rest)
     resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
     return len(solved), len(recorder.losses)
 

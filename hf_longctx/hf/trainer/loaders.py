@@ -1,0 +1,109 @@
+"""Loaders of planned steps: every rank draws the same steps, each with its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
+
+from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset
+from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
+from hf_longctx.hf.data.resume import data_settings, plans_done
+from hf_longctx.hf.data.sampler import LengthAwareSampler, SequenceIndex
+from hf_longctx.hf.data.scan import token_rows
+from hf_longctx.hf.data.streaming import PlannedStream, StreamBatches, is_stream
+from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.hf.trainer.run import Run
+
+
+class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
+    """A `DataLoader` over planned steps that passes the epoch on to its sampler, as the trainer expects."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the shuffle of `epoch`."""
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> DataLoader[Any]:
+    """Planned steps of a training set. `global_step`: the optimizer steps so far, asked for when the first step is drawn.
+
+    Raises ValueError for a set without a whole step, and on every rank where a checkpoint is resumed with other data.
+    """
+    if is_stream(dataset):
+        return _stream_loader(run, dataset, global_step)
+    args = run.args
+    index = run.sets.index("train_dataset", dataset)
+    sampler = LengthAwareSampler(
+        index.lengths,
+        sequences_per_step=args.per_device_train_batch_size * args.world_size,
+        tokens_per_step=run.config.tokens_per_step,
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+        shuffle=not str(args.train_sampling_strategy).endswith("sequential"),
+        drop_last=args.dataloader_drop_last,
+    )
+    if not len(sampler):
+        raise ValueError(
+            f"dataloader_drop_last leaves no step: {len(index)} sequences are fewer than one step of "
+            f"{sampler.sequences_per_step}; set it to False or lower per_device_train_batch_size"
+        )
+    seed = sampler.seed if sampler.shuffle else None
+    _check_resumed(run, run.sets.digest("train_dataset"), seed, run.sets.is_cut("train_dataset"))
+    done = partial(_batches_done, run, len(sampler), global_step)
+    return _loader(run, dataset, index, PlannedBatchSampler(sampler, index.lengths, run.source, True, done))
+
+
+def eval_loader(run: Run, name: str, dataset: Any) -> DataLoader[Any]:
+    """Planned steps of a set in its order; `name` is how messages call it."""
+    index = run.sets.index(name, dataset)
+    per_step = run.args.per_device_eval_batch_size * run.args.world_size
+    sampler = LengthAwareSampler(index.lengths, per_step, run.config.tokens_per_step, shuffle=False)
+    return _loader(run, dataset, index, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False))
+
+
+def _loader(run: Run, dataset: Any, index: SequenceIndex, steps: PlannedBatchSampler) -> DataLoader[Any]:
+    args, num_workers = run.args, run.args.dataloader_num_workers
+    return LongContextDataLoader(
+        PlannedDataset(token_rows(dataset), index),
+        batch_sampler=steps,
+        collate_fn=LongContextCollator(),
+        num_workers=num_workers,
+        pin_memory=_pins_memory(run),
+        prefetch_factor=args.dataloader_prefetch_factor,
+        # a loader is made for every evaluation, and its workers would outlive it
+        persistent_workers=args.dataloader_persistent_workers and steps.explore,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
+    )
+
+
+def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> DataLoader[Any]:
+    """Planned steps of an iterable training set, read by rank 0 alone."""
+    args, config = run.args, run.config
+    assert config.lookahead_batches is not None
+    _check_resumed(run, "stream", None, config.long_sequences != "error")
+    batches = StreamBatches(stream, run.sets.stream_rules(), run.recorder.start())
+    # an epoch of the trainer is the whole run, since nobody knows when the stream ends
+    per_epoch = args.max_steps * args.gradient_accumulation_steps
+    done = partial(_batches_done, run, per_epoch, global_step)
+    planned = PlannedStream(batches, config.lookahead_batches, run.source, lambda: done() % per_epoch)
+    run.recorder.follow(lambda: planned.cursor)
+    return planned.loader(_pins_memory(run))
+
+
+def _check_resumed(run: Run, train_dataset: str, shuffle_seed: int | None, is_cut: bool) -> None:
+    """Tells the checkpoints to come which data this is; raises on every rank if the one resumed from had other data."""
+    cut_tokens = run.sets.longest_sequence if is_cut else None
+    run.recorder.describe(data_settings(run.args, run.config, train_dataset, shuffle_seed, cut_tokens))
+    raise_together(run.recorder.problems() if run.args.process_index == 0 else [], run.control)
+
+
+def _batches_done(run: Run, per_epoch: int, global_step: Callable[[], int]) -> int:
+    """Batches that a resumed run has behind it, where an epoch has `per_epoch`."""
+    return 0 if run.args.ignore_data_skip else plans_done(global_step(), per_epoch, run.args)
+
+
+def _pins_memory(run: Run) -> bool:
+    return run.args.dataloader_pin_memory and run.args.device.type == "cuda"

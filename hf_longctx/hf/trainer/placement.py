@@ -1,0 +1,250 @@
+"""Placement of a run's parameters: whole on every rank, in shards, or as pipeline stages.
+
+DDP and accelerate's FSDP stay out, on CPU and CUDA alike: the executor sums gradients, and sharding is our own. So a placement
+knows how to make the model ready, to clip, and to save and load weights and optimizer states. What `Trainer` itself does
+right is left to it: methods return None or False then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from hf_longctx.hf.checkpoints.adapters import load_adapters
+from hf_longctx.hf.checkpoints.sharded import (
+    gather_weights,
+    has_optimizer_shards,
+    load_optimizer,
+    load_weights,
+    load_whole_optimizer,
+    renamed_weights,
+    save_optimizer,
+)
+from hf_longctx.hf.checkpoints.staged import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
+from hf_longctx.hf.models.adapters import adapter_parameters, is_adapted
+from hf_longctx.hf.models.quantised import move_scales
+from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.parameters.clipping import clip_stage_gradients
+from hf_longctx.runtime.parameters.sharded import free_gathered, is_sharded, shard_model
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+OPTIMIZER_FILE = "optimizer.pt"
+
+
+class Placement(Protocol):
+    """One way in which parameters live on the ranks of a run; every method but `prepare` may leave its work to `Trainer`.
+
+    num_stages: pipeline stages, over which the model is spread. writes_weights: whether `save` writes all weights itself.
+    All methods are collective over the ranks that share a model, in the same order on each.
+    """
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def writes_weights(self) -> bool: ...
+
+    def prepare(self, model: Any) -> None:
+        """Makes `model` ready for the next step: sharded if that is asked for, with no weight left gathered. Idempotent."""
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clips the gradients of the whole model and returns their norm before that; None: `Trainer` clips."""
+
+    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
+        """The whole weights for `Trainer` to write, on the writing rank; None: it writes the model's own, if any."""
+
+    def load(self, model: Any, folder: str) -> bool:
+        """Reads the weights of a checkpoint; False: `Trainer` reads them."""
+
+    def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        """Writes the states of the optimizer; False: `Trainer` writes them."""
+
+    def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        """Reads the states of the optimizer; False: `Trainer` reads them, or there are none."""
+
+
+class ReplicatedPlacement:
+    """The whole model on every rank."""
+
+    num_stages = 1
+    writes_weights = False
+
+    def prepare(self, model: Any) -> None: ...
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        return None
+
+    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
+        return None
+
+    def load(self, model: Any, folder: str) -> bool:
+        if not needs_own_reader(model):
+            return False
+        read_weights(model, folder)
+        return True
+
+    def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        return False
+
+    def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        """Reads the states of a run with sharded parameters, at any number of ranks."""
+        if not has_optimizer_shards(folder):
+            return False
+        load_optimizer(model, optimizer, folder)
+        return True
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The ranks among which every parameter is divided: how a model gets onto them."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    fp32_gradients: bool
+
+    def divide(self, model: Any) -> None:
+        """Shards `model` if it is whole, layer by layer; drops gathered weights if it is not."""
+        if not is_sharded(model):
+            move_scales(model, self.device)
+            shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients)
+        free_gathered(model)
+
+
+class ShardedPlacement:
+    """The model in shards, on every rank one."""
+
+    num_stages = 1
+    writes_weights = False
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+
+    def prepare(self, model: Any) -> None:
+        self.shards.divide(model)
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        return None
+
+    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
+        if not is_sharded(model):
+            return None
+        self.prepare(model)
+        return gather_weights(model, is_writer, adapter_parameters(model).values() if is_adapted(model) else None)
+
+    def load(self, model: Any, folder: str) -> bool:
+        # a model that is still whole is left to `Trainer`, where that reads it right
+        if not is_sharded(model) and not needs_own_reader(model):
+            return False
+        self.prepare(model)
+        read_weights(model, folder)
+        return True
+
+    def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        self.prepare(model)
+        save_optimizer(model, optimizer, folder)
+        return True
+
+    def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        """Reads the states of a run with sharded or with replicated parameters, at any number of ranks."""
+        self.prepare(model)
+        if has_optimizer_shards(folder):
+            load_optimizer(model, optimizer, folder)
+        elif (Path(folder) / OPTIMIZER_FILE).exists():
+            load_whole_optimizer(optimizer, str(Path(folder) / OPTIMIZER_FILE))
+        else:
+            return False
+        return True
+
+
+class StagedPlacement:
+    """One pipeline stage of the model on every rank, whole or in shards. `Trainer` takes every rank for a copy of the model."""
+
+    writes_weights = True
+
+    def __init__(self, stage: StageModel, shards: Shards | None, pool: GroupPool) -> None:
+        self.stage, self.shards, self.pool = stage, shards, pool
+
+    @property
+    def num_stages(self) -> int:
+        return self.stage.num_stages
+
+    def prepare(self, model: Any) -> None:
+        if self.shards is not None:
+            self.shards.divide(model)
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clips by the norm over all stages, in which a tied weight counts once."""
+        assert self.pool.links is not None
+        has_twin = self.stage.tied and self.stage.stage > 0
+        twin = self.stage.model.get_parameter(self.stage.tied) if has_twin else None
+        return clip_stage_gradients(list(self.stage.model.parameters()), max_norm, self.pool.links.pipe, twin)
+
+    def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
+        """Writes the weights of all stages to `folder`, which all ranks must see."""
+        self.prepare(model)
+        save_stages(self.stage, folder, self.pool.ranks_per_stage, self.pool.control)
+        return None
+
+    def load(self, model: Any, folder: str) -> bool:
+        self.prepare(model)
+        load_stage_weights(self.stage, folder)
+        return True
+
+    def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        self.prepare(model)
+        save_stage_optimizer(self.stage, optimizer, folder)
+        return True
+
+    def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
+        """Reads the states of a run with any number of stages, or with sharded parameters.
+
+        Raises ValueError for those of a run with replicated parameters, which carry no names.
+        """
+        if has_optimizer_shards(folder):
+            self.prepare(model)
+            load_stage_optimizer(self.stage, optimizer, folder)
+            return True
+        if (Path(folder) / OPTIMIZER_FILE).exists():
+            raise ValueError(
+                f"{folder} holds the optimizer of a run without stages and with replicated parameters, whose states have no "
+                f"names; resume with stages=1, or start from its weights with a fresh optimizer"
+            )
+        return False
+
+
+def needs_own_reader(model: Any) -> bool:
+    """Whether `Trainer` would read the weights of a checkpoint wrong.
+
+    It makes adapters anew, in fp32, as for inference, and passes over weights that have other names in files (those of
+    experts) with no more than a warning.
+    """
+    return is_adapted(model) or bool(renamed_weights(model))
+
+
+def read_weights(model: Any, folder: str) -> None:
+    """Copies the weights of a checkpoint into `model`, or those of its adapters."""
+    (load_adapters if is_adapted(model) else load_weights)(model, folder)
+
+
+def check_trained(stage: StageModel, control: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on every rank unless every stage trains something, and both ends of a tied weight or none.
+
+    Collective over the ranks of `control`.
+    """
+    is_trained = any(parameter.requires_grad for parameter in stage.model.parameters())
+    is_tied_trained = stage.model.get_parameter(stage.tied).requires_grad if stage.tied else None
+    found = gather_objects((stage.stage, is_trained, is_tied_trained), control)
+    if idle := sorted({number for number, trains, _ in found if not trains}):
+        raise ValueError(f"stage {idle[0]} has no weight that is trained; unfreeze some of its layers, or use fewer stages")
+    if len({tied for _, _, tied in found if tied is not None}) > 1:
+        raise ValueError(
+            "embedding and head are one weight (tie_word_embeddings), but only one of them is frozen; freeze both or neither"
+        )

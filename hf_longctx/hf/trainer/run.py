@@ -1,0 +1,192 @@
+"""Start of a run: everything that plans need, built once and in one order, for `LongContextTrainer` and the callback alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import TrainingArguments
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.resume import DataRecorder
+from hf_longctx.hf.models.activations import ActivationRuntime
+from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
+from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.routers import RouterRuntime
+from hf_longctx.hf.planning.report import RunReport
+from hf_longctx.hf.planning.source import PlanSource
+from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks
+from hf_longctx.hf.self_test.check import SelfTest
+from hf_longctx.hf.start.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
+from hf_longctx.hf.start.stages import loaded_ranges, own_stage
+from hf_longctx.hf.trainer.placement import (
+    Placement,
+    ReplicatedPlacement,
+    ShardedPlacement,
+    Shards,
+    StagedPlacement,
+    check_trained,
+)
+from hf_longctx.hf.trainer.sets import SequenceSets
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
+from hf_longctx.runtime.parameters.sharded import shard_mesh
+from hf_longctx.runtime.process_groups.pool import GroupPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Everything that a run is started from.
+
+    problems: those already found in the arguments. datasets: sets by their names, read under plans; None where a stock loader
+    reads them, for which every plan has one micro-batch. control: the group of an earlier meeting, if there was one.
+    """
+
+    config: LongContextConfig
+    model: Any
+    args: TrainingArguments
+    processing_class: Any
+    problems: list[str]
+    datasets: Mapping[str, Any] | None = None
+    control: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything between a model and its plans, from the start of a run to its end.
+
+    control: the group for messages between all ranks. sets: the sets that are read under plans; empty where a stock loader
+    reads them. stage: this rank's part of the model; the whole model where there is no pipeline.
+    """
+
+    config: LongContextConfig
+    args: TrainingArguments
+    setup: PlanningSetup
+    control: dist.ProcessGroup | None
+    sets: SequenceSets
+    placement: Placement
+    stage: StageModel
+    source: PlanSource
+    activations: ActivationRuntime
+    routers: RouterRuntime
+    recorder: DataRecorder
+    report: RunReport
+    undo: ExitStack
+
+    @property
+    def pool(self) -> GroupPool:
+        """The process groups of the run."""
+        return self.source.pool
+
+    def executor(self, model: nn.Module, fp32_gradients: bool = True) -> StepExecutor:
+        """An executor for the placed model; it owns gradient buffers."""
+        stage = replace(self.stage, model=model)
+        return StepExecutor(stage, self.pool, self.args.device, fp32_gradients, routers=self.routers.balance(model))
+
+    def release_model(self) -> None:
+        """Gives the model its own layers and routers back, until the next plan needs them. Idempotent."""
+        self.activations.close()
+        self.routers.close()
+
+    def close(self) -> None:
+        """Gives up the process groups, and the model as it was before the run but for its weights. Idempotent."""
+        self.undo.close()
+
+
+def meet(config: LongContextConfig, control: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """Waits for all ranks, every time; returns the group on which they agree, which is made unless there is one."""
+    # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
+    PartialState().wait_for_everyone()
+    return control_group(config.collective_timeout_s) if control is None else control
+
+
+def start_run(request: RunRequest) -> Run:
+    """Checks everything on every rank, switches the model's attention, cuts it into stages, makes groups, tests itself.
+
+    Nothing of `Trainer` is needed yet. Collective over all ranks. Raises ValueError on every rank, listing all problems; the
+    model then has its own attention back.
+    """
+    config, model, args = request.config, request.model, request.args
+    control = meet(config, request.control)
+    degrees = check_setup(config, model, args, request.processing_class, request.problems, control)
+    setup = planning_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
+    sets = SequenceSets(config, args, setup, control)
+    if request.datasets is None:
+        setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))
+    else:
+        sets.check(model, request.datasets)
+    with ExitStack() as undo:
+        undo.callback(restore_attention, model, attention_name(model))
+        patch_model(model)
+        # before the model is cut or placed
+        test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
+        stage = _own_stage(setup, model)
+        if setup.num_stages > 1:
+            check_trained(stage, control)
+        # the groups of shards before the groups of sequences
+        mesh = _new_mesh(config, setup, args)
+        source = plan_source(config, setup, control, args.device)
+        undo.callback(source.pool.close)
+        budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
+        host_bytes = budget.host_bytes if budget is not None else 0
+        activations = ActivationRuntime(args.device, host_bytes, source.copies_take, has_head=is_last)
+        routers = RouterRuntime(args.device)
+        undo.callback(activations.close)
+        undo.callback(routers.close)
+        opening = opening_line(setup, args, model)
+        if test is not None:
+            passed = test.run(source.pool, mesh, args.device, config.fp32_gradients, partial(count_over_ranks, group=control))
+            opening = f"{opening}\n{passed}"
+        return Run(
+            config=config,
+            args=args,
+            setup=setup,
+            control=control,
+            sets=sets,
+            placement=_placement(config, args, stage, mesh, source.pool),
+            stage=stage,
+            source=source,
+            activations=activations,
+            routers=routers,
+            recorder=DataRecorder(),
+            report=RunReport(config, source, opening),
+            undo=undo.pop_all(),
+        )
+
+
+def _own_stage(setup: PlanningSetup, model: Any) -> StageModel:
+    """The pipeline stage of this rank, to which `model` is cut; all of it for a run without a pipeline."""
+    if setup.num_stages == 1:
+        return whole_model(model, num_attention_layers(model))
+    stage = own_stage(setup.num_stages)
+    if loaded_ranges(model) is None:
+        cut_model(model, setup.ranges, stage)
+    return stage_model(model, setup.ranges, stage)
+
+
+def _new_mesh(config: LongContextConfig, setup: PlanningSetup, args: TrainingArguments) -> DeviceMesh | None:
+    """The mesh over which parameters are sharded; None where they are whole. Collective over all ranks."""
+    if setup.costs.parameters != "replicated":
+        return shard_mesh(args.device.type, setup.costs.shard_ranks, config.collective_timeout_s, setup.num_stages)
+    if config.parameters != "replicated":
+        logger.warning("parameters=%r has no effect on one rank", config.parameters)
+    return None
+
+
+def _placement(
+    config: LongContextConfig, args: TrainingArguments, stage: StageModel, mesh: DeviceMesh | None, pool: GroupPool
+) -> Placement:
+    shards = None if mesh is None else Shards(mesh, args.device, config.fp32_gradients)
+    if stage.num_stages > 1:
+        return StagedPlacement(stage, shards, pool)
+    return ReplicatedPlacement() if shards is None else ShardedPlacement(shards)

@@ -1,0 +1,138 @@
+"""Sets of sequences that a run reads under plans: checked on every rank, and cut where rows are too long."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
+from hf_longctx.hf.data.scan import DatasetScan, too_long
+from hf_longctx.hf.data.scan_cache import scan_on_every_rank
+from hf_longctx.hf.data.streaming import StreamRules, is_stream, stream_problems
+from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
+from hf_longctx.hf.start.setup import PlanningSetup
+from hf_longctx.hf.start.stages import loaded_ranges, own_stage
+
+logger = logging.getLogger(__name__)
+
+
+class SequenceSets:
+    """The row lengths of a run's sets, by their names in messages, and what becomes of rows that are too long."""
+
+    def __init__(
+        self, config: LongContextConfig, args: TrainingArguments, setup: PlanningSetup, control: dist.ProcessGroup | None
+    ) -> None:
+        self.config, self.args, self.setup, self.control = config, args, setup, control
+        self._scans: dict[str, tuple[Any, DatasetScan]] = {}
+        # sets whose cuts were reported
+        self._told: set[str] = set()
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a sequence: longer rows are errors, or are cut."""
+        return min(self.setup.max_length, self.setup.room_tokens)
+
+    def check(self, model: Any, datasets: Mapping[str, Any]) -> None:
+        """Reads every set's row lengths; raises on every rank for unusable rows, and for sets or weights that differ."""
+        problems = stream_problems(dict(datasets), self.config, self.args)
+        settings: dict[str, Any] = {"model config": model.config.to_json_string()}
+        # stages that were loaded alone hold different weights
+        if (ranges := loaded_ranges(model)) is None:
+            settings["initial weights"] = _weights_digest(model)
+        else:
+            settings["layers of the stages"] = ranges
+            problems += _differing_stages(own_stage(len(ranges)), model, self.control)
+        given = {name: dataset for name, dataset in datasets.items() if dataset is not None and not is_stream(dataset)}
+        for name, scan in self._scan(given).items():
+            problems += scan.problems
+            self._scans[name] = (given[name], scan)
+            settings[f"tokens of {name}"] = scan.digest
+        problems += differing_settings(settings, self.control)
+        raise_together(problems, self.control)
+
+    def index(self, name: str, dataset: Any) -> SequenceIndex:
+        """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
+        known, scan = self._scans.get(name, (None, None))
+        if scan is None or known is not dataset:
+            raise_together(stream_problems({name: dataset}, self.config, self.args), self.control)
+            scan = self._scan({name: dataset})[name]
+            problems = scan.problems + differing_settings({f"tokens of {name}": scan.digest}, self.control)
+            raise_together(problems, self.control)
+            self._scans[name] = (dataset, scan)
+        limit = self.longest_sequence
+        index = SequenceIndex.build(scan.lengths, limit, self.config.long_sequences)
+        if self.args.process_index == 0 and known is not None and name not in self._told:
+            self._told.add(name)
+            _tell_cuts(name, scan.lengths, index, limit)
+        return index
+
+    def digest(self, name: str) -> str:
+        """The hash of all tokens of a set."""
+        return self._scans[name][1].digest
+
+    def is_cut(self, name: str) -> bool:
+        """Whether some row of a set is longer than its sequences may be."""
+        return bool((self._scans[name][1].lengths > self.longest_sequence).any())
+
+    def stream_rules(self) -> StreamRules:
+        """The rules by which an iterable training set is read and cut."""
+        args, config = self.args, self.config
+        return StreamRules(
+            name="train_dataset",
+            vocab_size=self.setup.costs.model.vocab_size,
+            max_length=self.setup.max_length,
+            tokens_per_rank=self.setup.planner.tokens_per_rank,
+            room_tokens=self.setup.room_tokens,
+            long_sequences=config.long_sequences,
+            sequences_per_step=args.per_device_train_batch_size * args.world_size,
+            tokens_per_step=config.tokens_per_step,
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:
+        """Lengths and problems of named sets; sequences that are too long are among these where they are errors."""
+        setup = self.setup
+        scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, not self.args.disable_tqdm)
+        if self.config.long_sequences != "error":
+            return scans
+        limits = setup.max_length, setup.room_tokens, setup.planner.tokens_per_rank
+        return {
+            name: scan if scan.problems else replace(scan, problems=too_long(scan.lengths, *limits, name))
+            for name, scan in scans.items()
+        }
+
+
+def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:
+    """Says once how many rows were cut, and what that cost."""
+    num_long = int((row_lengths > limit).sum())
+    if num_long:
+        dropped = int(row_lengths.sum() - index.lengths.sum())
+        what = (
+            f"truncated, {dropped} tokens dropped" if dropped else f"split, {len(index)} sequences from {len(row_lengths)} rows"
+        )
+        logger.warning("%s: %d rows above %d tokens %s", name, num_long, limit, what)
+
+
+def _differing_stages(stage: int, model: nn.Module, control: dist.ProcessGroup | None) -> list[str]:
+    """A problem if the ranks of one stage hold different weights, as random adapters would be. Collective."""
+    found = gather_objects((stage, _weights_digest(model)), control)
+    differing = sorted({number for number, _ in found if len({digest for other, digest in found if other == number}) > 1})
+    return [
+        f"initial weights differ between the ranks of stage {number}; call set_seed(...) with one number before get_peft_model"
+        for number in differing
+    ]
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """A hash over one sum per parameter: equal on all ranks if they start from the same weights."""
+    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
+    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
