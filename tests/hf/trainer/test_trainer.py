@@ -169,7 +169,7 @@ BAD_STARTS = {
     "fp16": ({}, {"fp16": True}, "fp16=True"),
     "compile": ({}, {"torch_compile": True}, "torch_compile=True"),
     "positions": ({"max_length": 4096}, {}, "max_length 4096 is above the model's max_position_embeddings 512"),
-    "degree of the world": ({"degrees": [1, 4]}, {}, "degree 4 needs 4 ranks, the run has 2"),
+    "degree of the world": ({"degrees": [1, 4]}, {}, "degree 4 needs 4 ranks, but the run has 2"),
     "too long": ({"max_length": 40}, {}, "row 0 has 61 tokens, above max_length 40"),
     "too long for memory": ({"tokens_per_rank": 30}, {}, "row 0 has 61 tokens, above the memory limit: tokens_per_rank 30"),
 }
