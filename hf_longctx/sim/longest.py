@@ -7,15 +7,14 @@ kept, workspace comes out of it. Here workspace is counted in every row, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.activations.added_seconds import group_seconds
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, LayerRange, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.sim.capacity import TILE_TOKENS
 
 # of the device, beside workspace: for fragmentation, buffers of communication and the process itself
@@ -84,30 +83,15 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
 
 
 def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
-    num_layers, degree = costs.model.num_layers, budget.degree
-
-    def fits(num_tokens: int) -> bool:
-        load = Load.document(num_tokens, num_layers, budget.trains_weights)
-        # attention of GPUs takes half precision alone
-        load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2)
-        found = chunk_bytes(costs.model, load, switches.policy(costs, num_tokens), switches.loss_tile)
-        return found.device + found.workspace <= budget.device_bytes and found.host <= budget.host_bytes
-
-    tokens = _most(fits)
+    degree, load = budget.degree, Load.document(1, costs.model.num_layers, budget.trains_weights)
+    # attention of GPUs takes half precision alone
+    load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2)
+    tokens = ByteModel(costs.model).longest(
+        budget.device_bytes, budget.host_bytes, lambda count: (switches.policy(costs, count),), load, switches.loss_tile
+    )
     if not tokens:
         return LongestRow(switches.name, 0, 0.0)
     return LongestRow(switches.name, tokens * degree, _step_s(costs, budget, switches.policy(costs, tokens), tokens * degree))
-
-
-def _most(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, by doubling and bisection; fitting must not come back once it is gone."""
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_tokens: int) -> float:

@@ -31,7 +31,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     TensorShare,
 )
-from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -94,7 +94,7 @@ def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
 def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec, trains_weights: bool = True) -> int:
     """Predicted peak bytes of the plan's chunks on the device, without weights, gradients and optimizer states."""
     group, stage = plan.rounds[0]
-    return round_bytes(spec, group, stage, trains_weights=trains_weights).peak
+    return ByteModel(spec).round(group, stage, trains_weights=trains_weights).peak
 
 
 @dataclass(frozen=True)

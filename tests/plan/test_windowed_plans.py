@@ -26,7 +26,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.memory.round_bytes import KnownBytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
@@ -148,7 +148,7 @@ def test_recomputed_attention_costs_what_the_layer_sees() -> None:
     added_s = [one - other for one, other in zip(*seconds, strict=True)]
     assert added_s == pytest.approx([1e-6 * sum(map(pairs_by_hand, each)) / 4 for each in ((100, 30), (None, 100))])
     # the joint program knows it for each stage, a layer of it on average
-    cells = [GroupCells(group, costs, 64, keeps, KnownBytes()).cells for keeps in (False, True)]
+    cells = [GroupCells(group, costs, 64, keeps, ByteModel(costs.model)).cells for keeps in (False, True)]
     layer_s = [one.layer_s - other.layer_s for one, other in zip(*cells, strict=True)]
     assert layer_s == pytest.approx([each / 2 for each in added_s])
     # on one stage the planner of policies sums over all layers

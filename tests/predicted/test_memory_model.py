@@ -21,8 +21,9 @@ from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_bytes
+from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.core.loss import summed_cross_entropy
@@ -116,7 +117,7 @@ def predicted(
 ) -> tuple[ChunkBytes, int]:
     """The model's answer, and what of it the step has before it starts: token ids and labels."""
     load = Load(sum(documents), documents, shape.layers, tiles_loss=False)
-    return chunk_bytes(shape.spec(dtype), load, policy), 16 * sum(documents)
+    return ByteModel(shape.spec(dtype)).chunk(load, policy), 16 * sum(documents)
 
 
 WHOLE = (NUM_TOKENS,)
@@ -250,7 +251,7 @@ def test_rounds_hold_and_work_with_what_is_predicted(name: str, shape: Shape, dt
     executor.run(rank_plan, inputs, 1)
     peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1))
     ((group, stage),) = rank_plan.rounds
-    found = round_bytes(shape.spec(dtype), group, stage, tiles_loss=False)
+    found = ByteModel(shape.spec(dtype)).round(group, stage, tiles_loss=False)
     assert found.book == result.memory.kv_book
     assert found.peak == pytest.approx(peak, rel=0.07)
     assert found.saved <= found.peak <= found.saved + found.book + found.workspace

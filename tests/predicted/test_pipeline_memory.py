@@ -12,7 +12,7 @@ from helpers.plans.sliced_plans import cut
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy
-from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes
 
 SPEC = ModelSpec(4, 64, 176, 4, 2, 16, 64, 8192)
@@ -42,7 +42,7 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
     found = ranks(2).run(stage_peak_on_rank, SPEC, plan_to_json(plan), rows)
     (group,) = plan.micro_batches[0].groups
     for (peak, memory), stage in zip(found, group.stages, strict=True):
-        predicted = round_bytes(SPEC, group, stage, tiles_loss=False)
+        predicted = ByteModel(SPEC).round(group, stage, tiles_loss=False)
         assert predicted.book == memory.kv_book
         assert predicted.host == memory.host
         messages = message_bytes(SPEC, stage, 2, max(chunk.num_tokens for chunk in group.chunks))

@@ -9,9 +9,9 @@ from helpers.plans.layouts import tiny_costs
 
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.sim.longest import TILE_TOKENS, Budget, longest_rows
 
 MODEL = ModelSpec(16, 256, 1024, 8, 4, 32, 4096, 8192, bytes_per_element=2)
@@ -25,7 +25,7 @@ def test_rows_fit_and_hold_no_token_more() -> None:
     for row, host, keeps in ((rows[3], 0, False), (rows[4], 0, True), (rows[5], 2**28, False), (rows[6], 2**28, True)):
         for tokens, fits in ((row.tokens, True), (row.tokens + 1, False)):
             policy = lean_policy(MODEL, tokens, host, TILE_TOKENS, keeps_attention=keeps)
-            found = chunk_bytes(MODEL, replace(Load.document(tokens, 16), groups_heads=True), policy)
+            found = ByteModel(MODEL).chunk(replace(Load.document(tokens, 16), groups_heads=True), policy)
             assert found.host <= host
             assert (found.device + found.workspace <= BUDGET.device_bytes) == fits
 

@@ -15,7 +15,7 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
@@ -180,7 +180,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
         held: dict[tuple[int, int], tuple[int, int]] = {}
         # whole chunks on one stage, the common case, have neither K/V book nor messages to count
         is_plain = len(group.chunks) == 1 and plan.num_stages == 1
-        found = None if is_plain else round_bytes(model, group, stage, place)
+        found = None if is_plain else ByteModel(model).round(group, stage, place)
         for action in stage.actions:
             key = (action.part, action.chunk)
             if action.kind == "B":

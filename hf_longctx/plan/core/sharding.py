@@ -13,7 +13,7 @@ If several pipeline stages share a slice, the shard of every position is cut aga
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -194,6 +194,14 @@ def seen_pieces(keys: tuple[Piece, ...], queries: tuple[Piece, ...], first_seen:
             seen.append(Piece(key.document, first, key.stop, held))
             held += key.stop - first
     return tuple(seen)
+
+
+def sequence_ends(chunks: Iterable[Chunk]) -> dict[int, int]:
+    """The last token of every sequence that chunks hold slices of: where its last slice stops."""
+    ends: dict[int, int] = {}
+    for span in (span for chunk in chunks for span in chunk.spans):
+        ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
+    return ends
 
 
 def longest_document(blocks: tuple[tuple[Piece, ...], ...]) -> int:

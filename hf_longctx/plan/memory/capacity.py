@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -11,8 +10,8 @@ from hf_longctx.plan.core.types import (
     LayerPolicy,
     TensorShare,
 )
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 
 
@@ -72,30 +71,5 @@ def most_tokens(
         # copies that arrive take room too, so that with few layers the host may not pay
         return tuple(lean_policy(model, num_tokens, limit, tile_tokens) for limit in {0, host_bytes})
 
-    return longest_document(model, device_bytes, host_bytes, policies, trains_weights, is_shared, groups_heads)
-
-
-def longest_document(
-    model: ModelSpec,
-    device_bytes: int,
-    host_bytes: int,
-    policies: Callable[[int], Sequence[ActivationPolicy | None]],
-    trains_weights: bool = True,
-    is_shared: bool = False,
-    groups_heads: bool = False,
-) -> int:
-    """The most tokens of one document on one rank for which one of the policies (None: keep everything) fits, by bisection."""
-
-    def fits(num_tokens: int) -> bool:
-        load = Load.document(num_tokens, model.num_layers, trains_weights)
-        load = replace(load, is_shared=is_shared, groups_heads=groups_heads)
-        found = (chunk_bytes(model, load, policy) for policy in policies(num_tokens))
-        return any(one.device + one.workspace <= device_bytes and one.host <= host_bytes for one in found)
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    like = replace(Load.document(1, model.num_layers, trains_weights), is_shared=is_shared, groups_heads=groups_heads)
+    return ByteModel(model).longest(device_bytes, host_bytes, policies, like)

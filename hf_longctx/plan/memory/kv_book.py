@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import head_shares
+from hf_longctx.plan.core.sharding import head_shares, sequence_ends
 from hf_longctx.plan.core.types import SequenceGroup, StagePlan
 
 
@@ -36,14 +36,6 @@ class _Changes(NamedTuple):
     rewritten: IntArray
     left: IntArray
     gone: IntArray
-
-
-def group_ends(group: SequenceGroup) -> dict[int, int]:
-    """Where every sequence ends in the group."""
-    ends: dict[int, int] = {}
-    for span in (span for chunk in group.chunks for span in chunk.spans):
-        ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
-    return ends
 
 
 class BookKinds(NamedTuple):
@@ -142,7 +134,7 @@ def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[in
 
 def _layer_changes(group: SequenceGroup, window: int, is_replayed: bool, token_bytes: int, gradient_bytes: int) -> _Changes:
     """By how much passes of every chunk change the book of a layer with this window (0: none)."""
-    ends = group_ends(group)
+    ends = sequence_ends(group.chunks)
     last_starts = {
         span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]
     }

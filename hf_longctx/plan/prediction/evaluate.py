@@ -9,7 +9,6 @@ from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.core.sharding import is_shared, shard_tokens
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_in_flight, stage_state_bytes
 from hf_longctx.plan.prediction.lent_run import run_shared_pipeline
@@ -133,7 +132,7 @@ class _Run:
         held = [sum(shards) for shards in zip(*(shard_tokens(chunk, group.shape) for chunk in group.chunks), strict=True)]
         # formulas for the whole chunk are the quick way where everything is kept
         is_plain = not stage.activations and len(group.chunks) == 1
-        memory = None if is_plain else round_bytes(self.costs.model, group, stage)
+        memory = None if is_plain else self.known.byte_model(self.costs.model).round(group, stage)
         token_bytes = saved_token_bytes(self.costs.model)
         for position, tokens in zip(group.positions, held, strict=True):
             self.clocks[position] = clock_s

@@ -15,8 +15,9 @@ from hf_longctx.plan.core.schedule import PlanError
 from hf_longctx.plan.core.sharding import head_shares, shard_tokens, shared_order, sharing_stages
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, chunk_load
+from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_load
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes, stage_weight_bytes
 from hf_longctx.plan.prediction.event_loop import Times
 from hf_longctx.plan.prediction.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
@@ -192,4 +193,4 @@ def _chunk_bytes(group: SequenceGroup, costs: CostModel, action: Action) -> Chun
         has_head=action.stage == len(group.stages) - 1,
         keeps_gradients=False,
     )
-    return chunk_bytes(costs.model, load)
+    return ByteModel(costs.model).chunk(load)

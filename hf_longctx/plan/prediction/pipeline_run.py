@@ -13,6 +13,7 @@ import numpy as np
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
+from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
@@ -26,7 +27,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.round_bytes import KnownBytes, RoundBytes, round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes, most_at_once, stage_state_bytes
 from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wiring
 
@@ -65,17 +66,23 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
-class KnownRuns(KnownBytes):
+class KnownRuns:
     """What one step's plans under one cost model share: bytes and seconds of chunks, and runs of groups that came before."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._bytes: ByteModel | None = None
         # by identity, with what it is of kept alive
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
         # groups on one stage that were made to fit, by their shape and lengths, each with the chunk that it was made of
         self.fitted_groups: dict[object, tuple[Chunk, SequenceGroup]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
+
+    def byte_model(self, model: ModelSpec) -> ByteModel:
+        """Bytes of the model whose plans these are."""
+        if self._bytes is None or self._bytes.model != model:
+            self._bytes = ByteModel(model)
+        return self._bytes
 
     def wiring(self, group: SequenceGroup) -> Wiring:
         """Of the group's actions, which are the same under other policies. Raises ValueError for those of unknown kinds."""
@@ -140,13 +147,14 @@ def _stage_run(
     times: Times,
     exchange_s: Sequence[float],
     copied: Sequence[CopiedOut],
-    known: KnownBytes,
+    known: KnownRuns,
 ) -> StageRun:
-    passes = known.passes(stage)
+    byte_model = known.byte_model(seconds.costs.model)
+    passes = byte_model.passes(stage)
     when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
     copying = _copying_bytes(seconds, passes.actions, when, copied) if copied else ()
-    found: RoundBytes = round_bytes(model, group, stage, copying=copying, known=known)
+    found = byte_model.round(group, stage, copying=copying)
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
     return StageRun(
         passes.actions,

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.attention.heads import split_kv
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
@@ -48,17 +49,9 @@ class Slice:
         return f"tokens [{self.start}, {self.stop}) of sequence {self.sequence}"
 
 
-def document_tokens(group: SequenceGroup, chunk: Chunk) -> dict[int, int]:
-    """The whole tokens of every sequence of the group, which has all slices of each of them, and of `chunk`."""
-    ends: dict[int, int] = {}
-    for span in (span for other in (*group.chunks, chunk) for span in other.spans):
-        ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
-    return ends
-
-
 def slices_of(group: SequenceGroup, chunk: Chunk) -> tuple[Slice, ...]:
     """The documents of `chunk` that begin or go on in another chunk of its group, in order."""
-    ends = document_tokens(group, chunk)
+    ends = sequence_ends((*group.chunks, chunk))
     return tuple(
         Slice(document, span.sequence, span.start, span.stop, ends[span.sequence])
         for document, span in enumerate(chunk.spans)

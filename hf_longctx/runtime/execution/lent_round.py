@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import Piece, even_shards, shared_order, shared_pieces, sharing_stages
+from hf_longctx.plan.core.sharding import Piece, even_shards, sequence_ends, shared_order, shared_pieces, sharing_stages
 from hf_longctx.plan.core.types import Action, Chunk, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.attention.context import Block, GroupContext
-from hf_longctx.runtime.attention.kv_book import KVBook, Slice, document_tokens
+from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.lent_slice import SharedSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
@@ -226,7 +226,7 @@ class LentRound(Round):
             moves_front=action.chunk == phases.first_back,
         )
         block = Block(context.block.process_group, context.block.index, tokens)
-        documents = ((tokens[block.index], document_tokens(group, chunk)[span.sequence]),)
+        documents = ((tokens[block.index], sequence_ends((*group.chunks, chunk))[span.sequence]),)
         return replace(context, block=block, cu_seqlens=(0, sum(tokens)), slices=(), documents=documents, shared=shared)
 
 

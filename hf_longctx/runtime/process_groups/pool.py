@@ -14,11 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import HeadShare, block_pieces, document_bounds, even_shards, rank_pieces, travelling_pieces
+from hf_longctx.plan.core.sharding import (
+    HeadShare,
+    block_pieces,
+    document_bounds,
+    even_shards,
+    rank_pieces,
+    sequence_ends,
+    travelling_pieces,
+)
 from hf_longctx.plan.core.types import Chunk, SequenceGroup
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring, departing_tokens
 from hf_longctx.runtime.attention.heads import KVReaders
-from hf_longctx.runtime.attention.kv_book import KVBook, document_tokens, slices_of
+from hf_longctx.runtime.attention.kv_book import KVBook, slices_of
 from hf_longctx.runtime.process_groups.links import Links, Place
 
 
@@ -131,7 +139,7 @@ class GroupPool:
         index, inside = divmod(place, shape.ulysses)
         pieces = block_pieces(chunk, shape)
         travelling = travelling_pieces(pieces)
-        ends = document_tokens(group, chunk)
+        ends = sequence_ends((*group.chunks, chunk))
         first = index * shape.ulysses
         neighbours = group.positions[first : first + shape.ulysses]
         tokens = even_shards(sum(piece.num_tokens for piece in pieces[index]), shape.ulysses)

@@ -42,7 +42,7 @@ from hf_longctx.plan.core.types import Chunk, LayerRange, MicroBatch, SequenceGr
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.fitting import Fit, fit_coefficients
-from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.recipes.bench.cpu.stage_processes import Rows, StageProcesses, StageStep
@@ -233,7 +233,7 @@ def row_of(name: str, plan: StepPlan, costs: CostModel, rounds: Sequence[Sequenc
         measured_idle=[median(of_stage) for of_stage in zip(*shares, strict=True)],
         planned_in_flight=list(said.in_flight),
         executed_in_flight=[executed_in_flight(step.record) for step in rounds[0]],
-        planned_kv_book=[round_bytes(costs.model, group, stage).book for stage in group.stages],
+        planned_kv_book=[ByteModel(costs.model).round(group, stage).book for stage in group.stages],
         executed_kv_book=[step.record.memory.kv_book for step in rounds[0]],
         loss=rounds[0][0].record.loss,
     )

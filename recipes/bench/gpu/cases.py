@@ -35,8 +35,8 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
@@ -219,7 +219,7 @@ def device_room(case: Case, num_tokens: int) -> float:
         return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens
     layers = (replayed(),) * spec.num_layers
     load = Load.document(num_tokens, spec.num_layers, trains_weights=not case.is_frozen)
-    workspace = chunk_bytes(spec, load, ActivationPolicy(0, 0, layers, case.tile_tokens)).workspace
+    workspace = ByteModel(spec).chunk(load, ActivationPolicy(0, 0, layers, case.tile_tokens)).workspace
     total = case.cap_gib * 2**30 or device_total()
     return max(0.0, 0.95 * total - state_bytes(case) - workspace)
 

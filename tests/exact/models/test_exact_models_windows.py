@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StepPlan
-from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.runtime.attention.ring import ring_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
@@ -53,7 +53,7 @@ def check(case: ModelCase, plan: StepPlan) -> int:
     assert all(gradients[name].abs().max() <= 1e-12 for name in expected if name not in loud)
     assert worst_error((float(result.loss), {name: gradients[name] for name in loud}), (loss, loud)) <= TOLERANCE
     ((group, stage),) = plan.for_rank(0).rounds
-    assert round_bytes(spec, group, stage).book == result.memory.kv_book
+    assert ByteModel(spec).round(group, stage).book == result.memory.kv_book
     return result.memory.kv_book
 
 

@@ -91,10 +91,11 @@ def _mean_per_rank(num_ranks: int) -> Iterator[None]:
 
 
 def _frequencies_of_slices() -> Any:
-    def tokens(group: Any, chunk: Any) -> dict[int, int]:
+    def ends(chunks: Any) -> dict[int, int]:
+        *_, chunk = chunks
         return {span.sequence: span.num_tokens for span in chunk.spans}
 
-    return replaced(pool, "document_tokens", tokens)
+    return replaced(pool, "sequence_ends", ends)
 
 
 def _one_document() -> Any:

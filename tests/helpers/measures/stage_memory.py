@@ -23,7 +23,7 @@ from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, StepPlan
-from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -88,7 +88,7 @@ def check_held_memory(pool, case: ModelCase, plan: StepPlan) -> list:
         own = plan.for_rank(rank).rounds
         assert most_waiting(words) == max(most_in_flight(one.actions) for _, one in own)
         assert judged.in_flight[stage] >= most_waiting(words)
-        book = max(round_bytes(spec, group, one, group.positions.index(position)).book for group, one in own)
+        book = max(ByteModel(spec).round(group, one, group.positions.index(position)).book for group, one in own)
         assert memory.kv_book == book
         expected = predicted_memory(plan, rank, spec)
         assert (memory.saved, memory.host, memory.kv_book) == (expected.saved, expected.host, book)

@@ -36,7 +36,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
 from hf_longctx.plan.cost.traffic import Traffic, mean_traffic
-from hf_longctx.plan.memory.round_bytes import round_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
@@ -536,7 +536,7 @@ def test_predicted_memory_of_stages_counts_parts_and_leaves_messages_out() -> No
             most = max(most, sum(group.chunks[chunk].num_tokens for _, chunk in waiting))
         found = predicted_memory(plan, rank, spec)
         assert found.saved == most * 32 * 4
-        assert found.kv_book == round_bytes(spec, group, stage).book
+        assert found.kv_book == ByteModel(spec).round(group, stage).book
         # keys and values of four layers and 30 tokens, gradients of the first 20: at most two parts' at once
         assert found.kv_book <= 2 * 4 * 2 * 8 * 4 * (30 + 20)
         run = evaluate_plan(plan, replace(tiny_costs(2), model=spec))

@@ -20,9 +20,9 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     TensorShare,
 )
-from hf_longctx.plan.memory.capacity import lean_policy, longest_document, most_tokens
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes, round_bytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 
 # Llama-3.1-8B, and a small model with half as many KV heads as heads
@@ -40,42 +40,44 @@ def group_of(chunks: list[list[tuple[int, int, int]]], words: str, degree: int =
 def test_recomputed_bytes_by_hand() -> None:
     # fp32 head: hidden input, product and output of the last norm with its root, log-probabilities; rotary tables, ids, labels
     policy = lean_policy(SMALL, 1000, 0, 0)
-    found = chunk_bytes(SMALL, Load.document(1000, 4), policy)
+    found = ByteModel(SMALL).chunk(Load.document(1000, 4), policy)
     assert found.device == 1000 * (4 * 4 * 64 + (3 * 4 * 64 + 4) + 4 * 256 + (2 * 4 * 16 + 16))
     assert found.host == 0
     # in tiles: no log-probabilities, but the gradient of the last hidden states and that of the matrix in fp32
-    tiled = chunk_bytes(SMALL, Load.document(1000, 4), replace(policy, tile_tokens=100))
+    tiled = ByteModel(SMALL).chunk(Load.document(1000, 4), replace(policy, tile_tokens=100))
     assert tiled.device == found.device - 1000 * (4 * 256) + 4 * 256 * 64
     assert tiled.workspace < found.workspace
 
 
 def test_frozen_weights_need_no_gradients_of_the_head() -> None:
     policy = lean_policy(SMALL, 1000, 0, 100)
-    trained, frozen = (chunk_bytes(SMALL, Load.document(1000, 4, trains_weights=value), policy) for value in (True, False))
+    trained, frozen = (ByteModel(SMALL).chunk(Load.document(1000, 4, trains_weights=value), policy) for value in (True, False))
     assert trained.device - frozen.device == 1000 * 4 * 64 + 4 * 256 * 64
     adapters = AdapterSpec(layer_parameters=10, layer_bytes=40, layer_saved_bytes=12)
     # what adapters of a layer keep is there while it is computed again
-    above = chunk_bytes(replace(SMALL, adapters=adapters), Load.document(1000, 4), policy)
+    above = ByteModel(replace(SMALL, adapters=adapters)).chunk(Load.document(1000, 4), policy)
     assert (above.device, above.workspace) == (frozen.device, frozen.workspace + 12 * 1000)
     # of few tokens in tiles the gradients of the MLP's matrices would be the most
     loads = [Load.document(10, 4, trains_weights=value) for value in (True, False)]
-    trained_few, frozen_few = (chunk_bytes(replace(SMALL, vocab_size=1), load, lean_policy(SMALL, 10, 0, 5)) for load in loads)
+    trained_few, frozen_few = (
+        ByteModel(replace(SMALL, vocab_size=1)).chunk(load, lean_policy(SMALL, 10, 0, 5)) for load in loads
+    )
     few = replace(SMALL, vocab_size=1, adapters=replace(adapters, layer_saved_bytes=0))
-    found = chunk_bytes(few, loads[0], lean_policy(SMALL, 10, 0, 5))
+    found = ByteModel(few).chunk(loads[0], lean_policy(SMALL, 10, 0, 5))
     assert found.workspace == frozen_few.workspace < trained_few.workspace
     # a head that is trained beside the frozen one has gradients
     head = replace(adapters, last_parameters=256 * 64, last_bytes=4 * 256 * 64)
-    assert chunk_bytes(replace(SMALL, adapters=head), Load.document(1000, 4), policy).device == trained.device
+    assert ByteModel(replace(SMALL, adapters=head)).chunk(Load.document(1000, 4), policy).device == trained.device
 
 
 def test_slices_by_hand() -> None:
     # 300 tokens in three slices on four layers; a layer's book: 2 * 32 * 4 bytes a token, as much again in front of the last
     chunks = [[(0, start, start + 100)] for start in (0, 100, 200)]
     group = group_of(chunks, "0F0 0F1 0F2 0B2 0B1 0B0")
-    found = round_bytes(SMALL, group, group.stages[0])
+    found = ByteModel(SMALL).round(group, group.stages[0])
     assert found.book == 4 * 256 * (300 + 200)
     single = group_of([[(0, 0, 100)]], "0F0 0B0")
-    alone = round_bytes(SMALL, single, single.stages[0])
+    alone = ByteModel(SMALL).round(single, single.stages[0])
     # keys and values expanded to all heads are saved with a sequence that runs whole, those of slices lie in the book
     assert found.saved == 3 * (alone.saved - 100 * 4 * 2 * 4 * 64)
     assert found.peak <= found.saved + found.book + found.workspace
@@ -84,14 +86,14 @@ def test_slices_by_hand() -> None:
 def test_two_ranks_hold_half_each() -> None:
     chunks = [[(0, 0, 128)], [(0, 128, 256)]]
     one, two = (group_of(chunks, "0F0 0F1 0B1 0B0", degree) for degree in (1, 2))
-    whole, half = (round_bytes(SMALL, group, group.stages[0]) for group in (one, two))
+    whole, half = (ByteModel(SMALL).round(group, group.stages[0]) for group in (one, two))
     assert half.book == whole.book / 2 and half.saved == whole.saved / 2
 
 
 def test_chunks_that_run_one_by_one_are_not_in_flight_together() -> None:
     chunks = [[(0, 0, 100)], [(1, 0, 100)]]
     stages = [group_of(chunks, words) for words in ("0F0 0B0 0F1 0B1", "0F0 0F1 0B1 0B0")]
-    apart, together = (round_bytes(SMALL, group, group.stages[0]) for group in stages)
+    apart, together = (ByteModel(SMALL).round(group, group.stages[0]) for group in stages)
     assert together.saved == 2 * apart.saved and apart.workspace == together.workspace
     assert together.peak - apart.peak == apart.saved
 
@@ -120,9 +122,9 @@ def test_held_bytes_are_those_of_the_engine_and_more_tokens_never_need_less(
 ) -> None:
     model = replace(SMALL, bytes_per_element=bytes_per_element)
     policy = ActivationPolicy(0, 0, tuple(layers), tile_tokens)
-    found, more = (chunk_bytes(model, Load.document(tokens, 4), policy) for tokens in (num_tokens, num_tokens + 8))
+    found, more = (ByteModel(model).chunk(Load.document(tokens, 4), policy) for tokens in (num_tokens, num_tokens + 8))
     none, _ = held_bytes(model, ActivationPolicy(0, 0, tuple(layers)), 4, num_tokens)
-    head = chunk_bytes(model, Load.document(num_tokens, 4), lean_policy(model, num_tokens, 0, tile_tokens))
+    head = ByteModel(model).chunk(Load.document(num_tokens, 4), lean_policy(model, num_tokens, 0, tile_tokens))
     inputs = 4 * class_bytes(model, "layer_input") * num_tokens
     # plain layers save keys and values once per query head, and attention's output once more
     plain = sum(layer.keeps_everything for layer in layers) * num_tokens * bytes_per_element * (2 * 32 + 64)
@@ -136,13 +138,13 @@ def test_held_bytes_are_those_of_the_engine_and_more_tokens_never_need_less(
 @given(st.integers(1, 500), st.integers(0, 1 << 20))
 def test_the_lean_policy_holds_its_host_limit_and_the_least_on_the_device(num_tokens: int, host_bytes: int) -> None:
     load = Load.document(num_tokens, 4)
-    found = chunk_bytes(SMALL, load, lean_policy(SMALL, num_tokens, host_bytes, 16))
+    found = ByteModel(SMALL).chunk(load, lean_policy(SMALL, num_tokens, host_bytes, 16))
     assert found.host <= host_bytes
     inputs = 4 * class_bytes(SMALL, "layer_input") * num_tokens
     assert found.host >= min(inputs, host_bytes) - 2 * class_bytes(SMALL, "layer_input")
-    without = chunk_bytes(SMALL, load, lean_policy(SMALL, num_tokens, 0, 16))
+    without = ByteModel(SMALL).chunk(load, lean_policy(SMALL, num_tokens, 0, 16))
     assert found.device == without.device - found.host
-    kept = chunk_bytes(SMALL, load, lean_policy(SMALL, num_tokens, 0, 16, keeps_attention=True))
+    kept = ByteModel(SMALL).chunk(load, lean_policy(SMALL, num_tokens, 0, 16, keeps_attention=True))
     assert without.device < kept.device
 
 
@@ -153,14 +155,16 @@ def test_the_longest_document_is_the_last_that_fits() -> None:
             min(
                 found.device + found.workspace
                 for limit in (0, host_bytes)
-                for found in [chunk_bytes(SMALL, Load.document(count, 4), lean_policy(SMALL, count, limit, 256))]
+                for found in [ByteModel(SMALL).chunk(Load.document(count, 4), lean_policy(SMALL, count, limit, 256))]
             )
             <= GIB
             for count in (tokens, tokens + 1)
         ]
         assert fits == [True, False]
     assert most_tokens(SMALL, 0, GIB, 256) == 0
-    assert longest_document(SMALL, GIB, 0, lambda _: [None]) < most_tokens(SMALL, GIB, 0, 256)
+    assert ByteModel(SMALL).longest(GIB, 0, lambda _: [None], Load.document(1, SMALL.num_layers)) < most_tokens(
+        SMALL, GIB, 0, 256
+    )
 
 
 def test_an_8b_model_on_one_h200_by_hand() -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from helpers.plans.stage_orders import chunks_of, plan_of, random_shapes
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, TensorShare
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.memory.kv_book import group_ends
+from hf_longctx.plan.memory import byte_model as byte_model_file
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import KnownBytes, RoundBytes, chunk_bytes, chunk_load, round_bytes, round_moments
+from hf_longctx.plan.memory.round_bytes import RoundBytes, chunk_load
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer, with_layers
 
 MODEL = named_model("llama-3.1-8b")
@@ -40,7 +44,7 @@ def random_group(seed: int) -> SequenceGroup:
 
 def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
     """saved, host, book, workspace and peak of every pass, from the definitions."""
-    ends, common = group_ends(group), Load(0, (), 0)
+    ends, common = sequence_ends(group.chunks), Load(0, (), 0)
     kv_bytes, grad_bytes = (2 * MODEL.num_kv_heads * MODEL.head_dim * size for size in (2, 4))
     passes = [action for action in stage.actions if action.kind in "FB"]
     held: dict[tuple[int, int], Any] = {}
@@ -59,7 +63,7 @@ def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
                 keeps_gradients=(passes[place + 1].chunk, passes[place + 1].part, passes[place + 1].kind) == (*key, "B"),
                 receives=bool(policy and policy.layers) and (stage.stage, action.part) != (0, 0),
             )
-            held[key] = chunk_bytes(MODEL, load, policy)
+            held[key] = ByteModel(MODEL).chunk(load, policy)
             for entry, span in zip(entries, slices, strict=True):
                 book.setdefault(entry, kv_bytes * num_layers * ends[span.sequence])
             first, last = sum(size for (part, _), size in book.items() if part == action.part), 0
@@ -88,12 +92,12 @@ def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(40))
 def test_bytes_of_every_pass_are_those_of_a_walk(seed: int) -> None:
     group, names = random_group(seed), [field.name for field in fields(RoundBytes)]
-    known = KnownBytes()
+    byte_model = ByteModel(MODEL)
     for stage in group.stages:
         expected = walked(group, stage)
-        moments = round_moments(MODEL, group, stage, known=known)
+        moments = byte_model.moments(group, stage)
         assert list(zip(*(getattr(moments, name).tolist() for name in names), strict=True)) == expected
-        most = round_bytes(MODEL, group, stage, known=known)
+        most = byte_model.round(group, stage)
         assert [getattr(most, name) for name in names] == [max(each) for each in zip(*expected, strict=True)]
 
 
@@ -103,7 +107,7 @@ def test_chunks_in_flight_and_on_the_device_are_those_of_a_walk(seed: int) -> No
     group = with_layers(group, {}, 4)
     cluster = ClusterSpec(len(group.stages), 8, GPU)
     costs = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster), "ulysses", parameters="gathered_per_round")
-    cells = GroupCells(group, costs, 4, True, KnownBytes())
+    cells = GroupCells(group, costs, 4, True, ByteModel(MODEL))
     moments = cells.moments([0.0] * len(group.stages))
     number = 0
     for stage in group.stages:
@@ -124,3 +128,15 @@ def test_chunks_in_flight_and_on_the_device_are_those_of_a_walk(seed: int) -> No
                 waiting.remove(coming.pop(0))
             number += 1
     assert number == len(moments.excess_bytes)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equal_stages_are_counted_once_whatever_objects_they_are(seed: int) -> None:
+    group, byte_model = random_group(seed), ByteModel(MODEL)
+    found = [byte_model.round(group, stage) for stage in group.stages]
+    same = deepcopy(group)
+    assert same == group and same.chunks is not group.chunks and same.stages[0].actions is not group.stages[0].actions
+    with patch.object(byte_model_file, "LayerBytes", None), patch.object(byte_model_file, "Passes", None):
+        assert [byte_model.round(same, stage) for stage in same.stages] == found
+    wider = replace(MODEL, hidden_size=2 * MODEL.hidden_size)
+    assert ByteModel(wider).round(group, group.stages[0]) != found[0]

@@ -19,8 +19,8 @@ from hf_longctx.plan.core.sharding import shared_order
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import chunk_bytes
 from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
 from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
@@ -90,7 +90,7 @@ def test_a_rank_holds_its_parts_of_shared_slices_and_the_weights_of_all_stages()
     lent, parameters = run(sliced(2, 2)), HEADLESS.layer_parameters * 2
     loads = [Load(20, (20,), 2, 0, 20, has_head=False, is_shared=True), Load(40, (40,), 2, 40, 40, has_head=False)]
     loads = [*loads, Load(40, (40,), 2, 0, 40), Load(20, (20,), 2, 40, 20, is_shared=True)]
-    half, second, first, last = (chunk_bytes(HEADLESS, dataclasses.replace(load, keeps_gradients=False)) for load in loads)
+    half, second, first, last = (ByteModel(HEADLESS).chunk(dataclasses.replace(load, keeps_gradients=False)) for load in loads)
     states = parameters * (2 * 4 + 8) + parameters * 4
     # a token's keys and values of two layers, and their gradients
     token = 2 * 256

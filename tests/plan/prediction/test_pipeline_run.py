@@ -28,8 +28,9 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_bytes, round_bytes
+from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
@@ -215,7 +216,7 @@ def test_the_peak_of_a_stage_is_what_is_in_flight_and_what_works() -> None:
 
     def whole(tokens: int, num_layers: int, is_last: bool) -> ChunkBytes:
         load = Load(tokens, (tokens,), num_layers, has_head=is_last, keeps_gradients=is_last, receives=is_last)
-        return chunk_bytes(MODEL, load)
+        return ByteModel(MODEL).chunk(load)
 
     # stage 0 runs F0 F1 B0 F2 B1 B2: the first two are in flight together
     held = [whole(tokens, 3, False) for tokens in lengths]
@@ -244,12 +245,12 @@ def test_hidden_states_wait_with_the_chunk_for_their_gradient() -> None:
     hidden = 64 * MODEL.hidden_size * 4
     load = Load(64, (64,), 1, has_head=False)
     first, middle = (
-        chunk_bytes(MODEL, dataclasses.replace(load, receives=receives), ActivationPolicy(0, 0, (inputs,)))
+        ByteModel(MODEL).chunk(dataclasses.replace(load, receives=receives), ActivationPolicy(0, 0, (inputs,)))
         for receives in (False, True)
     )
     # what came in stays on the device although the layer's input is on the host; what leaves is held on every stage
     assert middle.device - first.device == hidden and middle.host == first.host == hidden
-    last = chunk_bytes(MODEL, dataclasses.replace(load, num_layers=2), ActivationPolicy(0, 0, (inputs, inputs)))
+    last = ByteModel(MODEL).chunk(dataclasses.replace(load, num_layers=2), ActivationPolicy(0, 0, (inputs, inputs)))
     assert last.device - first.device == first.device - hidden - 64 * (2 * 4 * MODEL.head_dim + 16)
 
 
@@ -259,7 +260,7 @@ def test_keys_and_values_of_slices_wait_for_the_first_slice_and_gradients_come_w
     for stage, num_layers in zip(group.stages, (3, 1), strict=True):
         token_bytes = 2 * num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4
         # keys and values of all 64 tokens, gradients of the 48 before the last slice
-        assert round_bytes(MODEL, group, stage).book == token_bytes * (64 + 48)
+        assert ByteModel(MODEL).round(group, stage).book == token_bytes * (64 + 48)
 
 
 def test_parts_hold_their_own_chunks_and_books() -> None:
@@ -268,7 +269,7 @@ def test_parts_hold_their_own_chunks_and_books() -> None:
     group = group_of(chunks_of(lengths, 2), actions, even_parts(4, 2, 2))
     for stage in group.stages:
         # both parts are in flight at once: keys and values of two layers, and gradients of one layer at a time at least
-        found = round_bytes(MODEL, group, stage)
+        found = ByteModel(MODEL).round(group, stage)
         token_bytes = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
         assert token_bytes * (2 * 64 + 32) <= found.book <= token_bytes * 2 * (64 + 32)
 
@@ -280,10 +281,10 @@ def test_only_the_last_part_holds_logits() -> None:
     group = group_of(chunks_of(lengths), actions, even_parts(4, 2, 2))
     # both stages hold two chunks on two parts, of one layer each; logits of one chunk after the other
     load = Load(64, (64,), 1, has_head=False, keeps_gradients=False)
-    without, logits = (chunk_bytes(MODEL, dataclasses.replace(load, has_head=has)).device for has in (False, True))
-    assert round_bytes(MODEL, group, first).saved == 4 * without
+    without, logits = (ByteModel(MODEL).chunk(dataclasses.replace(load, has_head=has)).device for has in (False, True))
+    assert ByteModel(MODEL).round(group, first).saved == 4 * without
     assert [str(a) for a in last.actions if a.kind in "FB"][:5] == ["1F0", "1F1", "1.1F0", "1.1B0", "1.1F1"]
-    assert round_bytes(MODEL, group, last).saved == 2 * without + logits
+    assert ByteModel(MODEL).round(group, last).saved == 2 * without + logits
 
 
 HOST = LayerPolicy((TensorShare("mlp", host=0.5, device=0.5), TensorShare("layer_input", host=1.0)))
@@ -318,7 +319,7 @@ def test_what_is_on_its_way_to_the_host_is_still_on_the_device() -> None:
     quick, stuck = evaluate_plan(fast, fast_costs), evaluate_plan(slow, slow_costs)
     state = stage_state_bytes(HEADLESS, stage, fast) + message_bytes(HEADLESS, stage, 2, 64)
     # nothing but the copy of the last layer that runs is on its way
-    assert quick.peak_bytes[0] - state == round_bytes(HEADLESS, group, stage).peak
+    assert quick.peak_bytes[0] - state == ByteModel(HEADLESS).round(group, stage).peak
     # the first two chunks' copies are not even begun when the second forward ends
     assert stuck.peak_bytes[0] >= quick.peak_bytes[0] + quick.host_bytes[0]
 

@@ -28,8 +28,8 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.round_bytes import KnownBytes, round_moments
 from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
 
 # of what copies hide at best: they share a link with messages, and start when there is something to copy
@@ -94,11 +94,11 @@ class GroupCells:
         costs: CostModel,
         tile_tokens: int,
         keeps_attention: bool,
-        known: KnownBytes,
+        byte_model: ByteModel,
         offloads: bool = True,
     ) -> None:
         """offloads: whether anything may go to the host."""
-        self.group, self.costs, self.tile_tokens, self.known, self.offloads = group, costs, tile_tokens, known, offloads
+        self.group, self.costs, self.tile_tokens, self.bytes, self.offloads = group, costs, tile_tokens, byte_model, offloads
         self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.can_keep_qkv)
         self.recomputed = recomputed_layer(keeps_attention)
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
@@ -160,7 +160,7 @@ class GroupCells:
         backwards = (action.chunk for action in last_passes if (action.kind, action.part) == ("B", self.num_parts - 1))
         order = {chunk: place for place, chunk in enumerate(backwards)}
         last_place = self.num_stages * self.num_parts - 1
-        loads = self.known.loads(self.group, 0)
+        loads = self.bytes.loads(self.group, 0)
         ways = {
             (chunk.index, pairs): self._layer_ways(chunk, load, pairs)
             for chunk, load in zip(self.group.chunks, loads, strict=True)
@@ -178,7 +178,7 @@ class GroupCells:
     def _layer_ways(self, chunk: Chunk, load: Load, pairs: AttentionPairs) -> _LayerWays:
         model = self.costs.model
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
-        kept, recomputed, offloaded = (self.known.layer(model, load, policy, self.tile_tokens) for policy in policies)
+        kept, recomputed, offloaded = (self.bytes.layer(load, policy, self.tile_tokens) for policy in policies)
         # the products of layers do not have the head's part of a token's seconds
         inside = 1 - self.costs.head_share(is_backward=False)
         again_s = {
@@ -252,7 +252,7 @@ class GroupCells:
         least = with_layers(self.group, recomputed, self.tile_tokens)
         found = []
         for stages in zip(self.group.stages, least.stages, strict=True):
-            kept, lean = (round_moments(self.costs.model, self.group, stage, known=self.known) for stage in stages)
+            kept, lean = (self.bytes.moments(self.group, stage) for stage in stages)
             peak = kept.saved + np.maximum(kept.peak - kept.saved, lean.peak - lean.saved)
             found.append(self._with_ends(stages[0], peak))
         return found

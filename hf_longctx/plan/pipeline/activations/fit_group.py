@@ -28,8 +28,9 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy
-from hf_longctx.plan.memory.round_bytes import RoundBytes, round_bytes
+from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 from hf_longctx.plan.prediction.planning import Planning
 
@@ -80,6 +81,7 @@ class RoomMaker:
         known: dict[object, tuple[Chunk, SequenceGroup]] | None = None,
     ) -> None:
         self.costs, self.budget, self.allows_slices = costs, budget, allows_slices
+        self._byte_model = ByteModel(costs.model)
         self._known = {} if known is None else known
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
@@ -241,7 +243,7 @@ class RoomMaker:
 
     def _bytes(self, group: SequenceGroup) -> RoundBytes:
         # ranks of a group hold as much as the first, which holds the most
-        return round_bytes(self.costs.model, group, group.stages[0])
+        return self._byte_model.round(group, group.stages[0])
 
 
 def _all_or_none(share: TensorShare) -> TensorShare:

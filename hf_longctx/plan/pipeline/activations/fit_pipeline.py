@@ -84,7 +84,7 @@ class PipelineRoom:
         states = [stage_state_bytes(costs.model, stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.known_bytes = KnownRuns() if known is None else known
+        self.known_runs = KnownRuns() if known is None else known
         self._known: dict[object, tuple[StagePlan, ...]] = {}
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
@@ -97,7 +97,7 @@ class PipelineRoom:
 
     def judge(self, group: SequenceGroup) -> _Judged:
         """What the group alone takes."""
-        runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.known_bytes)
+        runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.known_runs)
         over = tuple(float(run.peak_bytes - self.limit_bytes) for run in runs)
         host = max(run.host_bytes for run in runs)
         return _Judged(group, max(run.times[-1][1] for run in runs), over, float(host - self.budget.host_bytes))
@@ -116,7 +116,12 @@ class PipelineRoom:
     def _options(self, tiled: _Judged) -> Iterator[_Judged]:
         for keeps_attention in (True, False) if self.keeps_attention else (False,):
             cells = GroupCells(
-                tiled.group, self.costs, self.budget.tile_tokens, keeps_attention, self.known_bytes, self.budget.host_bytes > 0
+                tiled.group,
+                self.costs,
+                self.budget.tile_tokens,
+                keeps_attention,
+                self.known_runs.byte_model(self.costs.model),
+                self.budget.host_bytes > 0,
             )
             found = [self._accepted(cells, tiled.group_s, self.budget.host_bytes)]
             # copies cost nothing in the program, and may be in the way all the same

@@ -17,8 +17,8 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
-from hf_longctx.plan.memory.round_bytes import round_bytes
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 from hf_longctx.plan.planner import plan_step
@@ -52,7 +52,7 @@ def check_memory(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> 
                 assert max(shard_tokens(group.chunks[0], group.shape)) <= max(1, budget.kept_tokens)
                 continue
             for position in range(group.degree):
-                used = round_bytes(costs.model, group, stage, position)
+                used = ByteModel(costs.model).round(group, stage, position)
                 assert used.peak <= budget.device_bytes and used.host <= budget.host_bytes
 
 

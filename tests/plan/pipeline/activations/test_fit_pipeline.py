@@ -17,7 +17,7 @@ from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.memory.round_bytes import KnownBytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
@@ -185,7 +185,7 @@ def test_backwards_of_one_diagonal_run_at_one_time() -> None:
     costs = costs_of(MODEL, 3, 1)
     plan = plan_of(costs, [2_000] * 12, 1, 3)
     (group,) = plan.micro_batches[0].groups
-    cells = GroupCells(group, costs, 0, True, KnownBytes())
+    cells = GroupCells(group, costs, 0, True, ByteModel(costs.model))
     starts: dict[int, list[float]] = {}
     for event in evaluate_plan(plan, costs).events:
         action = Action.parse(event.name)

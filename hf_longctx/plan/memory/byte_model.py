@@ -1,0 +1,297 @@
+"""Bytes of one model on a rank: of states, chunks, rounds, and the longest document that fits; the counterpart of `CostModel`.
+
+Chunks, layers and stages come again and again while a step is planned. What was counted is kept by value: every value gets a
+number (`_Numbers`), and results are filed under numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+
+from hf_longctx.plan.core.arrays import IntArray
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.sharding import sequence_ends
+from hf_longctx.plan.core.types import ActivationPolicy, GroupShape, LayerPolicy, SequenceGroup, StagePlan
+from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
+from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes
+from hf_longctx.plan.memory.round_bytes import (
+    LAYER_NUMBERS,
+    OUTSIDE_NUMBERS,
+    ChunkBytes,
+    Passes,
+    RoundBytes,
+    RoundMoments,
+    chunk_load,
+    chunk_numbers,
+)
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+
+_KEEPS_EVERYTHING = LayerPolicy()
+
+
+class _Numbers:
+    """Numbers for values: equal values have the same one.
+
+    To hash and compare a long plan takes longer than to count its bytes, so each object is compared once; it is kept alive, and
+    found by its address from then on.
+    """
+
+    def __init__(self) -> None:
+        self._of_values: dict[Hashable, int] = {}
+        self._of_objects: dict[int, tuple[Hashable, int]] = {}
+
+    def of(self, value: Hashable) -> int:
+        """The number of a value that lives longer than the call."""
+        found = self._of_objects.get(id(value))
+        if found is None:
+            found = self._of_objects[id(value)] = value, self.of_key(value)
+        return found[1]
+
+    def of_key(self, key: Hashable) -> int:
+        """The number of a value that is made for the call."""
+        return self._of_values.setdefault(key, len(self._of_values))
+
+    def of_layers(self, layers: tuple[LayerPolicy, ...]) -> int:
+        """The number of the policies of a chunk's layers, most of which are one object."""
+        found = self._of_objects.get(id(layers))
+        if found is None:
+            found = self._of_objects[id(layers)] = layers, self.of_key(("layers", *map(self.of, layers)))
+        return found[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Loads of a group's chunks on one rank, with the number of each and of all of them."""
+
+    loads: list[Load]
+    numbers: list[int]
+    number: int
+
+
+class _Counted:
+    """Everything that a `ByteModel` counted so far."""
+
+    def __init__(self) -> None:
+        self.numbers = _Numbers()
+        self.passes: dict[tuple[int, int], Passes] = {}
+        self.books: dict[tuple[int, GroupShape, int], BookKinds] = {}
+        self.loads: dict[tuple[int, GroupShape, int, bool, bool], _Loads] = {}
+        # chunks on one part of a stage
+        self.parts: dict[Hashable, IntArray] = {}
+        # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
+        self.layers: dict[tuple[int, int, int], tuple[LayerBytes, int]] = {}
+        self.rows: dict[tuple[int, int, int], tuple[list[int], int]] = {}
+        self.table: IntArray = np.empty((0, 5), dtype=np.int64)
+        self.new_rows: list[tuple[int, ...]] = []
+        self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ByteModel:
+    """Predicts bytes of `model` on a rank. Make one for each step that is planned: it keeps all that it counted."""
+
+    model: ModelSpec
+    _counted: _Counted = field(default_factory=_Counted, init=False, repr=False, compare=False)
+
+    def kept_tokens(self, device_bytes: int) -> int:
+        """Most tokens for which everything can be kept in so many bytes beside the states; workspace is not counted."""
+        return max(0, device_bytes) // saved_token_bytes(self.model)
+
+    def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
+        """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.
+
+        loss_tile_tokens: token tile of the loss alone, where the policy has no tiles.
+        """
+        tile_tokens = policy.tile_tokens if policy else 0
+        policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
+        # equal layers are mostly one object, and counted once
+        counted = {id(layer): LAYER_NUMBERS(LayerBytes(self.model, load, layer, tile_tokens)) for layer in policies}
+        outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
+        found = chunk_numbers(
+            np.array([[counted[id(layer)] for layer in policies]], dtype=np.int64),
+            np.array([OUTSIDE_NUMBERS(outside)], dtype=np.int64),
+            np.array([load.receives]),
+        )
+        return ChunkBytes(*found[0].tolist())
+
+    def longest(
+        self,
+        device_bytes: int,
+        host_bytes: int,
+        policies: Callable[[int], Sequence[ActivationPolicy | None]],
+        like: Load,
+        loss_tile_tokens: int = 0,
+    ) -> int:
+        """Most tokens of one document on one rank for which one of the policies fits, by doubling and bisection.
+
+        policies: for a number of tokens, None to keep everything. like: the load in all but its tokens. loss_tile_tokens: see
+        `chunk`.
+        """
+
+        def fits(num_tokens: int) -> bool:
+            load = replace(like, num_tokens=num_tokens, documents=(num_tokens,))
+            found = (self.chunk(load, policy, loss_tile_tokens) for policy in policies(num_tokens))
+            return any(one.device + one.workspace <= device_bytes and one.host <= host_bytes for one in found)
+
+        low, high = 0, 1
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def round(
+        self,
+        group: SequenceGroup,
+        stage: StagePlan,
+        position: int = 0,
+        trains_weights: bool = True,
+        tiles_loss: bool = True,
+        copying: Sequence[int] = (),
+    ) -> RoundBytes:
+        """Most bytes that the rank at `position` of the group holds and works with while the stage runs its F and B.
+
+        copying: for each F and B in order, bytes that are on their way to the host and still on the device.
+        """
+        moments = self.moments(group, stage, position, trains_weights, tiles_loss, copying)
+        return RoundBytes(*(int(getattr(moments, one.name).max(initial=0)) for one in fields(RoundMoments)))
+
+    def moments(
+        self,
+        group: SequenceGroup,
+        stage: StagePlan,
+        position: int = 0,
+        trains_weights: bool = True,
+        tiles_loss: bool = True,
+        copying: Sequence[int] = (),
+    ) -> RoundMoments:
+        """Bytes in each F and B of the stage in order, as for `round`. Slices run forward in their order, backward in reverse."""
+        passes, loads = self.passes(stage), self._group_loads(group, position, trains_weights, tiles_loss)
+        chunks = self._part_chunks(group, stage, loads, tiles_loss)
+        place, is_forward = passes.cells, passes.is_forward
+        device, host, forward_workspace, backward_workspace, ending = chunks[place].T
+        work = np.where(is_forward, forward_workspace, backward_workspace)
+        # a chunk is held from its forward on, and in its own backward still
+        saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
+        kinds = self._book(group, position)
+        first, last, most, others = book_moments(self.model, stage, kinds, len(group.chunks), place, is_forward)
+        peak = np.maximum(saved + work + first, saved - device + ending + last) + others
+        if len(copying):
+            peak += np.array(copying, dtype=np.int64)
+        return RoundMoments(saved, on_host, most + others, work, peak)
+
+    def passes(self, stage: StagePlan) -> Passes:
+        """Forwards and backwards of the stage, which do not depend on its policies."""
+        key = self._counted.numbers.of(stage.actions), len(stage.parts)
+        if key not in self._counted.passes:
+            self._counted.passes[key] = Passes(stage)
+        return self._counted.passes[key]
+
+    def loads(self, group: SequenceGroup, position: int) -> list[Load]:
+        """Loads of the group's chunks on one rank, whatever part of the model they are on."""
+        return self._group_loads(group, position, True, True).loads
+
+    def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
+        """Bytes of one layer of a load."""
+        return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens)[0]
+
+    def _book(self, group: SequenceGroup, position: int) -> BookKinds:
+        """Changes that the group's chunks make in the K/V book."""
+        key = self._counted.numbers.of(group.chunks), group.shape, position
+        if key not in self._counted.books:
+            self._counted.books[key] = book_kinds(self.model, group, position)
+        return self._counted.books[key]
+
+    def _group_loads(self, group: SequenceGroup, position: int, trains_weights: bool, tiles_loss: bool) -> _Loads:
+        numbers, known = self._counted.numbers, self._counted.loads
+        key = numbers.of(group.chunks), group.shape, position, trains_weights, tiles_loss
+        if key not in known:
+            common = Load(0, (), 0, trains_weights=trains_weights, tiles_loss=tiles_loss)
+            ends = sequence_ends(group.chunks)
+            found = [chunk_load(group, chunk, position, common, ends) for chunk in group.chunks]
+            own = [numbers.of(load) for load in found]
+            known[key] = _Loads(found, own, numbers.of_key(("loads", *own)))
+        return known[key]
+
+    def _layer(self, load: Load, load_number: int, policy: LayerPolicy, tile_tokens: int) -> tuple[LayerBytes, int]:
+        """Bytes of a layer, and its row in the table."""
+        policy = policy if policy.shares else _KEEPS_EVERYTHING
+        known, key = self._counted.layers, (load_number, self._counted.numbers.of(policy), tile_tokens)
+        if key not in known:
+            found = LayerBytes(self.model, load, policy, tile_tokens)
+            known[key] = found, len(known)
+            self._counted.new_rows.append(LAYER_NUMBERS(found))
+        return known[key]
+
+    def _layer_rows(self, load: Load, load_number: int, policy: _Policy, num_layers: int) -> list[int]:
+        """Rows of all layers of a load, those without a policy too."""
+        known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens)
+        if key not in known:
+            found = [self._layer(load, load_number, layer, policy.tile_tokens)[1] for layer in policy.layers]
+            known[key] = found, self._layer(load, load_number, _KEEPS_EVERYTHING, policy.tile_tokens)[1]
+        found, kept = known[key]
+        return (found + [kept] * (num_layers - len(found)))[:num_layers]
+
+    def _table(self) -> IntArray:
+        """`LAYER_NUMBERS` of every layer that was counted."""
+        counted = self._counted
+        if counted.new_rows:
+            counted.table = np.concatenate([counted.table, np.array(counted.new_rows, dtype=np.int64)])
+            counted.new_rows.clear()
+        return counted.table
+
+    def _outside(self, load: Load, load_number: int, has_head: bool, keeps_gradients: bool, tile_tokens: int) -> tuple[int, ...]:
+        """`OUTSIDE_NUMBERS` of a load."""
+        known, key = self._counted.outside, (load_number, has_head, keeps_gradients, tile_tokens)
+        if key not in known:
+            own = replace(load, has_head=has_head, keeps_gradients=keeps_gradients)
+            known[key] = OUTSIDE_NUMBERS(OutsideBytes(self.model, own, tile_tokens))
+        return known[key]
+
+    def _part_chunks(self, group: SequenceGroup, stage: StagePlan, loads: _Loads, tiles_loss: bool) -> IntArray:
+        """The numbers of `ChunkBytes` of every chunk on every part of a stage, (chunks * parts, 5).
+
+        Output head and loss are on the last part of the last stage.
+        """
+        known, of_layers, passes = self._counted.parts, self._counted.numbers.of_layers, self.passes(stage)
+        policies = {
+            (policy.chunk, policy.part): _Policy(policy.layers, policy.tile_tokens, of_layers(policy.layers))
+            for policy in stage.activations
+        }
+        nothing = _Policy((), 0, of_layers(()))
+        num_parts, is_last = len(stage.parts), stage.stage == len(group.stages) - 1
+        found = np.empty((len(loads.loads), num_parts, 5), dtype=np.int64)
+        for part, owned in enumerate(stage.parts):
+            has_head = is_last and part == num_parts - 1
+            own = [policies.get((chunk.index, part), nothing) for chunk in group.chunks]
+            at_once = tuple(has_head and chunk.index * num_parts + part in passes.at_once for chunk in group.chunks)
+            is_first = (stage.stage, part) == (0, 0)
+            # equal stages have the same
+            chosen = tuple((policy.number, policy.tile_tokens) for policy in own)
+            key = loads.number, owned.num_layers, has_head, at_once, is_first, chosen
+            if key not in known:
+                each = list(zip(loads.loads, loads.numbers, own, at_once, strict=True))
+                rows = [self._layer_rows(load, number, policy, owned.num_layers) for load, number, policy, _ in each]
+                outside = [
+                    self._outside(load, number, has_head, keeps_gradients, policy.tile_tokens if tiles_loss else 0)
+                    for load, number, policy, keeps_gradients in each
+                ]
+                # hidden states of another part wait for their gradient only where a policy may move them
+                receives = np.array([bool(policy.layers) and not is_first for policy in own])
+                layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
+                known[key] = chunk_numbers(layers, np.array(outside, dtype=np.int64), receives)
+            found[:, part] = known[key]
+        return found.reshape(-1, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """Policies of one chunk's layers, the number of all of them, and the token tile."""
+
+    layers: tuple[LayerPolicy, ...]
+    tile_tokens: int
+    number: int
