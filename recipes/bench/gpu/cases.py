@@ -1,7 +1,7 @@
-"""Methods of training on one long document, each as a case that `matrix.py` measures: what runs, what it took, as a row.
+"""The cases that `matrix.py` measures: methods of training on one long document. Runs one case and returns its row.
 
-The methods are Hugging Face's (plain, checkpointed, with Liger, offloaded, each of them fairly: with our loss in tiles too) and
-ours (attention output on the device, on the host, split by the linear program, in slices).
+The methods are Hugging Face's (plain, checkpointed, with Liger, offloaded; for a fair comparison also with our loss in tiles)
+and ours (attention output on the device, on the host, split by the linear program, in slices).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from hf_longctx.plan.core.types import (
     GroupShape,
     LayerPolicy,
     Span,
-    TensorShare,
 )
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
@@ -53,13 +52,16 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 
 TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
-# of a case's document, for its kernel's name and its saved bytes
+# tokens of the document on which a case's attention kernel and saved bytes are found
 PROBE_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Case:
-    """One method on one document. cap_gib: of device memory (0: all of it); host_gib: the size of our slab."""
+    """One method on one document.
+
+    cap_gib: device memory that may be used, 0 for all of it. host_gib: most host memory for our offloaded tensors.
+    """
 
     section: str
     method: str
@@ -79,13 +81,17 @@ class Case:
     @property
     def spec(self) -> ModelSpec:
         spec = TOY if self.is_toy else named_model(self.model, 2)
-        # Llama's architecture in these shapes
+        # the model is always a Llama, which has no query and key norms
         return replace(spec, num_layers=min(self.num_layers, spec.num_layers), tied_embeddings=False, qk_norms=False)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to. state: "ok", "out of memory", or why it has no numbers. Bytes of saved tensors are per token."""
+    """Result of a case.
+
+    state: "ok", "out of memory", or why there are no numbers. predicted_device, predicted_host, measured: bytes per token that
+    the layers hold for backward.
+    """
 
     case: Case
     state: str
@@ -120,7 +126,7 @@ HEADER = (
 
 
 def model_operations(case: Case) -> float:
-    """Causal model operations of one step, without recomputation."""
+    """Operations of one step on the model, with causal attention and without recomputation."""
     spec, tokens = case.spec, case.num_tokens
     matrices = spec.num_layers * spec.layer_parameters + spec.vocab_size * spec.hidden_size
     pairs = 6 * spec.num_layers * spec.num_heads * spec.head_dim * tokens
@@ -129,7 +135,7 @@ def model_operations(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Runner:
-    """A method on one document of the case's model: its step, and what it saves, predicted (device, host) and measured."""
+    """A method on one document: its step, and the bytes it holds for backward, predicted (device, host) and measured."""
 
     step: Callable[[], Tensor]
     predicted: tuple[int, int]
@@ -152,15 +158,15 @@ def checkpointed(model: Any, ids_1T: Tensor, case: Case) -> Runner:
 
 
 def offloaded(model: Any, ids_1T: Tensor, case: Case) -> Runner:
-    """Hugging Face's own: layer inputs in pinned host memory."""
+    """Hugging Face's offloading: checkpointing with layer inputs in pinned host memory."""
     model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
     predicted = checkpointed_layer_bytes(case.spec) * case.spec.num_layers * ids_1T.shape[1]
-    # its hooks come behind ours, which see nothing
+    # its hooks run after ours, which therefore see nothing
     return replace(plain(model, ids_1T, case), predicted=(0, predicted), saved_bytes=lambda: 0)
 
 
 def with_tiled_loss(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[Any, Tensor, Case], Runner]:
-    """The method with our loss in tiles: what is left between it and ours is not the logits."""
+    """Gives a method our loss in tiles, so that logits are not what makes it differ from ours."""
 
     def build(model: Any, ids_1T: Tensor, case: Case) -> Runner:
         head, labels_1T = OutputHead(output_head(model)), next_tokens(ids_1T)
@@ -177,11 +183,11 @@ def with_tiled_loss(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[
 
 
 def planned(layer: LayerPolicy | None, is_sliced: bool = False) -> Callable[[Any, Tensor, Case], Runner]:
-    """Ours with this policy in all layers; None: what the linear program chooses for the case's memory."""
+    """Our engine with this policy in all layers; None: with the policy that the linear program chooses for the case's memory."""
 
     def build(model: Any, ids_1T: Tensor, case: Case) -> Runner:
         spec, num_tokens = case.spec, ids_1T.shape[1]
-        # a probe on fewer tokens has the case's own shares
+        # a probe on fewer tokens uses the shares of the whole document
         layers = (layer,) * spec.num_layers if layer is not None else split_layers(case, case.num_tokens)
         num_slices = max(2, -(-num_tokens // case.slice_tokens)) if is_sliced else 1
         plan = document_plan(num_tokens, layers, case.tile_tokens, num_slices)
@@ -196,14 +202,14 @@ def planned(layer: LayerPolicy | None, is_sliced: bool = False) -> Callable[[Any
 
 
 def slab_for(num_bytes: int, case: Case, device: torch.device) -> HostTier:
-    """Host memory for so many bytes, with a little for the pieces they come in; ValueError above the case's."""
+    """Host memory for this many bytes and a little more for fragmentation; ValueError if that is above the case's limit."""
     if num_bytes > case.host_gib * 2**30:
-        raise ValueError(f"{num_bytes / 2**30:.1f} GiB go to the host, which has {case.host_gib:g} for it (--host-gib)")
+        raise ValueError(f"{num_bytes / 2**30:.1f} GiB would go to the host, but --host-gib allows {case.host_gib:g}; raise it")
     return HostTier.on(device, int(1.01 * num_bytes) + 2**20)
 
 
 def split_layers(case: Case, num_tokens: int) -> tuple[LayerPolicy, ...]:
-    """The linear program's shares where saved tensors may take what weights and the layer at work leave of the device."""
+    """The linear program's policies, if activations may take what weights and one layer's workspace leave of the device."""
     spec, hardware = case.spec, read_profile(case.hardware).spec
     cluster = ClusterSpec(1, 1, hardware)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
@@ -212,8 +218,22 @@ def split_layers(case: Case, num_tokens: int) -> tuple[LayerPolicy, ...]:
     return policy.layers or (LayerPolicy(),) * spec.num_layers
 
 
+def plan_activations(
+    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0
+) -> tuple[ActivationPolicy, PolicyChoice | None]:
+    """Policy of one chunk, and the choice that it comes from (None if everything is kept); ValueError if nothing fits."""
+    model = costs.model
+    num_tokens = -(-max(chunk.num_tokens, 1) // shape.degree)
+    if model.num_layers * num_tokens * plain_layer_bytes(model) <= limits.device_bytes:
+        return ActivationPolicy(chunk.index), None
+    choice = choose_policy(layer_slots(costs, chunk, shape), limits)
+    # tensor classes that stay on the device whole need no entry
+    moved = (tuple(share for share in shares if share.device != share.total) for shares in choice.shares)
+    return ActivationPolicy(chunk.index, 0, tuple(map(LayerPolicy, moved)), tile_tokens), choice
+
+
 def device_room(case: Case, num_tokens: int) -> float:
-    """Bytes of the device that saved tensors may take; on the CPU so few that a toy has to split."""
+    """Bytes of the device that activations may take; on the CPU so few that a toy case has to split."""
     spec = case.spec
     if not torch.cuda.is_available():
         return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens
@@ -225,7 +245,7 @@ def device_room(case: Case, num_tokens: int) -> float:
 
 
 def state_bytes(case: Case) -> int:
-    """Weights; where they are trained, gradients; with an optimizer, its two moments."""
+    """Bytes of weights, of gradients if weights are trained, and of the two moments if there is an optimizer."""
     copies = 1 if case.is_frozen else 4 if case.has_optimizer else 2
     return case.spec.num_parameters * case.spec.bytes_per_element * copies
 
@@ -253,7 +273,7 @@ SPLIT = "ours, split by the program"
 
 
 def cannot_run(case: Case) -> str:
-    """Why this machine has no numbers for the case; empty if it can try."""
+    """Explains why this machine cannot measure the case; empty if it can try."""
     if "Liger" in case.method and importlib.util.find_spec("liger_kernel") is None:
         return "skipped: liger-kernel is not installed"
     if ("Liger" in case.method or "offload" in case.method) and not torch.cuda.is_available():
@@ -264,7 +284,7 @@ def cannot_run(case: Case) -> str:
 
 
 def run_case(case: Case) -> Outcome:
-    """The case in this process. Out of memory is an outcome; so is any other failure, which must not hide the rest."""
+    """Runs the case in this process; out of memory and all other failures are outcomes, too, so that the rest still runs."""
     if problem := cannot_run(case):
         return Outcome(case, problem)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -284,7 +304,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
     model = build(case, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # fused on CUDA: the other forms hold copies of all states while they work
+    # fused on CUDA, because the other implementations hold copies of all states while they work
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=is_cuda) if case.has_optimizer else None
     probe = METHODS[case.method](model, tokens(case, min(PROBE_TOKENS, case.num_tokens), device), case)
     kernel = attention_kernel(probe.step, device)
@@ -319,7 +339,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
 
 
 def timed(runner: Runner, model: Any, optimizer: torch.optim.Optimizer | None, num_steps: int) -> tuple[float, float]:
-    """(median seconds of a step but the first of several, loss of the last)."""
+    """Runs steps; returns (median seconds of a step, loss of the last). The first of several steps does not count."""
     seconds = []
     for _ in range(num_steps):
         model.zero_grad(set_to_none=True)
@@ -327,15 +347,15 @@ def timed(runner: Runner, model: Any, optimizer: torch.optim.Optimizer | None, n
         loss = runner.step()
         if optimizer is not None:
             optimizer.step()
-        # waits for the device
+        # reading the loss waits for the device
         value = float(loss)
         seconds.append(time.perf_counter() - start_s)
-    # the first step makes plans of kernels and grows pools
+    # the first step also sets up kernels and memory pools
     return median(seconds[1:] or seconds), value
 
 
 def build(case: Case, device: torch.device) -> Any:
-    """Random weights on the device, the same in every process."""
+    """Builds the case's model on the device, with the same random weights in every process."""
     spec = case.spec
     config = shaped_config(replace(spec, max_positions=1 << 21))
     torch.manual_seed(0)
@@ -351,21 +371,3 @@ def build(case: Case, device: torch.device) -> Any:
 def tokens(case: Case, num_tokens: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, case.spec.vocab_size, (1, num_tokens), generator=generator).to(device)
-
-
-def plan_activations(
-    costs: CostModel, chunk: Chunk, shape: GroupShape, limits: MemoryLimits, tile_tokens: int = 0
-) -> tuple[ActivationPolicy, PolicyChoice | None]:
-    """The policy of one chunk, and the choice behind it (None where everything stays); ValueError if nothing fits."""
-    model = costs.model
-    num_tokens = -(-max(chunk.num_tokens, 1) // shape.degree)
-    if model.num_layers * num_tokens * plain_layer_bytes(model) <= limits.device_bytes:
-        return ActivationPolicy(chunk.index), None
-    choice = choose_policy(layer_slots(costs, chunk, shape), limits)
-    layers = tuple(LayerPolicy(_named(shares)) for shares in choice.shares)
-    return ActivationPolicy(chunk.index, 0, layers, tile_tokens), choice
-
-
-def _named(shares: tuple[TensorShare, ...]) -> tuple[TensorShare, ...]:
-    """Without the classes that stay, which need no name."""
-    return tuple(share for share in shares if share.device != share.total)

@@ -1,10 +1,10 @@
-"""What one device does at most: matrix products, copies, pinning, attention. Section A of `gpu.py`, and on its own.
+"""The most that one device can do: matrix products, copies, pinning, attention. Section A of `matrix.py`, or run on its own.
 
     python recipes/bench/gpu/ceilings.py [--model llama-3.1-8b] [--toy] [--json FILE]
 
-Medians of repetitions, on CUDA of the device's clock, in bf16 (fp32 on the CPU). Attention counts causal pairs only: with S
-tokens and a = heads x head size, 2 a S^2 operations forward and 2.5 times as many backward, whatever a kernel really does.
-A row that fails says why and hides no other. Without CUDA, rows that need it are left out and named.
+Prints medians of repetitions in bf16, timed by the device's clock (on the CPU: fp32, wall clock). Attention counts causal pairs
+only: with S tokens and a = heads x head size, 2 a S^2 operations forward and 2.5 times as many backward, whatever a kernel
+really does. A row that fails says why, and the others still run. Without CUDA, the rows that need it are named and left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +26,12 @@ from torch import Tensor
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.recipes.bench.gpu.cases import TOY
+from hf_longctx.recipes.bench.gpu.timing import median_s, wall_s
 from hf_longctx.recipes.bench.one_document import attention_kernel
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import BACKENDS, tile_backward, tile_forward
-
-TOY = ModelSpec(2, 64, 96, 4, 2, 16, 256, 4096)
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,11 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: tokens of a matrix product, lengths of attention, of slices, and bytes of a copy and of pinning."""
+    """Sizes to measure.
+
+    product_tokens: rows of a matrix product. lengths: tokens of attention. slice_tokens: tokens of a slice. copy_bytes,
+    pin_bytes: bytes to copy and to pin. repetitions: timed calls per row.
+    """
 
     spec: ModelSpec
     product_tokens: int
@@ -65,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table of this machine's first device."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="llama-3.1-8b", help="a named shape of the catalogue (default: llama-3.1-8b)")
-    parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--pin-gib", type=float, default=8.0, help="GiB that are pinned (default: 8)")
+    parser.add_argument("--toy", action="store_true", help="measure sizes small enough for a CPU")
+    parser.add_argument("--pin-gib", type=float, default=8.0, help="GiB of host memory to pin (default: 8)")
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
     options = parser.parse_args(arguments)
     found = ceilings(sizes_of(options.model, options.toy, options.pin_gib), first_device())
@@ -85,7 +88,7 @@ def first_device() -> torch.device:
 
 
 def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf")) -> list[Ceiling]:
-    """Prints every row and returns them; after `deadline_s` of `time.monotonic` no group of rows begins."""
+    """Prints and returns all rows; starts no group of rows after `deadline_s` (on the clock of `time.monotonic`)."""
     groups: list[tuple[str, Callable[[Sizes, torch.device], Iterator[Ceiling]], bool]] = [
         ("matrix products", products, False),
         ("copies inside the device", device_copies, False),
@@ -107,41 +110,12 @@ def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf"
 
 
 def _rows(name: str, rows: Iterator[Ceiling]) -> Iterator[Ceiling]:
-    """The rows up to one that fails, which says why."""
+    """Yields the rows up to one that fails, which becomes a row with the reason."""
     try:
         yield from rows
-    # whatever goes wrong in one group must not hide the others
+    # a failure in one group must not stop the others
     except Exception as failure:
         yield Ceiling(name, float("nan"), "failed", f"{type(failure).__name__}: {failure}".split("\n")[0])
-
-
-def seconds(function: Callable[[], Any], device: torch.device, repetitions: int) -> float:
-    """Median seconds of a call, after two that are not counted."""
-    for _ in range(2):
-        function()
-    if device.type != "cuda":
-        times = []
-        for _ in range(repetitions):
-            start_s = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start_s)
-        return median(times)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
-    for start, stop in events:
-        start.record()
-        function()
-        stop.record()
-    torch.cuda.synchronize(device)
-    return median(start.elapsed_time(stop) for start, stop in events) / 1e3
-
-
-def wall_s(function: Callable[[], Any]) -> float:
-    """Seconds of one call and of all that it started on the device."""
-    start_s = time.perf_counter()
-    function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start_s
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -149,7 +123,7 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def products(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
-    """Every matrix of a layer and the output head, forward and as gradient of the weight."""
+    """Rates of every matrix product of a layer and of the output head, forward and for the weight's gradient."""
     spec, tokens = sizes.spec, sizes.product_tokens
     inner, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes = {
@@ -166,19 +140,19 @@ def products(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
         operations = 2 * tokens * rows * columns
         calls = {"forward": partial(F.linear, x, weight), "weight gradient": partial(torch.mm, gradient.t(), x)}
         for way, call in calls.items():
-            rate = operations / seconds(call, device, sizes.repetitions) / 1e12
+            rate = operations / median_s(call, device, sizes.repetitions) / 1e12
             yield Ceiling(f"product {name}, {way}", rate, "TFLOP/s", f"{tokens} x {columns} x {rows}")
 
 
 def device_copies(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
     source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source), device, sizes.repetitions)
+    copy_s = median_s(lambda: target.copy_(source), device, sizes.repetitions)
     yield Ceiling("copy inside the device", 2 * sizes.copy_bytes / copy_s / 1e9, "GB/s", "read and written")
 
 
 def host_copies(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
-    """Pinning by torch and by our slab, copies each way, both at once, and beside a matrix product."""
+    """Rates of pinning by torch and as our slab, of copies each way, both ways at once, and during a matrix product."""
     num_bytes, pin_gib = sizes.copy_bytes, sizes.pin_bytes / 2**30
     homes: dict[str, Tensor] = {}
 
@@ -195,15 +169,15 @@ def host_copies(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     for name, memory in homes.items():
         home = memory[:num_bytes]
-        out_s = seconds(lambda home=home: home.copy_(on_device, non_blocking=True), device, sizes.repetitions)
-        back_s = seconds(lambda home=home: on_device.copy_(home, non_blocking=True), device, sizes.repetitions)
+        out_s = median_s(lambda home=home: home.copy_(on_device, non_blocking=True), device, sizes.repetitions)
+        back_s = median_s(lambda home=home: on_device.copy_(home, non_blocking=True), device, sizes.repetitions)
         yield Ceiling(f"to the host, {name}", num_bytes / out_s / 1e9, "GB/s")
         yield Ceiling(f"to the device, {name}", num_bytes / back_s / 1e9, "GB/s")
     yield from _beside(homes["our slab"], on_device, sizes, device)
 
 
 def _beside(slab: Tensor, on_device: Tensor, sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
-    """Copies both ways at once, and copies out beside matrix products that take about as long."""
+    """Measures copies both ways at once, and copies to the host during matrix products that take about as long."""
     num_bytes, other = sizes.copy_bytes, torch.empty_like(on_device)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     out_home, back_home = slab[:num_bytes], slab[num_bytes : 2 * num_bytes]
@@ -224,7 +198,7 @@ def _beside(slab: Tensor, on_device: Tensor, sizes: Sizes, device: torch.device)
     both_s, out_s = repeated(both), repeated(out_only)
     yield Ceiling("both ways at once, our slab", 2 * num_bytes / both_s / 1e9, "GB/s", "sum of both ways")
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    product_s = seconds(lambda: a @ a, device, sizes.repetitions)
+    product_s = median_s(lambda: a @ a, device, sizes.repetitions)
     count = max(1, round(out_s / product_s))
 
     def compute() -> None:
@@ -241,7 +215,7 @@ def _beside(slab: Tensor, on_device: Tensor, sizes: Sizes, device: torch.device)
 
 
 def heads(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient and queries [H, T, D], keys and values [G, T, D]."""
+    """Random gradient and queries [H, T, D], keys and values [G, T, D]."""
     sizes = (spec.num_heads, spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     generator = torch.Generator(device).manual_seed(0)
     gradient, q, k, v = (
@@ -251,7 +225,7 @@ def heads(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[Tensor, T
 
 
 def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
-    """Every row of the tile table that takes this device, and torch's own choice with the name of its kernel."""
+    """Rates of every tile backend that runs on this device, and of torch's own choice, with the name of its kernel."""
     spec, scores = sizes.spec, Scores(sizes.spec.head_dim**-0.5)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     rows = [row.name for row in BACKENDS if row.takes(device.type, capability, dtype_of(device), spec.head_dim)]
@@ -259,14 +233,14 @@ def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
         gradient, q, k, v = heads(spec, tokens, device)
         operations = 2 * spec.num_heads * spec.head_dim * tokens**2
         for name in rows:
-            # plain matrices hold all scores
+            # the plain backend holds all scores at once, so leave it out where they are large
             if name == "plain" and 8 * spec.num_heads * tokens**2 > sizes.copy_bytes:
                 continue
             tile = TileInputs(q, k, v, scores, causal=True)
             out, lse = tile_forward(tile, name)
-            forward_s = seconds(partial(tile_forward, tile, name), device, sizes.repetitions)
+            forward_s = median_s(partial(tile_forward, tile, name), device, sizes.repetitions)
             backward = partial(tile_backward, gradient, tile, out, lse, name)
-            backward_s = seconds(backward, device, sizes.repetitions)
+            backward_s = median_s(backward, device, sizes.repetitions)
             yield Ceiling(f"tile {name}, {tokens} tokens, forward", operations / forward_s / 1e12, "TFLOP/s")
             yield Ceiling(f"tile {name}, {tokens} tokens, backward", 2.5 * operations / backward_s / 1e12, "TFLOP/s")
         leaves = [x.unsqueeze(0).requires_grad_() for x in (q, k, v)]
@@ -274,21 +248,24 @@ def attention(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
         output = forward()
         again = partial(torch.autograd.grad, output, leaves, gradient.unsqueeze(0), retain_graph=True)
         kernel = attention_kernel(forward, device)
-        forward_s, backward_s = (seconds(call, device, sizes.repetitions) for call in (forward, again))
+        forward_s, backward_s = (median_s(call, device, sizes.repetitions) for call in (forward, again))
         yield Ceiling(f"torch's choice, {tokens} tokens, forward", operations / forward_s / 1e12, "TFLOP/s", kernel)
         yield Ceiling(f"torch's choice, {tokens} tokens, backward", 2.5 * operations / backward_s / 1e12, "TFLOP/s")
 
 
 def two_pieces(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
-    """A document in slices, each a tile of its front and a causal square, against one causal tile: seconds and error."""
+    """Compares attention in slices with one causal tile over the whole document: time and error.
+
+    Each slice is two tiles: one over the tokens before it, and a causal square over its own.
+    """
     tokens = sizes.lengths[len(sizes.lengths) // 2]
     scores = Scores(sizes.spec.head_dim**-0.5)
     inputs = heads(sizes.spec, tokens, device)
     whole = partial(sliced, *inputs, scores, tokens)
-    expected, whole_s = whole(), seconds(whole, device, sizes.repetitions)
+    expected, whole_s = whole(), median_s(whole, device, sizes.repetitions)
     for slice_tokens in sizes.slice_tokens:
         call = partial(sliced, *inputs, scores, slice_tokens)
-        found, call_s = call(), seconds(call, device, sizes.repetitions)
+        found, call_s = call(), median_s(call, device, sizes.repetitions)
         errors = [
             float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in zip(found, expected, strict=True)
         ]
@@ -298,7 +275,10 @@ def two_pieces(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
 
 
 def sliced(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, slice_tokens: int) -> tuple[Tensor, ...]:
-    """Output and gradients of q, k and v, slice by slice forward, then backward, with sums of keys and values in fp32."""
+    """Attention slice by slice, first all forwards, then all backwards; returns the output and the gradients of q, k and v.
+
+    Gradients of keys and values are summed in fp32.
+    """
     tokens = q.shape[1]
     bounds = [*range(0, tokens, slice_tokens), tokens]
     out, dq = torch.empty_like(q), torch.empty_like(q)

@@ -1,29 +1,28 @@
-"""Seconds of every kernel against its plain-torch reference and against a copy of the same bytes.
+"""Speed of every kernel, against its plain-torch reference and against copying the same number of bytes.
 
     python recipes/bench/gpu/kernel_speed.py [--tokens 32768] [--degree 8] [--heads 32] [--kv-heads 8] [--head-dim 128]
 
-Bytes are those an operation must read and write once; "of copy" is its bandwidth over that of copying as many bytes with
-`Tensor.copy_`. On CUDA every row times the Triton kernel and the reference; without CUDA only the reference runs. Each
-result is compared with the reference before it is timed. The median of the repetitions counts.
+"MB moved" is what an operation must read and write at least. "of copy" is its bandwidth as a share of that of `Tensor.copy_` on
+as many bytes. On CUDA the Triton kernel and the reference are timed; without CUDA only the reference. A kernel's result is
+compared with the reference before it is timed. Times are medians of the repetitions.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_longctx.kernels import merge_attention, reference, sequence_layout
+from hf_longctx.recipes.bench.gpu.timing import median_s
 
 REPETITIONS = 20
-# one step of bf16, relative to the largest value
+# largest difference allowed, relative to the largest value: one rounding step of bf16
 TOLERANCE = 2**-7
 
 
@@ -50,7 +49,7 @@ def bytes_of(*values: Any) -> int:
 
 
 def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Every operation at the sizes of one rank of a group of `degree` ranks that share `tokens` tokens."""
+    """All operations, at the sizes that one rank has in a group of `degree` ranks that share `tokens` tokens."""
     num_heads, num_kv, head_dim, degree = options.heads, options.kv_heads, options.head_dim, options.degree
     own = options.tokens // degree
     q = torch.randn(own, num_heads, head_dim, device=device, dtype=torch.bfloat16).transpose(0, 1)
@@ -85,7 +84,7 @@ def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
 
 
 def head_tables(num_heads: int, num_kv: int, degree: int) -> tuple[list[int], list[int]]:
-    """Bounds of the ranks' query heads, and the KV heads that they read, as evenly as possible."""
+    """Divides query heads over ranks as evenly as possible; returns their bounds, and the KV heads that each rank reads."""
     q_bounds = [rank * num_heads // degree for rank in range(degree + 1)]
     per_kv = num_heads // num_kv
     kv_ranges = [bound for rank in range(degree) for bound in (q_bounds[rank] // per_kv, -(-q_bounds[rank + 1] // per_kv))]
@@ -93,7 +92,7 @@ def head_tables(num_heads: int, num_kv: int, degree: int) -> tuple[list[int], li
 
 
 def functions_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(launcher of the kernel, reference) of an operation."""
+    """Looks up (launcher of the kernel, reference) of an operation."""
     launchers: dict[str, Callable[..., Any]] = {
         "merge_attention": merge_attention.launch_merge,
         "merge_attention_backward": merge_attention.launch_merge_backward,
@@ -107,36 +106,18 @@ def functions_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return launchers[operation], getattr(reference, operation)
 
 
-def measure_s(function: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of a call, after three that are not counted; on CUDA of the device's own clock."""
-    for _ in range(3):
-        function()
-    if device.type != "cuda":
-        return median(_host_s(function) for _ in range(REPETITIONS))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPETITIONS)]
-    for start, stop in events:
-        start.record()
-        function()
-        stop.record()
-    torch.cuda.synchronize(device)
-    return median(start.elapsed_time(stop) for start, stop in events) / 1e3
-
-
-def _host_s(function: Callable[[], Any]) -> float:
-    start_s = time.perf_counter()
-    function()
-    return time.perf_counter() - start_s
-
-
 def copy_s(num_bytes: int, device: torch.device) -> float:
-    """Seconds of a copy that reads and writes `num_bytes` in all."""
+    """Seconds of a copy that moves `num_bytes` in all: half of them read, half of them written."""
     source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return measure_s(lambda: target.copy_(source), device)
+    return median_s(lambda: target.copy_(source), device, REPETITIONS)
 
 
 def largest_difference(case: Case) -> float:
-    """Between the kernel and the reference, relative to the largest value of each result; in-place ones get copies."""
+    """Largest difference between kernel and reference, relative to the largest value of each result.
+
+    Both run on copies of the arguments, because some operations work in place.
+    """
     results = []
     for function in (case.launch, case.reference):
         arguments = tuple(value.clone() if isinstance(value, Tensor) else value for value in case.arguments)
@@ -157,9 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of the whole group (default: 32768)")
     parser.add_argument("--degree", type=int, default=8, help="ranks of the group (default: 8)")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=32, help="query heads (default: 32)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: 8)")
+    parser.add_argument("--head-dim", type=int, default=128, help="size of a head (default: 128)")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -179,8 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise SystemExit(
                     f"{case.name}: kernel and reference differ by {difference:.1e} of the largest value, above {TOLERANCE:.1e}"
                 )
-            print(row(case, measure_s(lambda: case.launch(*case.arguments), device), copied_s, "triton"))  # noqa: B023
-        print(row(case, measure_s(lambda: case.reference(*case.arguments), device), copied_s, "reference"))  # noqa: B023
+            print(row(case, median_s(lambda: case.launch(*case.arguments), device, REPETITIONS), copied_s, "triton"))  # noqa: B023
+        print(row(case, median_s(lambda: case.reference(*case.arguments), device, REPETITIONS), copied_s, "reference"))  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
-"""The matrix of measurements for one CUDA GPU: ceilings, throughput, a whole step, the longest document, one long step.
+"""Measures one CUDA GPU: what it can do at most, throughput, a whole step, the longest document, one long step.
 
     python recipes/bench/gpu/matrix.py [--sections A B C D E] [--model llama-3.1-8b] [--json FILE] [--toy]
 
-    A  what the device does at most (gpu_ceilings.py)      B  forward + backward of every method, reduced layers
+    A  the most that the device can do (ceilings.py)       B  forward + backward of every method, fewer layers
     C  all layers, with AdamW's step                       D  the longest document under a memory cap, predicted and tried
     E  one long step, split between device and host
 
-Random weights of Llama's architecture in the named model's shapes, built on the device; random tokens; bf16. Every case is a
-process of its own (with `--toy`, on small sizes, all run in this one), sections have time budgets, and what does not fit or
-cannot run is a row that says so. Columns: tokens/s; causal model TFLOP/s; peak bytes of the device, weights included, measured
-and (ours) predicted, and of pinned host memory; bytes per token that wait for backward in the layers, predicted by the plan's
-formulae and measured by torch's hooks on 2048 tokens ('-' where hooks see nothing: slices, Hugging Face's offload); the loss;
-attention's kernel by the profiler.
+The model is a Llama with random weights in the named model's shapes, in bf16, built on the device; tokens are random. Every case
+runs in a process of its own (with `--toy`, all run in this one, at small sizes). Sections have time budgets. A case that does
+not fit or cannot run has a row that says so.
 
-Causal model operations of S tokens: S (6 (L P + V d) + 6 a L S), with L layers of P matrix parameters, hidden d, vocabulary V
-and a = heads x head size; recomputation never counts. With `--frozen` (as under LoRA: only norms are trained) 4 for the
-first 6. (Others count attention without its mask, which doubles the second term.)
+Columns: tokens/s; TFLOP/s of model operations with causal attention; peak memory of the device with weights, measured and (for
+ours) predicted; peak pinned host memory; bytes per token that the layers hold for backward, predicted by the plan's formulas
+and measured by torch's hooks on 2048 tokens ('-' where hooks see nothing: slices, Hugging Face's offload); the loss; and the
+attention kernel that the profiler saw.
+
+Model operations of S tokens: S (6 (L P + V d) + 6 a L S), with L layers of P matrix parameters, hidden size d, vocabulary V and
+a = heads x head size; recomputation never counts. With `--frozen` (only norms are trained, as if under LoRA) the first 6 is a
+4. (Others count attention without the causal mask, which doubles the second term.)
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ MARK = "OUTCOME "
 
 
 class Section:
-    """One section's cases, run until its time is up, each in a process of its own unless it is a toy."""
+    """Runs the cases of one section until its time is up, each in a process of its own unless it is a toy."""
 
     def __init__(self, name: str, budget_s: float) -> None:
         self.name, self.deadline_s = name, time.monotonic() + budget_s
@@ -64,14 +66,14 @@ class Section:
 
 
 def in_process(case: Case, timeout_s: float) -> Outcome:
-    """The case in a fresh process, so that no method inherits another's memory pools or patches."""
+    """Runs the case in a new process, so that no method inherits another's memory pools or patches."""
     command = [sys.executable, str(Path(__file__).resolve()), "--case", json.dumps(asdict(case))]
-    # one large block is cut as needed instead of one segment per size
+    # let the allocator grow one segment as needed, instead of keeping one segment per size
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return Outcome(case, f"stopped: the section's last {timeout_s:.0f} s were not enough")
+        return Outcome(case, f"stopped: the {timeout_s:.0f} s left to this section were not enough")
     line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if line is None:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
@@ -81,20 +83,23 @@ def in_process(case: Case, timeout_s: float) -> Outcome:
 
 
 def throughput(section: Section, base: Case, lengths: Sequence[int]) -> None:
-    """B: every method at every length."""
+    """Section B: every method at every length."""
     for num_tokens in lengths:
         for method in METHODS:
             section.run(replace(base, method=method, num_tokens=num_tokens))
 
 
 def whole_step(section: Section, base: Case, num_tokens: int, num_layers: int) -> None:
-    """C: all layers and the optimizer's step, the strongest of Hugging Face's against ours; losses side by side."""
+    """Section C: all layers with the optimizer's step, Hugging Face's best methods against ours, with their losses."""
     for method in ("HF checkpointing, tiled loss", "HF offload, tiled loss", OURS, SPLIT):
         section.run(replace(base, method=method, num_tokens=num_tokens, num_layers=num_layers, has_optimizer=True))
 
 
 def longest(section: Section, base: Case, lengths: tuple[int, int], cap_gib: float) -> None:
-    """D: bytes per token from two lengths say what fits under the cap; 0.97 of it must, 1.03 of it must not."""
+    """Section D: predicts the longest document under the memory cap from the bytes of two lengths, and tries it.
+
+    A document of 0.97 times that length should fit, and one of 1.03 times should not.
+    """
     methods = ("HF checkpointing", "HF checkpointing, tiled loss", "HF offload, tiled loss", OURS, "ours, all on the host")
     for method in methods:
         short, long = (section.run(replace(base, method=method, num_tokens=n, steps=1)) for n in lengths)
@@ -115,14 +120,12 @@ def longest(section: Section, base: Case, lengths: tuple[int, int], cap_gib: flo
     if not torch.cuda.is_available():
         return
     num_tokens = longest_split(replace(base, method=SPLIT, cap_gib=cap_gib))
-    print(
-        f"D  {SPLIT:32s} the program finds shares up to {num_tokens} tokens in {cap_gib:g} GiB and {base.host_gib:g} GiB of host"
-    )
+    print(f"D  {SPLIT:32s} shares exist for up to {num_tokens} tokens in {cap_gib:g} GiB and {base.host_gib:g} GiB of host")
     section.run(replace(base, method=SPLIT, num_tokens=int(0.97 * num_tokens), steps=1, cap_gib=cap_gib))
 
 
 def longest_split(case: Case) -> int:
-    """Most tokens, in steps of 1024, for which the program has an answer."""
+    """Most tokens, in steps of 1024, for which the linear program finds shares."""
 
     def has_answer(thousands: int) -> bool:
         try:
@@ -140,13 +143,13 @@ def longest_split(case: Case) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the sections' tables."""
     options = parse(arguments)
-    # the name that every supported version knows is deprecated in the newest
+    # transformers warns about a name that is deprecated in its newest version, but the only one that all versions have
     warnings.filterwarnings("ignore", category=FutureWarning)
     if options.case:
         print(MARK + json.dumps(asdict(run_case(Case(**json.loads(options.case))))))
         return
     if not (options.toy or torch.cuda.is_available()):
-        print("skipped: torch sees no CUDA device, and every section measures one (--toy runs small sizes on the CPU)")
+        print("skipped: torch sees no CUDA device, and all sections measure one (--toy runs small sizes on the CPU)")
         return
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, toy sizes: these numbers say nothing about speed"
     print(f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}")
@@ -182,7 +185,7 @@ def run_sections(options: argparse.Namespace) -> list[Outcome]:
 
 
 def run_ceilings(options: argparse.Namespace, section: Section) -> None:
-    """A, by the script beside this one; its rows go to a file beside `--json`'s."""
+    """Section A: runs `ceilings.py`, whose rows go to a file beside that of `--json`."""
     script = Path(__file__).resolve().with_name("ceilings.py")
     command = ["--model", options.model, *(["--toy"] if options.toy else [])]
     if options.json is not None:
@@ -198,19 +201,19 @@ def run_ceilings(options: argparse.Namespace, section: Section) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sections", nargs="+", choices=list(BUDGETS_S), default=list(BUDGETS_S))
+    parser.add_argument("--sections", nargs="+", choices=list(BUDGETS_S), default=list(BUDGETS_S), help="default: all")
     parser.add_argument("--model", default="llama-3.1-8b", help="a named shape of the catalogue (default: llama-3.1-8b)")
-    parser.add_argument("--hardware", default="h200", help="the profile that the program of shares prices by (default: h200)")
+    parser.add_argument("--hardware", default="h200", help="hardware profile for the linear program (default: h200)")
     parser.add_argument("--layers", type=int, default=8, help="layers in B and D (default: 8); C and E have all")
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072, 262144], help="tokens of a document in B")
     parser.add_argument("--step-tokens", type=int, default=131072, help="tokens of the document in C (default: 131072)")
     parser.add_argument("--long-tokens", type=int, default=393216, help="tokens of the document in E (default: 393216)")
-    parser.add_argument("--frozen", action="store_true", help="train norms only, as LoRA leaves large weights alone")
-    parser.add_argument("--host-gib", type=float, default=64.0, help="GiB of host memory for saved tensors (default: 64)")
+    parser.add_argument("--frozen", action="store_true", help="train norms only, so that large weights are frozen as under LoRA")
+    parser.add_argument("--host-gib", type=float, default=64.0, help="GiB of host memory for activations (default: 64)")
     parser.add_argument("--cap-gib", type=float, default=40.0, help="GiB of device memory in D (default: 40)")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="seconds of every section (default: 360 to 600)")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="seconds for every section (default: 360 to 600)")
     parser.add_argument("--json", type=Path, default=None, help="also write the outcomes to this file")
-    parser.add_argument("--toy", action="store_true", help="small sizes, in one process, on the CPU where there is no GPU")
+    parser.add_argument("--toy", action="store_true", help="small sizes, in one process, on the CPU if there is no GPU")
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -1,10 +1,11 @@
-"""Every runtime path on one CUDA GPU in bf16 against fp32 references: one table, at most five minutes.
+"""Checks every runtime path on one CUDA GPU, in bf16 against fp32 references; prints one table in at most five minutes.
 
     python recipes/bench/gpu/smoke.py [--tokens 2048]
 
-Attention (packed documents under each of torch's backends, every row of the tile table, tiles of a ring, slices), kernels,
-copies on side streams, the pinned host tier, a planned step against the plain model, activation policies whole and in slices,
-the loss in tiles, and two tiny training runs. Exit status 1 if a row fails; without CUDA everything is skipped with the reason.
+The rows are attention (packed documents under each of torch's backends, every tile backend, tiles of a ring, slices), kernels,
+copies on side streams, the pinned host memory, a planned step against the plain model, activation policies on whole documents
+and on slices, the loss in tiles, and two tiny training runs. Exits with status 1 if a row fails; without CUDA everything is
+skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import datasets
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
@@ -36,7 +37,8 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
-from hf_longctx.recipes.bench.gpu.smoke_memory import memory_checks
+from hf_longctx.recipes.bench.gpu.smoke_memory import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Check, document_model, memory_checks
+from hf_longctx.recipes.bench.one_document import largest_error
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.context import visible_tiles
 from hf_longctx.runtime.attention.heads import KVReaders
@@ -50,13 +52,9 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
 from hf_longctx.runtime.tiles.tile import attention_backend, tile_backward, tile_forward
 
-# bf16 keeps 8 bits: an error of 2^-9 per rounding; gradients go through more of them
+# error allowed: bf16 keeps 8 bits, so every rounding adds up to 2^-9, and gradients pass through several roundings
 TOLERANCE = 2e-2
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 SCALE = HEAD_DIM**-0.5
-
-
-Check = tuple[Callable[[], tuple[float, str]], float]
 
 
 @dataclass(frozen=True)
@@ -82,20 +80,20 @@ class Row:
 def main() -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the attention rows")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens in the attention rows (default: 2048)")
     tokens = parser.parse_args().tokens
     if not torch.cuda.is_available():
-        print("skipped: torch sees no CUDA device, and every row here runs on one")
+        print("skipped: torch sees no CUDA device, and all rows need one")
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     rows = [timed(name, *check) for name, check in checks(tokens, torch.device("cuda")).items()]
     failed = sum(not row.is_good for row in rows)
-    print(f"{len(rows) - failed} of {len(rows)} rows are good")
+    print(f"{len(rows) - failed} of {len(rows)} rows are ok")
     return 1 if failed else 0
 
 
 def checks(tokens: int, device: torch.device) -> dict[str, Check]:
-    """name -> (what returns its error and a note, the largest error allowed)."""
+    """All rows: name -> (function that returns the error and a note, largest error allowed)."""
     backends = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -116,11 +114,11 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
 
 
 def timed(name: str, check: Callable[[], tuple[float, str]], tolerance: float) -> Row:
-    """Runs one check and prints its row; an exception is a failed row."""
+    """Runs one check and prints its row; an exception makes the row fail."""
     start = time.perf_counter()
     try:
         error, note = check()
-    # whatever goes wrong in one row must not hide the others
+    # a failure in one row must not stop the others
     except Exception as failure:
         error, note = float("inf"), f"{type(failure).__name__}: {failure}".split("\n")[0]
     torch.cuda.synchronize()
@@ -130,7 +128,7 @@ def timed(name: str, check: Callable[[], tuple[float, str]], tolerance: float) -
 
 
 def random_heads(tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient and q [H, T, D], k and v [G, T, D], on the device, with values that bf16 holds exactly."""
+    """Random gradient and q [H, T, D], k and v [G, T, D], on the device, with values that bf16 holds exactly."""
     generator = torch.Generator().manual_seed(0)
     sizes = (NUM_HEADS, NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     gradient, q, k, v = (
@@ -145,7 +143,7 @@ def documents(tokens: int) -> tuple[int, ...]:
 
 
 def reference_attention(tokens: int, device: torch.device) -> list[Tensor]:
-    """Output and gradients of q, k, v in fp32 by plain matrices."""
+    """Output and gradients of q, k and v in fp32, computed with plain matrices."""
     gradient, *inputs = random_heads(tokens, device, torch.float32)
     leaves = [x.requires_grad_() for x in inputs]
     out = reference.packed_causal_attention(*leaves, torch.tensor(documents(tokens)), SCALE)
@@ -153,13 +151,8 @@ def reference_attention(tokens: int, device: torch.device) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def worst(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest error over all tensors, relative to each tensor's largest value."""
-    return max(float((f.float() - e.float()).abs().max() / e.float().abs().max()) for f, e in zip(found, expected, strict=True))
-
-
 def check_packed(tokens: int, device: torch.device, backend: SDPBackend) -> tuple[float, str]:
-    """Packed documents on one rank under one backend of scaled_dot_product_attention."""
+    """Checks packed documents on one rank with one backend of scaled_dot_product_attention."""
     gradient, *inputs = random_heads(tokens, device)
     leaves = [x.requires_grad_() for x in inputs]
     readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
@@ -167,16 +160,16 @@ def check_packed(tokens: int, device: torch.device, backend: SDPBackend) -> tupl
         out = packed_attention(*(x.unsqueeze(0) for x in leaves), readers, SCALE, documents(tokens))
         out.backward(gradient.transpose(0, 1).unsqueeze(0))
     found = [out.detach()[0].transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-    return worst(found, reference_attention(tokens, device)), ""
+    return largest_error(found, reference_attention(tokens, device)), ""
 
 
 def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[float, str]:
-    """All blocks of a ring one after the other: the tiles, their merge, and the backward from merged results."""
+    """Checks all blocks of a ring one after the other: their tiles, the merge, and the backward from merged results."""
     gradient, q, k, v = random_heads(tokens, device)
     bounds = documents(tokens)
     chunk = Chunk(0, tuple(Span(i, 0, stop - start) for i, (start, stop) in enumerate(pairwise(bounds))))
     blocks = block_pieces(chunk, GroupShape(num_blocks))
-    # a block's tokens lie in the order of its pieces
+    # index in the chunk of every token of a block, in the order of the block's pieces
     places = [
         torch.cat([torch.arange(bounds[p.document] + p.start, bounds[p.document] + p.stop) for p in block]).to(device)
         for block in blocks
@@ -207,11 +200,11 @@ def check_tiles(tokens: int, device: torch.device, num_blocks: int) -> tuple[flo
             dq[:, rows] += gradients[0]
             for total, part in ((dk, gradients[1]), (dv, gradients[2])):
                 total.index_add_(1, places[s][keys], part.float())
-    return worst([out, dq, dk, dv], reference_attention(tokens, device)), attention_backend(device, q.dtype, HEAD_DIM)
+    return largest_error([out, dq, dk, dv], reference_attention(tokens, device)), attention_backend(device, q.dtype, HEAD_DIM)
 
 
 def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
-    """Each document in three slices: all forward, then all backward, last first."""
+    """Checks each document in three slices: forward of all, then backward of all, last slice first."""
     gradient, *inputs = random_heads(tokens, device)
     leaves = [x.requires_grad_() for x in inputs]
     readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
@@ -227,21 +220,22 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
     for out, of_out in reversed(list(zip(outputs, gradients, strict=True))):
         out.backward(of_out)
     found = [torch.cat(outputs).detach().transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-    return worst(found, reference_attention(tokens, device)), f"{book.peak_bytes} bytes in the book, {book.num_bytes} left"
+    note = f"{book.peak_bytes} bytes in the book, {book.num_bytes} left"
+    return largest_error(found, reference_attention(tokens, device)), note
 
 
 def check_merge(tokens: int, device: torch.device) -> tuple[float, str]:
-    """Three parts, one of which saw no key, merged by the kernel and by the reference in fp32."""
+    """Checks the merge of three partial results, one of which saw no key, against the reference in fp32."""
     parts = [random_heads(tokens, device)[1] * scale for scale in (1.0, 0.5, 2.0)]
     lses = [part.float().sum(-1) for part in parts]
     lses[2] = torch.full_like(lses[2], float("-inf"))
     found = merge_attention(parts, lses)
     expected = reference.merge_attention([part.float().cpu() for part in parts], [lse.cpu() for lse in lses])
-    return worst([x.cpu() for x in found], list(expected)), ""
+    return largest_error([x.cpu() for x in found], list(expected)), ""
 
 
 def check_layout(tokens: int, device: torch.device) -> tuple[float, str]:
-    """The four layout kernels against their references, bit for bit, for three ranks with uneven heads and tokens."""
+    """Checks the four layout kernels against their references, bit for bit, for three ranks with uneven heads and tokens."""
     _, q, k, v = random_heads(tokens, device)
     q_bounds, kv_ranges = [0, 3, 6, 8], [0, 1, 0, 2, 1, 2]
     sizes = [tokens // 2, tokens // 3, tokens - tokens // 2 - tokens // 3]
@@ -264,7 +258,7 @@ def check_layout(tokens: int, device: torch.device) -> tuple[float, str]:
 
 
 def check_copies() -> tuple[float, str]:
-    """Pinned inputs copied while a matrix product keeps the default stream busy."""
+    """Checks pinned inputs that are copied while matrix products keep the default stream busy."""
     busy = torch.randn(4096, 4096, device="cuda")
     shards = [ChunkInputs(*(torch.randint(0, 1000, (1, 4096)) for _ in range(3))) for _ in range(8)]
     pinned = [shard.pin_memory() for shard in shards]
@@ -278,32 +272,16 @@ def check_copies() -> tuple[float, str]:
     return wrong, "values that differ"
 
 
-def tiny_model() -> LlamaForCausalLM:
-    """A Llama of two layers, the same weights at every call."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=NUM_HEADS * HEAD_DIM,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        max_position_embeddings=4096,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
-
-
 def check_step(device: torch.device) -> tuple[float, str]:
-    """A step of three micro-batches through the executor, gradients against the plain model in fp32."""
+    """Checks the gradients of a planned step of three micro-batches against the plain model in fp32."""
     lengths = [300, 150, 40, 500]
     rows = [torch.randint(0, 512, (1, n), generator=torch.Generator().manual_seed(n)) for n in lengths]
     labels = [torch.cat([row[:, 1:], torch.full((1, 1), -100)], dim=1) for row in rows]
     count = sum(n - 1 for n in lengths)
-    plain = tiny_model().to(device)
+    plain = document_model(device, torch.float32)
     for row, label in zip(rows, labels, strict=True):
         (summed_cross_entropy(plain(input_ids=row.to(device), use_cache=False).logits, label.to(device)) / count).backward()
-    model = tiny_model().to(device).bfloat16()
+    model = document_model(device, torch.bfloat16)
     patch_model(model)
     spec, cluster = ModelSpec.from_config(model.config.to_dict(), 2), ClusterSpec(1, 1, GENERIC_GPU)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
@@ -324,11 +302,11 @@ def check_step(device: torch.device) -> tuple[float, str]:
     executor.run(plan, inputs, count)
     found = [p.grad for p in model.parameters() if p.grad is not None]
     expected = [p.grad for p in plain.parameters() if p.grad is not None]
-    return worst(found, expected), f"{len(found)} gradients"
+    return largest_error(found, expected), f"{len(found)} gradients"
 
 
 def check_training(device: torch.device) -> tuple[float, str]:
-    """The last loss over the first of a short run that learns one document by heart."""
+    """Trains on one document; the error is the last loss over the first."""
     row = torch.randint(0, 512, (240,), generator=torch.Generator().manual_seed(1)).tolist()
     data = datasets.Dataset.from_dict({"input_ids": [row[: 40 * (i + 1)] for i in range(6)] * 20})
     losses: list[float] = []
@@ -338,7 +316,8 @@ def check_training(device: torch.device) -> tuple[float, str]:
             save_strategy="no", disable_tqdm=True, use_cpu=device.type == "cpu",
         )  # fmt: skip
         config = LongContextConfig(report_steps=False, timeline_steps=0)
-        trainer = LongContextTrainer(model=tiny_model(), args=args, train_dataset=data, longctx_config=config)
+        model = document_model(torch.device("cpu"), torch.float32)
+        trainer = LongContextTrainer(model=model, args=args, train_dataset=data, longctx_config=config)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses[-1] / losses[0], f"loss {losses[0]:.2f} to {losses[-1]:.2f}, the error is their ratio"

@@ -1,6 +1,6 @@
-"""Checks of `gpu_smoke.py` about saved tensors and the loss: the tile table, the host tier, policies, the head, the callback.
+"""Rows of `smoke.py` about memory: tile backends, offloading to the host, activation policies, loss in tiles, the callback.
 
-Each returns its error and a note; all run at small size on the CPU too.
+Every check returns its error and a note. All of them also run on the CPU, at small sizes, in the tests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Check = tuple[Callable[[], tuple[float, str]], float]
 
 
 def memory_checks(tokens: int, device: torch.device, tolerance: float) -> dict[str, Check]:
-    """name -> (what returns its error and a note, the largest error allowed)."""
+    """Rows about memory: name -> (function that returns the error and a note, largest error allowed)."""
     return {
         **{f"tile {row.name}": (partial(check_backend, tokens, device, row.name), tolerance) for row in BACKENDS},
         "host tier: values back, blocks used again": (partial(check_tier, device), 0.0),
@@ -57,7 +57,7 @@ def memory_checks(tokens: int, device: torch.device, tolerance: float) -> dict[s
 
 
 def check_backend(tokens: int, device: torch.device, name: str) -> tuple[float, str]:
-    """A row of the tile table against plain matrices in fp32: a causal tile and one without a mask, forward and backward."""
+    """Checks a tile backend against plain matrices in fp32, on a causal tile and one without a mask, forward and backward."""
     row = next(row for row in BACKENDS if row.name == name)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if not row.takes(device.type, capability, torch.bfloat16, HEAD_DIM):
@@ -84,9 +84,10 @@ def _through_tile(
 
 
 def check_tier(device: torch.device) -> tuple[float, str]:
-    """Tensors that are dropped and overwritten right behind their copy out, into a slab that holds three of eight.
+    """Checks that offloaded tensors come back unchanged, with room for three of eight tensors on the host.
 
-    A product that keeps the compute stream busy makes a copy that does not wait read or write too early.
+    Each tensor is dropped and its memory overwritten right after its copy to the host starts. A product keeps the compute
+    stream busy, so that a copy that does not wait for it would read or write too early.
     """
     generator = torch.Generator(device).manual_seed(0)
     shape = (256, 1024) if device.type == "cpu" else (4096, 2048)
@@ -97,11 +98,11 @@ def check_tier(device: torch.device) -> tuple[float, str]:
     for first in range(0, 8, 2):
         sources = [torch.full(shape, float(first + i + 1), device=device) for i in range(2)]
         for source in sources:
-            # computed behind a long kernel: the copy has to follow it
+            # computed after a long kernel, for which the copy has to wait
             source += (busy @ busy)[0, 0] * 0
         homes = [tier.store(source) for source in sources]
         del sources, source
-        # takes the memory that was just given back
+        # reuses the memory that was just freed
         garbage = [torch.full(shape, -1.0, device=device) for _ in range(2)]
         homes[1].prefetch()
         for i, home in enumerate(homes):
@@ -111,7 +112,7 @@ def check_tier(device: torch.device) -> tuple[float, str]:
 
 
 def check_slab(device: torch.device) -> tuple[float, str]:
-    """On CUDA the slab must be page-locked, or copies block; the error is 1 where it is not."""
+    """Checks that the host memory is page-locked on CUDA, because copies would block otherwise; the error is 0 or 1."""
     tier = HostTier.on(device, 2**20)
     if device.type != "cuda":
         return float(tier.slab.is_pinned), "not pinned without CUDA"
@@ -119,7 +120,7 @@ def check_slab(device: torch.device) -> tuple[float, str]:
 
 
 def document_model(device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A Llama of two layers, the same weights at every call."""
+    """Builds a Llama of two layers, with the same weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -135,7 +136,10 @@ def document_model(device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM
 
 
 def check_policy(tokens: int, device: torch.device, layer: LayerPolicy, tile_tokens: int, slices: int) -> tuple[float, str]:
-    """A document under one policy in bf16, twice, so that the slab's blocks are used again; against plain fp32 gradients."""
+    """Checks loss and gradients of a document under one policy in bf16 against plain fp32.
+
+    It runs twice, so that blocks of host memory are used again.
+    """
     ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(2)).to(device)
     plain = document_model(device, torch.float32)
     expected_loss = float(plain_step(plain, ids))
@@ -156,7 +160,7 @@ def gradients(model: Any) -> list[Tensor]:
 
 
 def check_callback(device: torch.device) -> tuple[float, str]:
-    """The last loss over the first of a stock trainer with the callback attached, which learns one document by heart."""
+    """Trains on one document with a stock trainer and the attached callback; the error is the last loss over the first."""
     row = torch.randint(0, 512, (240,), generator=torch.Generator().manual_seed(1)).tolist()
     data = datasets.Dataset.from_dict({"input_ids": [row[: 40 * (i + 1)] for i in range(6)] * 12})
     model = document_model(torch.device("cpu"), torch.float32)

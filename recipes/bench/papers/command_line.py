@@ -1,4 +1,4 @@
-"""The command line that scripts which reproduce a paper share: options in, a table or JSON out."""
+"""Command line shared by the scripts that reproduce a paper: it reads options and prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ def run_reproduction(
     text_of: Callable[[argparse.Namespace, Mapping[str, Any]], str],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Prints what `text_of` makes of the result; with `--json` JSON in its place, or beside it to a file. The exit status.
+    """Parses the options, runs `reproduce` and prints its result as text; returns the exit status.
 
-    2 where `reproduce` raises ValueError or OSError, whose message is printed.
+    `--json` prints JSON instead of the text; `--json FILE` prints the text and writes JSON to the file. If `reproduce` raises
+    ValueError or OSError, the message is printed and the status is 2.
     """
-    parser.add_argument("--json", nargs="?", const="-", default="", metavar="FILE", help="JSON instead of the table, or to FILE")
+    parser.add_argument(
+        "--json", nargs="?", const="-", default="", metavar="FILE", help="print JSON instead of the table, or write it to FILE"
+    )
     options = parser.parse_args(arguments)
     try:
         result = reproduce(options)

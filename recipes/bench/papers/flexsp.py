@@ -1,29 +1,28 @@
-"""FlexSP's published step times (arXiv 2412.01523, 64 A100-40GB) against the same methods and our planner, all predicted.
+"""FlexSP's published step times (arXiv 2412.01523, 64 A100-40GB), next to our predictions of its methods and of our planner.
 
     python recipes/bench/papers/flexsp.py --model gpt-7b --limit 192000 --lengths commoncrawl|github|FILE
         [--gpus 64] [--global-batch 512] [--batches 16] [--seed 0] [--methods FlexSP ...] [--hardware a100-40g] [--json [FILE]]
 
-Seconds are those of a cost model, not of a GPU: forward and backward of all micro-batches, without what a step adds once
-(embeddings, head, optimizer). The published times hold about 1.2 s of that at 192K and 1.6 s at 384K, by which they exceed
-the predicted ones on real lengths, those of Wikipedia; the fits below absorb it, because they were made to published times
-with this very model. So the fits test how methods compare, and absolute seconds only as far as one fit serves all of them.
-Coefficients are the public ones of FlexSP's artefact where the hardware profile has them for the model, else operation
-counts; 30 of 40 GB hold weights, gradients and optimizer, sharded over all GPUs, and saved tensors, which sets the tokens
-per GPU.
+Seconds come from a cost model, not from a GPU: forward and backward of all micro-batches, without what a step costs once
+(embeddings, head, optimizer). That part is about 1.2 s of the published times at 192K and 1.6 s at 384K; by so much they exceed
+the predictions on real lengths (Wikipedia's). The fitted lengths below absorb it, because they were fitted to published times
+with this cost model. So they test how methods compare; they test absolute seconds only in that one fit serves all methods.
+Coefficients are the public ones of FlexSP's artefact if the hardware profile has them for the model, else operation counts. Of
+40 GB, 30 hold activations and, sharded over all GPUs, weights, gradients and optimizer states; this sets the tokens per GPU.
 
-Rows. DeepSpeed: Ulysses with the one degree that is best over all batches and holds the limit. BatchAda: the best degree of
-each batch. FlexSP: our planner held to what FlexSP's published solver does: Ulysses on powers of two from 2 on, equal-token
-micro-batches one after the other. Megatron hybrid-CP, FCP: `plan/baselines.py`, on the degrees from 1 on. ours: everything
-on, with Ulysses, ring or both, whichever is cheapest. ours, integer degrees: the same on all degrees inside a node and on
-whole nodes. ours, replicated: if no parameter is gathered, so that ranks change groups inside a step and wait for their
-partners alone; it has the memory of sharded weights all the same, so it is a bound rather than a plan for a full fine-tune
-of this size.
+Rows. DeepSpeed: Ulysses with one degree, the best over all batches that holds the limit. BatchAda: the best degree for each
+batch. FlexSP: our planner restricted to what FlexSP's published solver does, that is Ulysses on powers of two from 2 on, and
+micro-batches of equal tokens one after the other. Megatron hybrid-CP, FCP: `hf_longctx/sim/others/baselines.py`, on degrees
+from 1 on. ours: everything on, with Ulysses, rings or both, whichever is cheapest. ours, integer degrees: the same with all
+degrees inside a node, and whole nodes. ours, replicated: as if no parameter had to be gathered, so that ranks change groups
+inside a step and wait for their partners only; it still has the memory of sharded weights, so it is a bound and not a plan
+for a full fine-tune of this size.
 
-Lengths. commoncrawl and github are log-normal fits to the published times of GPT-7B, because the length files themselves are
-not public: sigma 1.6, mean 3800, and sigma 2.3, mean 4200 tokens. Of K batches the lengths are the quantiles of the fit,
-one in each of equally likely intervals, shuffled: means then hardly depend on the seed. FILE has one length a line and may
-end in .gz. Lengths are padded to 128; those above the limit or, in the fits, below 32 are left out. In the artefact 192K is
-192,000 tokens (its parameter counts say so); published numbers are shown for 196,608 too.
+Lengths. The length files are not public, so commoncrawl and github are log-normal fits to the published times of GPT-7B: sigma
+1.6 and mean 3800, sigma 2.3 and mean 4200 tokens. The lengths of K batches are quantiles of the fit, one from each of equally
+likely intervals, shuffled, so that means hardly depend on the seed. FILE has one length per line and may end in .gz. Lengths
+are padded to multiples of 128; lengths above the limit, and in the fits those below 32, are left out. In the artefact 192K
+means 192,000 tokens (as its parameter counts show); published numbers are also shown for 196,608.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ RANKS_PER_NODE = 8
 USABLE_SHARE = 0.75
 LEAST_TOKENS = 32
 
-# log-normal fits: sigma of the logarithm, mean tokens before anything is left out
+# log-normal fits: sigma of the logarithm, and mean tokens before any length is left out
 FITS = {"commoncrawl": (1.6, 3800.0), "github": (2.3, 4200.0)}
 
 # seconds of DeepSpeed, BatchAda and FlexSP, read off figure 4 of the paper (within about 0.12 s)
@@ -74,7 +73,7 @@ PUBLISHED_LIMITS = {192_000: 192, 196_608: 192, 384_000: 384, 393_216: 384}
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all methods share: costs of Ulysses with sharded parameters, tokens per GPU, and the limit of the run."""
+    """What all methods share: costs of Ulysses with sharded parameters, tokens per GPU, and the longest sequence allowed."""
 
     costs: CostModel
     tokens_per_rank: int
@@ -90,7 +89,7 @@ class Setup:
 
 
 def read_model(name: str, limit: int) -> ModelSpec:
-    """The named model or that of a config.json, with position embeddings up to `limit` where it learns them."""
+    """Reads a named model or a config.json; learned position embeddings are extended to `limit`."""
     path = Path(name)
     is_file = path.suffix == ".json" and path.is_file()
     model = ModelSpec.from_config(json.loads(path.read_text()), bytes_per_element=2) if is_file else named_model(name)
@@ -98,11 +97,11 @@ def read_model(name: str, limit: int) -> ModelSpec:
 
 
 def build_setup(name: str, limit: int, num_gpus: int, profile: HardwareProfile) -> Setup:
-    """Costs and memory of the model of this name; raises ValueError when no group can hold a sequence of `limit` tokens."""
+    """Derives costs and memory for a model; raises ValueError if no group can hold a sequence of `limit` tokens."""
     if limit < PADDING:
-        raise ValueError(f"--limit is {limit}; at least {PADDING} tokens are needed, since lengths are padded to that")
+        raise ValueError(f"--limit is {limit}; give at least {PADDING} tokens, because lengths are padded to multiples of that")
     if num_gpus < 1:
-        raise ValueError(f"--gpus is {num_gpus}; at least one is needed")
+        raise ValueError(f"--gpus is {num_gpus}; give at least 1")
     model = read_model(name, limit)
     cluster = ClusterSpec(num_gpus, min(num_gpus, RANKS_PER_NODE), profile.spec)
     usable_bytes = int(USABLE_SHARE * profile.spec.device_bytes)
@@ -113,8 +112,8 @@ def build_setup(name: str, limit: int, num_gpus: int, profile: HardwareProfile) 
     largest = setup.degrees[-1]
     if limit > largest * setup.tokens_per_rank:
         raise ValueError(
-            f"--limit is {limit}, but no degree fits it: the largest, {largest} GPUs of {setup.tokens_per_rank} tokens, holds "
-            f"{largest * setup.tokens_per_rank}; lower the limit or use more GPUs"
+            f"--limit is {limit}, but the largest group, {largest} GPUs of {setup.tokens_per_rank} tokens each, holds only "
+            f"{largest * setup.tokens_per_rank} tokens; lower the limit or use more GPUs"
         )
     return setup
 
@@ -124,7 +123,7 @@ def padded(tokens: float) -> int:
 
 
 def fitted_lengths(fit: str, limit: int, count: int, seed: int) -> list[int]:
-    """`count` padded lengths, one out of each of as many equally likely intervals of the fit, shuffled."""
+    """Draws `count` padded lengths, one from each of `count` equally likely intervals of the fit, and shuffles them."""
     sigma, mean_tokens = FITS[fit]
     logarithm = NormalDist(math.log(mean_tokens) - sigma**2 / 2, sigma)
     least = logarithm.cdf(math.log(LEAST_TOKENS))
@@ -137,20 +136,21 @@ def fitted_lengths(fit: str, limit: int, count: int, seed: int) -> list[int]:
 
 
 def read_lengths(path: Path, limit: int, count: int, seed: int) -> list[int]:
-    """`count` padded lengths of the file, drawn without repeats; raises ValueError for a bad line or too few lengths."""
+    """Draws `count` padded lengths from a file without repeats; raises ValueError for a bad line or too few lengths."""
     if not path.is_file():
-        raise ValueError(f"--lengths {path} is neither {' nor '.join(FITS)} nor a file with one length a line")
+        raise ValueError(f"--lengths {path} is neither {' nor '.join(FITS)} nor a file with one length per line")
     text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
     lengths = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             if not line.strip().isdecimal() or int(line) < 1:
-                raise ValueError(f"{path}:{number}: {line.strip()!r} is no length; a whole number of 1 or more is needed")
+                raise ValueError(f"{path}:{number}: {line.strip()!r} is not a length; give a whole number, 1 or more")
             lengths.append(padded(int(line)))
     usable = [length for length in lengths if length <= limit]
     if len(usable) < count:
         raise ValueError(
-            f"{path} has {len(usable)} lengths of at most {limit} tokens, {count} are needed; lower --batches or --global-batch"
+            f"{path} has {len(usable)} lengths of at most {limit} tokens, but {count} are needed; lower --batches or "
+            f"--global-batch"
         )
     return random.Random(seed).sample(usable, count)
 
@@ -163,7 +163,7 @@ def integer_degrees(num_gpus: int, ranks_per_node: int = RANKS_PER_NODE) -> tupl
 
 
 def step_seconds(lengths: Sequence[int], setup: Setup, methods: Sequence[str]) -> dict[str, float]:
-    """Predicted seconds of one batch by every method; the static degrees that hold the limit as "DeepSpeed 32"."""
+    """Predicted seconds of one batch with every method; static degrees that hold the limit are called "DeepSpeed 32" etc."""
     config = PlannerConfig(setup.tokens_per_rank, setup.degrees)
     problem = GroupingProblem.build(lengths, setup.costs, config)
     seconds = {
@@ -188,7 +188,7 @@ def step_seconds(lengths: Sequence[int], setup: Setup, methods: Sequence[str]) -
 
 
 def table(batches: Sequence[dict[str, float]], published: dict[str, float]) -> list[dict[str, Any]]:
-    """One row a method: mean seconds, their standard error, speedup over DeepSpeed, and the published ones where there are."""
+    """One row per method: mean seconds, standard error, speedup over DeepSpeed, and published numbers where there are any."""
     static = min((name for name in batches[0] if name.startswith("DeepSpeed")), key=lambda name: mean(b[name] for b in batches))
     names = {"DeepSpeed": static} | {name: name for name in batches[0] if not name.startswith("DeepSpeed")}
     base_s = mean(batch[static] for batch in batches)
@@ -222,10 +222,10 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def reproduce(options: argparse.Namespace) -> dict[str, Any]:
-    """The comparison that the options ask for, as plain data; raises ValueError for what cannot be compared."""
+    """Makes the comparison that the options ask for, as plain data; raises ValueError for options that do not fit together."""
     for name in ("global_batch", "batches"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least one is needed")
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give at least 1")
     setup = build_setup(options.model, options.limit, options.gpus, read_profile(options.hardware))
     count = options.batches * options.global_batch
     is_fit = options.lengths in FITS
@@ -237,7 +237,7 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
     starts = range(0, count, options.global_batch)
     batches = [step_seconds(lengths[start : start + options.global_batch], setup, options.methods) for start in starts]
     key = (options.model.lower(), PUBLISHED_LIMITS.get(options.limit, 0), options.lengths)
-    # what was published holds for 64 GPUs of this kind and batches of 512
+    # the published times are those of 64 GPUs of this kind and batches of 512
     is_published = (options.gpus, options.global_batch, options.hardware) == (64, 512, "a100-40g") and key in PUBLISHED
     published = dict(zip(PUBLISHED_METHODS, PUBLISHED[key], strict=True)) if is_published else {}
     return {
@@ -264,16 +264,16 @@ def report(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table or JSON; 2 if the options do not allow a comparison."""
+    """Prints the table or JSON; returns 2 if the options do not allow a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="gpt-7b", help="a named model or a path to config.json (default: gpt-7b)")
     parser.add_argument("--limit", type=int, default=192_000, help="longest sequence, in tokens (default: 192000)")
-    parser.add_argument("--lengths", default="commoncrawl", help="commoncrawl, github, or a file with one length a line")
+    parser.add_argument("--lengths", default="commoncrawl", help="commoncrawl, github, or a file with one length per line")
     parser.add_argument("--gpus", type=int, default=64, help="GPUs, in nodes of eight (default: 64)")
     parser.add_argument("--global-batch", type=int, default=512, help="sequences of a batch (default: 512)")
     parser.add_argument("--batches", type=int, default=16, help="batches to average (default: 16)")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths and their order (default: 0)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="beside DeepSpeed (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths and their order (default: 0)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="methods besides DeepSpeed (default: all)")
     parser.add_argument("--hardware", default="a100-40g", help="a shipped profile or a path (default: a100-40g)")
     return run_reproduction(parser, reproduce, report, arguments)
 

@@ -1,20 +1,21 @@
-"""InfiniPipe's setting (arXiv 2509.21275): a 13B model on 8 x 4 GPUs, skewed lengths, less and less memory; seconds predicted.
+"""InfiniPipe's experiment (arXiv 2509.21275): a 13B model on 8 x 4 GPUs, skewed lengths, less and less memory, all predicted.
 
     python recipes/bench/papers/infinipipe.py [--cases 96K/50 96K/35 192K/50] [--seeds 6] [--batch 0]
         [--slices 8 12 ...] [--json [FILE]]
 
-Four pipeline stages of eight GPUs each that share sequences by heads (Ulysses) and parameters by ZeRO-3. A case is the longest
-sequence and the bytes of a GPU in GB, weights and optimizer states included. A batch has 256 sequences at 96K and 128 above,
-log-normal with mean 3800 and sigma 1.6 as `flexsp.py` fits CommonCrawl, one of them the longest. Every method takes
-the number of slices of the longest sequence that is best for it and this batch.
+The model runs on four pipeline stages of eight GPUs each, which share sequences by heads (Ulysses) and parameters by ZeRO-3. A
+case is the length of the longest sequence and the usable memory of a GPU in GB, including weights and optimizer states. A
+batch has 256 sequences for 96K and 128 above: one has the longest length, the others are log-normal with mean 3800 and sigma
+1.6, as in the CommonCrawl fit of `flexsp.py`. Every method uses the number of slices of the longest sequence that is best for
+it and this batch.
 
-Rows. no limit: chunks of like time, the faster of both schedules, all memory in the world; the rows below are relative to it.
-paper: what the paper plans, as far as it can be read: chunks of like time, sequences grouped by their number of chunks into
-pipelines in a row by dynamic programming, 1F1B with a window for the longest family of a pipeline, whole layers recomputed
-with one number for each anti-diagonal. A pipeline's seconds are the judge's here, where the paper has an estimate. elastic +
-recompute: the same chunks and recomputation in one pipeline with the elastic window. elastic + joint: layers keep attention's
-output, and tensors go to the host while copies hide. fixed chunks: chunks of equal tokens, Seq1F1B, the fewest layers of every
-chunk recomputed with which everything fits.
+Rows. no limit: chunks of about equal time, the faster of both schedules, unlimited memory; other rows are relative to it.
+paper: the paper's plan, as far as the paper tells it: chunks of about equal time; sequences grouped by their number of chunks
+into consecutive pipelines, by dynamic programming; 1F1B with a window for the longest family of a pipeline; whole layers
+recomputed, equally many along each anti-diagonal. Where the paper estimates a pipeline's seconds, our prediction is used.
+elastic + recompute: the same chunks and recomputation in a single pipeline with the elastic window. elastic + joint: layers keep
+the attention output, and tensors go to the host as long as the copies are hidden. fixed chunks: chunks of equal tokens under
+Seq1F1B; every chunk recomputes the fewest layers with which everything fits.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ CASES = ("96K/50", "96K/35", "192K/50")
 METHODS = ("paper", "elastic + recompute", "elastic + joint", "fixed chunks")
 
 MODEL = ModelSpec(40, 5120, 20480, 40, 40, 128, 50304, 1 << 18, bytes_per_element=2, gated_mlp=False)
-# an A800 at half of its peak in matrix products and 0.6 in attention; copies over PCIe with all GPUs of a node at it; half of a
-# node's 2 TB for saved tensors
+# an A800 at 0.5 of its peak in matrix products and 0.6 in attention; copies over PCIe while all GPUs of a node copy; half of a
+# node's 2 TB of memory for activations
 HARDWARE = HardwareSpec(
     "a800",
     0.5 * 312e12,
@@ -69,7 +70,7 @@ HARDWARE = HardwareSpec(
 
 @dataclass(slots=True)
 class Setting:
-    """One batch under one limit. calls: seconds that each method's planning took, for one number of slices."""
+    """One batch under one memory limit. planning_s: seconds that planning took, per method, one for each number of slices."""
 
     lengths: tuple[int, ...]
     usable_bytes: float
@@ -81,7 +82,7 @@ class Setting:
         return dict(enumerate(self.lengths))
 
     def budget(self, host_bytes: int = 0) -> ActivationBudget:
-        """What is left beside the stage with the most states."""
+        """Memory that is left for activations on the stage with the most parameter states."""
         plan = self.plan([self.group((Chunk(0),), "elastic")])
         states = [stage_state_bytes(self.costs.model, stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
         return ActivationBudget(0, int(self.usable_bytes) - max(states), host_bytes)
@@ -93,24 +94,27 @@ class Setting:
         return pipelined(group, layer_ranges(num_layers, NUM_STAGES, 1, share / (1 - share) * num_layers), schedule)
 
     def plan(self, groups: Sequence[SequenceGroup]) -> StepPlan:
-        """Pipelines in a row."""
+        """Plans these groups as consecutive pipelines."""
         rounds = tuple(MicroBatch((group,)) for group in groups)
         return StepPlan(0, self.lengths, NUM_STAGES, RANKS_PER_STAGE, "sharded", rounds, shard_ranks=RANKS_PER_STAGE)
 
     def step_s(self, groups: Sequence[SequenceGroup]) -> float:
-        """Seconds of pipelines in a row; infinite if a GPU has too little memory for them."""
+        """Seconds of consecutive pipelines; infinite if they do not fit into a GPU."""
         run = evaluate_plan(self.plan(groups), self.costs, with_events=False)
         return run.step_s if max(run.peak_bytes) <= self.usable_bytes else math.inf
 
     def chunks(self, num_slices: int) -> tuple[Chunk, ...]:
-        """Chunks of like time, none with more tokens than the first slice of the longest sequence."""
+        """Makes chunks of about equal time, none with more tokens than the longest sequence's first slice."""
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
         rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s)
         first = slice_bounds(max(self.lengths), num_slices, rates)[1]
         return elastic_chunks(self.sequences, num_slices, rates, first + 1)
 
     def least_s(self, chunks: Sequence[Chunk]) -> float:
-        """What no pipeline of these chunks does in less: the last stage's work, and the first chunk there and the last back."""
+        """Lower bound on the seconds of any pipeline of these chunks.
+
+        It is the last stage's work, plus the time in which a first chunk gets there and a last one gets back.
+        """
         group = self.group(chunks[:1], "elastic")
         stages = [(stage.num_layers, stage.stage == NUM_STAGES - 1) for stage in group.stages]
         part_s = self.costs.part_s
@@ -122,7 +126,7 @@ class Setting:
 
 
 def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:
-    """`count` log-normal lengths, none above `longest`, which is the first of them."""
+    """Draws `count` lengths: first `longest`, then log-normal ones that are not above it."""
     draw = random.Random(seed)
     lengths = [longest]
     while len(lengths) < count:
@@ -133,7 +137,7 @@ def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 def unlimited_s(setting: Setting, num_slices: int) -> float:
-    """Seconds with room for everything, by the faster schedule."""
+    """Seconds with unlimited memory, under the faster schedule."""
     chunks = setting.chunks(num_slices)
     free = Setting(setting.lengths, math.inf, setting.costs)
     return min(free.step_s([free.group(chunks, schedule)]) for schedule in ("elastic", "1f1b"))
@@ -157,9 +161,10 @@ def _with_room_s(setting: Setting, num_slices: int, host_bytes: int, keeps_atten
 
 
 def paper_s(setting: Setting, num_slices: int, limit_s: float) -> float:
-    """Seconds of the best pipelines in a row, by dynamic programming over families sorted by their number of chunks.
+    """Seconds of the best consecutive pipelines, by dynamic programming over families sorted by their number of chunks.
 
-    A pipeline's seconds are a bound until a best row needs them exactly. Not below `limit_s`: a bound, or infinity.
+    A pipeline's seconds are only a lower bound until a best solution uses that pipeline. If nothing is below `limit_s`, the
+    result is a lower bound or infinity.
     """
     chunks = setting.chunks(num_slices)
     by_size: dict[int, list[tuple[int, ...]]] = {}
@@ -195,7 +200,7 @@ def _fitted(setting: Setting, room: PipelineRoom, chunks: Sequence[Chunk]) -> tu
 
 
 def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[float, list[tuple[int, int]]]:
-    """The row of ranges from 0 to `count` of the fewest seconds."""
+    """Divides 0 to `count` into consecutive ranges of the fewest total seconds; returns these seconds and the ranges."""
     best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
     for stop in range(1, count + 1):
         rows = ((best[start][0] + seconds[start, stop], [*best[start][1], (start, stop)]) for start in range(stop))
@@ -204,7 +209,7 @@ def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[flo
 
 
 def fixed_s(setting: Setting, num_slices: int, limit_s: float) -> float:
-    """Seconds of equal chunks with the fewest layers recomputed, as many of every chunk, with which they fit."""
+    """Seconds of chunks of equal tokens that all recompute the same number of layers, the fewest with which they fit."""
     chunks = fixed_chunks(setting.sequences, -(-max(setting.lengths) // num_slices))
     group = setting.group(chunks, "1f1b")
 
@@ -235,12 +240,12 @@ MAKERS: dict[str, Callable[[Setting, int, float], float]] = {
 
 
 def compare(setting: Setting, slices: Sequence[int]) -> dict[str, float]:
-    """Seconds of every method, each with its best number of slices, and without a limit."""
+    """Seconds of every method with its best number of slices, and seconds without a memory limit."""
     free = {num_slices: unlimited_s(setting, num_slices) for num_slices in slices}
     found = {"no limit": min(free.values())}
     for name, maker in MAKERS.items():
         best_s = math.inf
-        # what has room for everything is a bound for all methods with the same chunks
+        # unlimited memory is a lower bound for all methods with the same chunks
         for num_slices in sorted(slices, key=lambda count: free[count]):
             if name != "fixed chunks" and free[num_slices] > best_s:
                 break
@@ -252,10 +257,10 @@ def compare(setting: Setting, slices: Sequence[int]) -> dict[str, float]:
 
 
 def read_case(text: str) -> tuple[int, float]:
-    """Tokens of the longest sequence and bytes of a GPU of a case such as "96K/35"."""
+    """Parses a case such as "96K/35" into tokens of the longest sequence and bytes of a GPU."""
     longest, _, gigabytes = text.partition("K/")
     if not (longest.isdecimal() and gigabytes.isdecimal() and int(longest) and int(gigabytes)):
-        raise ValueError(f"--cases: {text!r} is no case; write thousands of tokens and GB of a GPU, for example 96K/35")
+        raise ValueError(f"--cases: {text!r} is not a case; give thousands of tokens and GB of a GPU, for example 96K/35")
     return int(longest) * 1024, int(gigabytes) * 1e9
 
 
@@ -270,7 +275,7 @@ def settings_of(case: str, seeds: Sequence[int], batch: int) -> Iterator[Setting
 
 
 def rows_of(case: str, seeds: Sequence[int], batch: int, slices: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for every method: mean seconds, and the means of their ratios to no limit and to the joint plan batch by batch."""
+    """One row per method: mean seconds over batches, and the mean ratios to "no limit" and to the joint plan."""
     settings = list(settings_of(case, seeds, batch))
     found = [compare(setting, slices) for setting in settings]
     rows = []
@@ -290,11 +295,11 @@ def rows_of(case: str, seeds: Sequence[int], batch: int, slices: Sequence[int]) 
 
 
 def reproduce(options: argparse.Namespace) -> dict[str, Any]:
-    """The rows of all cases. Raises ValueError by name for options that do not allow a comparison."""
+    """Makes the rows of all cases; raises ValueError for options that do not allow a comparison."""
     if options.seeds < 1:
-        raise ValueError(f"--seeds is {options.seeds}; at least one is needed")
+        raise ValueError(f"--seeds is {options.seeds}; give at least 1")
     if min(options.slices) < 1:
-        raise ValueError(f"--slices has {min(options.slices)}; at least one is needed")
+        raise ValueError(f"--slices has {min(options.slices)}; give numbers of 1 or more")
     rows = [row for case in options.cases for row in rows_of(case, range(options.seeds), options.batch, options.slices)]
     return {"seeds": options.seeds, "rows": rows}
 
@@ -310,12 +315,12 @@ def report(_: argparse.Namespace, result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table or JSON; 2 if the options do not allow a comparison."""
+    """Prints the table or JSON; returns 2 if the options do not allow a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, help=f"thousands of tokens and GB (default: {' '.join(CASES)})")
     parser.add_argument("--seeds", type=int, default=6, help="batches of each case (default: 6)")
     parser.add_argument("--batch", type=int, default=0, help="sequences of a batch (default: 256 up to 96K, else 128)")
-    parser.add_argument("--slices", nargs="+", type=int, default=SLICES, help="of the longest sequence, to choose from")
+    parser.add_argument("--slices", nargs="+", type=int, default=SLICES, help="numbers of slices of the longest sequence to try")
     return run_reproduction(parser, reproduce, report, arguments)
 
 

@@ -1,16 +1,16 @@
-"""What lending idle stages to a sequence's first and last slices (SPPO's multiplexed partitioning) would gain, simulated.
+"""What it would gain to lend idle stages to a sequence's first and last slices (SPPO's multiplexed partitioning), simulated.
 
     python recipes/bench/papers/lending.py [--model gpt-7b] [--tokens 131072 524288] [--slices 8 32] [--stages 4]
         [--ranks-per-stage 8] [--bytes-per-s 2.5e10] [--json FILE]
 
-One sequence in slices of equal forward time; all forwards, then all backwards. Times are operation counts at the rates of a
-generic GPU, shared equally by the ranks of all stages that take part; stages are as fast as the rate says, so that messages
-between them count only where lending adds some. Columns are shares of the plain pipeline's time.
+The workload is one sequence in slices of equal forward time, first all forwards, then all backwards. Times are operation counts
+at the rates of a generic GPU. The ranks of all stages that take part in a slice share its work equally. Messages between
+stages take no time, except those that lending adds. Columns are the time saved, as shares of the plain pipeline's time:
 
-free: lending costs nothing. kv: every lent slice moves its hidden states to the lent ranks and back, and the keys and values
-(in backward their gradients too) that these ranks lack, which for the last slices is once the whole sequence's. weights: and
-the stage's weights are copied to every lent rank once before its first and once before its last slices, in each pass, and in
-backward their gradients back. Nothing of it is hidden behind computation. idle: what nothing can exceed.
+free: lending costs nothing. kv: every lent slice sends its hidden states to the lent ranks and back, and the keys and values
+that these ranks lack (in backward their gradients too); for the last slices that is, once, those of the whole sequence.
+weights: like kv, and the stage's weights are copied to every lent rank, once before its first and once before its last slices
+in each pass; in backward their gradients are sent back. No copy overlaps with computation. idle: an upper bound on any gain.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Seconds = Callable[[Action, int], float]
 
 
 def shared_makespan(order: Sequence[Sequence[Action]], seconds: Seconds) -> float:
-    """Seconds until all stages did what they take part in. `seconds` takes an action and how many stages share it."""
+    """Seconds until all stages have finished. `seconds` takes an action and the number of stages that share it."""
     times = run_shared(order, lambda action: seconds(action, len(sharing_stages(action))), lambda action: 0.0)
     return max(stop_s for row in times for _, stop_s in row)
 
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """Seconds of a group's actions, and of what has to move where ranks are lent."""
+    """Seconds of a group's actions, including the transfers that lending needs."""
 
     costs: CostModel
     group: SequenceGroup
@@ -55,17 +55,18 @@ class Lending:
     moves_weights: bool = False
 
     def seconds(self, action: Action, num_sharers: int) -> float:
+        """Seconds of an action that `num_sharers` stages share."""
         chunk, num_layers = self.group.chunks[action.chunk], self.group.stages[action.stage].num_layers
         shape = GroupShape(self.group.degree)
         alone_s = self.costs.part_s(chunk, shape, action.kind == "B", num_layers, has_head=False)
         return alone_s / num_sharers + (self.moved_bytes(action, num_sharers) / self.bytes_per_s if action.helpers else 0.0)
 
     def moved_bytes(self, action: Action, num_sharers: int) -> float:
-        """Bytes that a rank of the stage sends to lent ranks, and receives, for one action."""
+        """Bytes that a rank of the stage exchanges with lent ranks for one action."""
         model, chunk = self.costs.model, self.group.chunks[action.chunk]
         num_layers = self.group.stages[action.stage].num_layers
         is_last = action.helpers[0][0] < action.stage
-        # the first action of its phase in this pass: the lowest slice of the last ones in forward, the highest in backward
+        # first action of its phase (first or last slices) in this pass: the phase's lowest slice in forward, highest in backward
         edge = len(self.group.chunks) - action.stage if is_last else 0
         other_edge = len(self.group.chunks) - 1 if is_last else len(self.group.stages) - 2 - action.stage
         is_first_of_phase = action.chunk == (edge if action.kind == "F" else other_edge)
@@ -84,7 +85,7 @@ class Lending:
 def gains(
     model: ModelSpec, num_tokens: int, num_slices: int, num_stages: int, ranks_per_stage: int, bytes_per_s: float
 ) -> dict[str, float]:
-    """Shares of the plain pipeline's time that lending saves; below 0 where it costs more than it saves."""
+    """Time that lending saves, as shares of the plain pipeline's time; negative where it costs more than it saves."""
     cluster = ClusterSpec(num_stages * ranks_per_stage, ranks_per_stage, GENERIC_GPU)
     costs = CostModel(model, cluster, default_coefficients(model, cluster))
     forward = costs.coefficients.forward
@@ -108,12 +109,13 @@ def gains(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="gpt-7b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[131072, 524288], help="of the sequence")
-    parser.add_argument("--slices", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--ranks-per-stage", type=int, default=8)
-    parser.add_argument("--bytes-per-s", type=float, default=GENERIC_GPU.network_bytes_per_s, help="of a rank to another stage")
+    parser.add_argument("--model", default="gpt-7b", help="a model of the catalogue (default: gpt-7b)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131072, 524288], help="lengths of the sequence")
+    parser.add_argument("--slices", type=int, nargs="+", default=[8, 32], help="numbers of slices")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline stages (default: 4)")
+    parser.add_argument("--ranks-per-stage", type=int, default=8, help="default: 8")
+    parser.add_argument("--bytes-per-s", type=float, default=GENERIC_GPU.network_bytes_per_s,
+                        help="bandwidth of a rank to another stage")  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     settings = parser.parse_args(arguments)
     model = named_model(settings.model)

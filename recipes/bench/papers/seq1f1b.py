@@ -1,27 +1,30 @@
-"""Seq1F1B's published throughput and memory (arXiv 2406.03488, A100-80GB) against the same schedules of ours, all predicted.
+"""Seq1F1B's published throughput and memory (arXiv 2406.03488, A100-80GB), next to predictions for our same schedules.
 
     python recipes/bench/papers/seq1f1b.py --model gpt-7b --seq-len 32768 --micro-batches 8 --stages 4 --slices 4
         [--parts 2] [--tensor-parallel 8] [--partition paper|time|even] [--fit] [--json [FILE]]
 
-Schedules are our own passes (`plan/pipeline.py`), run by the event loop (`plan/event_loop.py`) on seconds of a `CostModel`
-with four constants: how well matrix products and how well attention use 312 TFLOPS (with all that tensor parallelism costs),
-seconds for every layer of every unit, and seconds for every token of every hop, during which a stage does nothing else,
-because Megatron's sends and receives block. Backward takes 2 times a product, 2.5 times an attention, 2 times the fixed part.
+The schedules are our own (`hf_longctx/plan/pipeline/orders.py`). The event loop (`hf_longctx/plan/prediction/event_loop.py`) runs
+them on seconds of a `CostModel` with four constants: the shares of 312 TFLOPS that matrix products and attention reach
+(including all costs of tensor parallelism), seconds per layer of every chunk's pass, and seconds per token of every hop between
+stages. During a hop a stage does nothing else, because Megatron's sends and receives block. A backward takes 2 times as long as
+a forward for products, 2.5 times for attention, and 2 times for the fixed part.
 
-The constants are fitted (`--fit`) to six rows of GPT-7B on 32 GPUs, tensor parallel 8 on 4 stages: all four of 1F1B and the
-two of Seq1F1B with 8 micro-batches. All else is predicted. These rows do not tell a hop from a product, since both are per token
-and stage; so the hop is pulled weakly to 0.1 microseconds a token, and 1F1B-I, with twice as many hops, shows that this is about
-right. Two kinds of rows cannot be met. Seq1F1B at 64K with 16 micro-batches contradicts itself: its TFLOPS are those of 42.7
-thousand tokens a second. Seq1F1B-I is slower than any bubble explains.
+The constants are fitted (`--fit`) to six rows of GPT-7B on 32 GPUs with tensor parallelism 8 and 4 stages: all four rows of 1F1B,
+and the two of Seq1F1B with 8 micro-batches. Everything else is predicted. The fitted rows cannot tell the cost of a hop from
+that of a product, because both grow with tokens and stages. So the fit pulls the hop weakly towards 0.1 microseconds per token;
+1F1B-I, which has twice as many hops, shows that this is about right. Two kinds of rows cannot be matched: Seq1F1B at 64K with 16
+micro-batches contradicts itself (its published TFLOPS mean 42.7 thousand tokens per second), and Seq1F1B-I is slower than any
+bubble explains.
 
-Slices: "paper" is Seq1F1B's own partition, equal operations of the whole model's forward, embedding and head included; "time" is
-ours, equal seconds of forward and backward of the layers; "even" has equal tokens.
+Slices: "paper" is Seq1F1B's own partition into equal operations of the whole model's forward, with embedding and head; "time" is
+ours, equal seconds of forward and backward of the layers; "even" is equal tokens.
 
-Memory is that of the first stage, which has most in flight: 18 bytes for each of its parameters; what plain layers save for every
-token in flight (`plan/activation_memory.py`), keys and values included; and what Seq1F1B holds beside it for slices: keys and
-values of a sequence in one piece up to its last forward, until its first slice is done, and their gradients up to its last
-backward. Slices get a margin of 10 % on top, for memory broken up by tensors of unequal shapes. Published bytes were read off a
-figure. Without tensor parallelism they are a fifth less than predicted; what is compared there is how they grow with tokens.
+Memory is that of the first stage, which has the most chunks in flight: 18 bytes per parameter; what plain layers save for every
+token in flight, with keys and values (`hf_longctx/plan/memory/saved_tensors.py`); and what Seq1F1B holds for slices besides:
+one buffer with a sequence's keys and values up to its latest forward, kept until its first slice has run backward, and one with
+their gradients up to its latest backward. Slices get 10 % more, for memory fragmentation by tensors of unequal shapes. Published
+bytes were read off a figure. Without tensor parallelism they are a fifth below the prediction; there only the growth with
+tokens is compared.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ PEAK_FLOPS = 312e12
 STATE_BYTES = 18
 MARGIN = 1.1
 
-# method: schedule, whether sequences are sliced
+# method -> its schedule, and whether sequences are sliced
 METHODS: dict[str, tuple[Schedule, bool]] = {
     "1F1B": ("1f1b", False),
     "1F1B-I": ("interleaved", False),
@@ -79,7 +82,7 @@ PUBLISHED_TOKENS_PER_S = {
     (65536, 8): (37343, 41677, 43297, 40908),
     (65536, 16): (43063, 44712, 33367, 40990),
 }
-# the cell that contradicts itself
+# the published number that contradicts itself
 INCONSISTENT = (65536, 16, "Seq1F1B")
 FIT_ROWS = (
     *((tokens, count, "1F1B") for tokens, count in PUBLISHED_TOKENS_PER_S),
@@ -105,9 +108,10 @@ PUBLISHED_GB = {
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What the fit finds: shares of the peak, seconds of a layer of a unit, seconds of a token of a hop.
+    """Result of the fit.
 
-    residual: root of the mean squared relative error of the fitted rows.
+    gemm, attention: shares of peak FLOPS. layer_s: seconds per layer and pass. hop_token_s: seconds per token and hop.
+    residual: root mean square of the fitted rows' relative errors.
     """
 
     gemm: float
@@ -117,15 +121,16 @@ class Constants:
     residual: float = math.nan
 
 
-# where the fit starts; relative error that a hop e times as long or as short is worth
+# starting point of the fit
 START = Constants(0.43, 0.65, 7e-4, 1e-7)
+# weight of the pull on the hop: a factor of e away from START counts like this relative error
 PULL = 0.01
 FITTED = Constants(0.44191, 0.63753, 8.2462e-4, 1.0333e-7, residual=0.00705)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One job: the model, how it is spread, and how sequences are cut."""
+    """One training job: the model, how it is distributed, and how sequences are cut."""
 
     model: ModelSpec
     constants: Constants
@@ -139,11 +144,11 @@ class Setup:
 
     @property
     def costs(self) -> CostModel:
-        """Of a stage, whose tensor parallel ranks are one device here."""
+        """Cost model in which the tensor-parallel ranks of a stage are one device."""
         return cost_model(self.model, self.constants, self.stages, self.tensor_parallel)
 
     def group(self, method: str) -> SequenceGroup:
-        """All micro-batches as one pipeline, without messages; raises ValueError where the schedule takes no such job."""
+        """All micro-batches as one pipeline without messages; raises ValueError if the schedule cannot run this job."""
         schedule, is_sliced = METHODS[method]
         parts = self.parts if schedule == "interleaved" else 1
         bounds = list(pairwise(self.bounds())) if is_sliced else [(0, self.seq_len)]
@@ -155,7 +160,7 @@ class Setup:
         return SequenceGroup((0,), "local", chunks, stages)
 
     def bounds(self) -> tuple[int, ...]:
-        """Where the slices of a sequence begin and end."""
+        """Token indices at which the slices of a sequence begin and end."""
         model = self.model
         if self.partition == "even":
             return slice_bounds(self.seq_len, self.slices, SpanRates(0.0, 1.0))
@@ -167,17 +172,17 @@ class Setup:
                 self.slices,
                 SpanRates(forward.pair_s + backward.pair_s, (forward.token_s + backward.token_s) * inside),
             )
-        # the released solver's operations, with three more for every pair and head than products have
+        # operations as the released solver counts them: three more per pair and head than the products have
         pairs = model.num_layers * model.num_heads * (4 * model.head_dim + 3)
         tokens = model.num_layers * 2 * model.layer_parameters + 4 * model.hidden_size * model.vocab_size
         bounds = slice_bounds(self.seq_len, self.slices, SpanRates(pairs, tokens))
-        # tensor parallel ranks share the tokens of all slices but the first evenly
+        # all slices but the first are divisible by the number of tensor-parallel ranks
         sizes = [(stop - start) // self.tensor_parallel * self.tensor_parallel for start, stop in pairwise(bounds)]
         return (0, *(self.seq_len - sum(sizes[place:]) for place in range(1, len(sizes))), self.seq_len)
 
 
 def gpt_spec(name: str, seq_len: int) -> ModelSpec:
-    """The paper's model of this name, with positions for `seq_len` tokens."""
+    """Shapes of the paper's model of this name, with positions for `seq_len` tokens."""
     if name not in MODELS:
         raise ValueError(f"--model {name!r} is not one of {', '.join(MODELS)}")
     num_layers, hidden, heads, _, _ = MODELS[name]
@@ -187,7 +192,7 @@ def gpt_spec(name: str, seq_len: int) -> ModelSpec:
 
 
 def cost_model(model: ModelSpec, constants: Constants, num_stages: int, tensor_parallel: int) -> CostModel:
-    """Seconds by the four constants; hops are bytes at the rate that makes a token take its seconds."""
+    """Makes a cost model from the four constants; hops are bytes at the rate at which a token takes `hop_token_s`."""
     flops = PEAK_FLOPS * tensor_parallel
     matrix = model.num_layers * model.layer_parameters + model.vocab_size * model.hidden_size
     byte_s = constants.hop_token_s / (model.hidden_size * model.bytes_per_element)
@@ -204,7 +209,7 @@ def cost_model(model: ModelSpec, constants: Constants, num_stages: int, tensor_p
 
 
 def step_seconds(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
-    """Seconds of all micro-batches, and the share of them that the stages are idle on average."""
+    """Seconds of all micro-batches, and the share of that time in which stages are idle, on average."""
     costs, shape = setup.costs, GroupShape(1)
     num_parts = len(group.stages[0].parts)
     known: dict[tuple[int, int, str, bool], float] = {}
@@ -216,7 +221,7 @@ def step_seconds(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
         has_head = (action.stage, action.part) == (setup.stages - 1, num_parts - 1)
         key = (span.start, num_layers, action.kind, has_head)
         if key not in known:
-            # sends and receives block
+            # Megatron's sends and receives block the stage, so a hop counts as part of the pass
             hop_s = costs.hop_s(chunk.num_tokens, False)
             known[key] = costs.part_s(chunk, shape, action.kind == "B", num_layers, has_head) + hop_s
         return known[key]
@@ -228,7 +233,7 @@ def step_seconds(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
 
 
 def stage_bytes(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
-    """Bytes on a GPU of the first stage, states included and alone."""
+    """Bytes on a GPU of the first stage: in all, and of its states alone."""
     stage, model = group.stages[0], setup.model
     states = STATE_BYTES * stage_parameters(model, stage, setup.stages) / setup.tensor_parallel
     token_bytes = plain_layer_bytes(model)
@@ -240,9 +245,10 @@ def stage_bytes(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
 
 
 def _most_layer_bytes(group: SequenceGroup, token_bytes: int, kv_bytes: int) -> float:
-    """The most that the first stage holds of tokens in flight, and of its sequences' keys and values and their gradients."""
+    """Largest number of bytes that the first stage holds: activations of tokens in flight, keys, values and their gradients."""
     stage, held, most = group.stages[0], 0, 0
-    # how far a sequence's keys and values reach on a part, and their gradients, which the last backward made for all in front
+    # by sequence and layer range: bytes of keys and values up to the latest forward, and of their gradients up to the latest
+    # backward, which makes gradients for all tokens before it
     keys: dict[tuple[int, int], int] = {}
     gradients: dict[tuple[int, int], int] = {}
     for action in stage.actions:
@@ -260,7 +266,7 @@ def _most_layer_bytes(group: SequenceGroup, token_bytes: int, kv_bytes: int) -> 
 
 
 def fit(start: Constants = START) -> Constants:
-    """The constants with the least squared relative errors of FIT_ROWS, by Gauss-Newton steps in their logarithms."""
+    """Fits the constants to FIT_ROWS by least squares of relative errors, with Gauss-Newton steps in their logarithms."""
 
     def errors(logs: np.ndarray) -> np.ndarray:
         constants = Constants(*np.exp(logs).tolist())
@@ -271,7 +277,7 @@ def fit(start: Constants = START) -> Constants:
     for _ in range(8):
         found = errors(logs)
         slopes = np.stack([(errors(logs + step * unit) - found) / step for unit in np.eye(4)], axis=1)
-        # a row more, which pulls the hop to where it starts
+        # one more equation, which pulls the hop towards its start
         matrix = np.concatenate([slopes, PULL * np.eye(4)[3:]])
         wanted = np.concatenate([-found, PULL * (first - logs)[3:]])
         change = np.linalg.lstsq(matrix, wanted)[0]
@@ -288,7 +294,7 @@ def _published_error(constants: Constants, seq_len: int, micro_batches: int, met
 
 
 def table(setup: Setup, name: str) -> list[dict[str, Any]]:
-    """One row a method: tokens per second, idle share, bytes, and the published ones with errors where there are."""
+    """One row per method: tokens per second, idle share, bytes, and published numbers with errors where there are any."""
     _, _, _, tensor_parallel, stages = MODELS[name]
     is_paper = (setup.stages, setup.slices, setup.parts, setup.tensor_parallel) == (stages, 4, 2, tensor_parallel)
     is_paper = is_paper and setup.partition == "paper"
@@ -332,18 +338,18 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def reproduce(options: argparse.Namespace) -> dict[str, Any]:
-    """The comparison that the options ask for, as plain data; raises ValueError for what cannot be compared."""
+    """Makes the comparison that the options ask for, as plain data; raises ValueError for options that do not fit together."""
     model = gpt_spec(options.model, options.seq_len)
     for name in ("seq_len", "micro_batches", "stages", "slices", "parts"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least one is needed")
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give at least 1")
     if options.slices > options.seq_len:
-        raise ValueError(f"--slices is {options.slices}, but a sequence has {options.seq_len} tokens; give each slice one")
+        raise ValueError(f"--slices is {options.slices}, but a sequence has {options.seq_len} tokens; give fewer slices")
     if options.stages > model.num_layers:
-        raise ValueError(f"--stages is {options.stages}, but {options.model} has {model.num_layers} layers; give each stage one")
+        raise ValueError(f"--stages is {options.stages}, but {options.model} has {model.num_layers} layers; give fewer stages")
     tensor_parallel = options.tensor_parallel or MODELS[options.model][3]
     if tensor_parallel < 1 or model.num_heads % tensor_parallel:
-        raise ValueError(f"--tensor-parallel is {tensor_parallel}; a divisor of the {model.num_heads} heads is needed")
+        raise ValueError(f"--tensor-parallel is {tensor_parallel}; give a divisor of the model's {model.num_heads} heads")
     constants = fit() if options.fit else FITTED
     sizes = (options.seq_len, options.micro_batches, options.stages, options.slices, options.parts, tensor_parallel)
     setup = Setup(model, constants, *sizes, options.partition)
@@ -374,17 +380,17 @@ def report(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table or JSON; 2 if the options do not allow a comparison."""
+    """Prints the table or JSON; returns 2 if the options do not allow a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="gpt-7b", help=f"one of {', '.join(MODELS)} (default: gpt-7b)")
     parser.add_argument("--seq-len", type=int, default=32768, help="tokens of every sequence (default: 32768)")
     parser.add_argument("--micro-batches", type=int, default=8, help="sequences of a step (default: 8)")
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages (default: 4)")
     parser.add_argument("--slices", type=int, default=4, help="slices of a sequence (default: 4)")
-    parser.add_argument("--parts", type=int, default=2, help="parts of a stage where schedules interleave (default: 2)")
+    parser.add_argument("--parts", type=int, default=2, help="layer ranges per stage in interleaved schedules (default: 2)")
     parser.add_argument("--tensor-parallel", type=int, default=0, help="GPUs of a stage (default: the paper's)")
     parser.add_argument("--partition", choices=PARTITIONS, default="paper", help="how slices are cut (default: paper)")
-    parser.add_argument("--fit", action="store_true", help="fit the constants again instead of taking the stored ones")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again instead of using the stored ones")
     return run_reproduction(parser, reproduce, report, arguments)
 
 

@@ -1,24 +1,27 @@
-"""SPPO's published numbers (arXiv 2503.10377) that follow from shapes and rates, against our passes.
+"""SPPO's published numbers (arXiv 2503.10377) that follow from shapes and rates, next to what our planner's passes give.
 
     python recipes/bench/papers/sppo.py [--tokens 524288] [--slices 32] [--degree 8] [--stages 8] [--copy-gb-per-s 13]
         [--json [FILE]]
 
-bubbles: one sequence in N slices of equal time on p stages takes (p - 1 + N) / N of a pass; our 1F1B in the event loop.
+bubbles: one sequence in N slices of equal time on p stages takes (p - 1 + N) / N of a pass. Compared with our 1F1B in the event
+loop.
 
-speedups: 7B on 32 GPUs, 8 ranks a group on 4 stages with nothing run again, against 32 ranks a group that run all layers
-again: what running again costs, times what the bubble costs. The paper reports 1.13 to 1.29 over tuned Megatron. The closed form
-has equal slices; the simulated one has slices of equal forward time, whose backwards are not quite even.
+speedups: 7B on 32 GPUs, in groups of 8 ranks on 4 stages without recomputation, against one group of 32 ranks that recomputes
+all layers. The closed form is the cost of recomputation times that of the bubble, for equal slices; the simulation has slices of
+equal forward time, whose backwards are not quite equal. The paper reports 1.13 to 1.29 over tuned Megatron.
 
-splits: LLaMA-65B, 128K tokens in 8 and 16 slices of equal cost: tokens of the first over those of the last, from published
-bytes. Causal operations give too little; all pairs of a square, as if nothing were masked, or seconds with attention at 0.6 of
-the products' efficiency come close: the paper must balance one of these. Its copies then run at 11 to 14 GB/s for each GPU.
+splits: LLaMA-65B, 128K tokens in 8 and 16 slices of equal cost: tokens of the first slice over those of the last, from published
+bytes. Counting causal operations gives too small a ratio. Counting all pairs of a square, as if nothing were masked, or seconds
+with attention at 0.6 of the products' efficiency come close, so the paper must balance one of these. Its copies then run at 11
+to 14 GB/s per GPU.
 
-offload: GPT-13B, 512K tokens, 8 ranks a group, 8 stages, 32 slices. Share i of a slice goes to the host, SPPO's being
-alpha = min(1, BW T / A), T the seconds of the slice behind it and A its bytes (`hidden_shares`). Device bytes of the first stage
-are counted in two ways. SPPO's: per token and layer 4 h of keys and values that stay, 30 h of all else, whole slices at a time,
-each sent for when the backward before its own begins. Ours: what our runtime would hold (`evaluate_plan`), with keys, values and
-their fp32 gradients in the book and working memory, layer by layer. The paper has no such table to compare with; that full
-offload is slower than none (0.91 times Megatron) does not come out, since a link that hides its copies is no slower.
+offload: GPT-13B, 512K tokens, groups of 8 ranks, 8 stages, 32 slices. A share of each slice goes to the host. SPPO's share is
+alpha = min(1, BW T / A), where T are the seconds of the next slice and A the bytes of this one (`hidden_shares`). Device bytes of
+the first stage are counted in two ways. SPPO's: per token and layer 4 h bytes of keys and values, which stay, and 30 h of
+everything else; whole slices move at a time, and a slice is fetched when the backward before its own begins. Ours: what our
+runtime would hold (`evaluate_plan`), with keys, values and their fp32 gradients in the K/V book and with working memory, layer
+by layer. The paper has no such table. One of its results is not reproduced: full offload slower than none (0.91 times Megatron);
+here a link that hides its copies costs no time.
 """
 
 from __future__ import annotations
@@ -61,20 +64,20 @@ from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 
 K = 1024
 PEAK_FLOPS = 312e12
-# shares of the peak, and seconds of a layer of a slice
+# shares of peak FLOPS in products and attention, and fixed seconds per layer of a slice
 GEMM, ATTENTION, LAYER_S = 0.5, 0.65, 4e-4
-# bytes per token, layer and hidden element: keys and values, and all else that is saved
+# bytes per token, layer and hidden element: of keys and values, and of everything else that is saved
 KV_BYTES, SAVED_BYTES = 4, 30
 
 GPT_7B = ModelSpec(32, 4096, 16384, 32, 32, 128, 50304, 1 << 20, bytes_per_element=2, gated_mlp=False)
 GPT_13B = ModelSpec(40, 5120, 20480, 40, 40, 128, 50304, 1 << 20, bytes_per_element=2, gated_mlp=False)
 LLAMA_65B = ModelSpec(80, 8192, 22016, 64, 64, 128, 32000, 1 << 20, bytes_per_element=2)
 
-# the paper's slices of 7B on 8 x 4, by thousands of tokens
+# thousands of tokens -> number of slices in the paper's runs of 7B on 8 x 4 GPUs
 SLICES_7B = {512: 32, 640: 64, 768: 80, 896: 128, 1024: 160}
-# figure 5: slices, then GB and milliseconds of a copy of the first and of the last one
+# figure 5: number of slices; GB of the first and of the last slice; milliseconds of their copies
 FIGURE_5 = ((8, 10.59, 2.87, 821, 254), (16, 6.04, 1.30, 435, 90))
-# seconds of a pair over what causal operations say, beside products
+# assumption -> how much more a pair of tokens costs, relative to products, than causal operations say
 BALANCES = {"causal operations": 1.0, "operations of all pairs": 2.0, "seconds, attention at 0.6 of products": 1 / 0.6}
 OFFLOADED: tuple[TensorClass, ...] = ("layer_input", "attention_output", "mlp")
 
@@ -82,7 +85,7 @@ Share = Callable[[int], float]
 
 
 def cost_model(model: ModelSpec, num_ranks: int, layer_s: float, copy_bytes_per_s: float) -> CostModel:
-    """Seconds by shares of the peak; what groups and stages send is part of these."""
+    """Makes a cost model from shares of the peak, which include all communication of groups and stages."""
     matrix = model.num_layers * model.layer_parameters + model.vocab_size * model.hidden_size
     forward = PassCoefficients(
         pair_s=4 * model.num_layers * model.hidden_size / (PEAK_FLOPS * ATTENTION),
@@ -95,14 +98,14 @@ def cost_model(model: ModelSpec, num_ranks: int, layer_s: float, copy_bytes_per_
 
 
 def slices_of(num_tokens: int, count: int, costs: CostModel) -> tuple[Chunk, ...]:
-    """One sequence in slices of equal forward seconds of the layers."""
+    """Cuts one sequence into slices whose layers take equal forward seconds."""
     forward, inside = costs.coefficients.forward, 1 - costs.model.head_share
     bounds = slice_bounds(num_tokens, count, SpanRates(forward.pair_s, forward.token_s * inside))
     return tuple(Chunk(index, (Span(0, start, stop),)) for index, (start, stop) in enumerate(pairwise(bounds)))
 
 
 def bubbles(cases: Sequence[tuple[int, int]] = ((4, 32), (4, 160), (8, 32), (8, 64))) -> list[dict[str, Any]]:
-    """(p - 1 + N) / N of both passes, in units of a slice's forward, against the event loop."""
+    """Compares the formula (p - 1 + N) / N with the event loop, over both passes."""
     rows = []
     for num_stages, count in cases:
         chunks = [Chunk(index, (Span(0, index, index + 1),)) for index in range(count)]
@@ -114,7 +117,7 @@ def bubbles(cases: Sequence[tuple[int, int]] = ((4, 32), (4, 160), (8, 32), (8, 
 
 
 def speedups(num_stages: int = 4) -> list[dict[str, Any]]:
-    """What 7B gains over running all layers again on one stage, in closed form and simulated."""
+    """Speedups of 7B over recomputing all layers on one stage, in closed form and simulated."""
     rows = []
     for thousands, count in SLICES_7B.items():
         costs, shape, layers = cost_model(GPT_7B, 32, 0.0, 1.0), GroupShape(8, 8), GPT_7B.num_layers
@@ -125,7 +128,7 @@ def speedups(num_stages: int = 4) -> list[dict[str, Any]]:
         actions = compute_actions(chunks, num_stages, "1f1b")
         seconds = partial(_slice_s, costs, chunks, shape, layers // num_stages)
         times = run_actions(actions, seconds, lambda action: 0.0)
-        # one stage of all ranks spreads each pass over num_stages times as many of them
+        # a single stage has num_stages times as many ranks, so its passes are that much faster
         step_s = times[0][-1][1] * num_stages
         rows.append(
             {
@@ -146,7 +149,7 @@ def _slice_s(costs: CostModel, chunks: Sequence[Chunk], shape: GroupShape, num_l
 
 
 def splits(num_tokens: int = 128 * K) -> list[dict[str, Any]]:
-    """First slice over last one of Fig. 5, published and by each balance."""
+    """Ratios of the first slice's tokens to the last one's in figure 5: published, and under each assumption of BALANCES."""
     model, rows = LLAMA_65B, []
     for count, first_gb, last_gb, first_ms, last_ms in FIGURE_5:
         row: dict[str, Any] = {"slices": count, "published": first_gb / last_gb}
@@ -158,8 +161,18 @@ def splits(num_tokens: int = 128 * K) -> list[dict[str, Any]]:
     return rows
 
 
+def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...]:
+    """Largest share of every slot whose copies hide both ways: SPPO's alpha. The last slot, which nothing follows, has 0."""
+    shares = []
+    for slot, following in itertools.zip_longest(slots, slots[1:]):
+        window_s = 0.0 if following is None else min(following.forward_s, following.backward_s)
+        num_bytes = sum(saved.num_bytes for saved in slot.saved)
+        shares.append(min(1.0, bytes_per_s * window_s / num_bytes) if num_bytes else 0.0)
+    return tuple(shares)
+
+
 class Offload:
-    """One sequence on stages of equal layers, some of whose saved tensors go to the host."""
+    """One sequence on stages of equally many layers, which offload a share of what they save for backward."""
 
     def __init__(self, num_tokens: int, count: int, degree: int, num_stages: int, copy_bytes_per_s: float) -> None:
         self.costs = cost_model(GPT_13B, degree * num_stages, LAYER_S, copy_bytes_per_s)
@@ -169,7 +182,7 @@ class Offload:
         group = SequenceGroup(tuple(range(degree)), "ulysses" if degree > 1 else "local", chunks, ())
         self.group = pipelined(group, ranges, "1f1b")
         self.actions = compute_actions(chunks, num_stages, "1f1b")
-        # of the first stage, on the first rank
+        # layers of the first stage, and tokens per slice of its fullest rank
         self.layers = ranges[0][0].num_layers
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in chunks]
 
@@ -178,14 +191,14 @@ class Offload:
         return per_element * GPT_13B.hidden_size * self.tokens[chunk] * self.layers
 
     def pass_s(self, action: Action, again: bool = False) -> float:
-        """Seconds of a pass on its stage, without the head, whose logits nobody offloads."""
+        """Seconds of a pass on its stage, without the output head, whose logits are not offloaded."""
         chunk, shape = self.group.chunks[action.chunk], self.group.shape
         num_layers = self.group.stages[action.stage].num_layers
         seconds = self.costs.part_s(chunk, shape, action.kind == "B", num_layers, False)
         return seconds + (self.costs.part_s(chunk, shape, False, num_layers, False) if again and action.kind == "B" else 0.0)
 
     def alphas(self) -> tuple[float, ...]:
-        """SPPO's shares; behind the last slice, other stages leave the first one as long as a slice takes."""
+        """SPPO's shares. After the last slice, the first stage waits for the others at least as long as a slice takes."""
         slots = [
             Slot(
                 self.pass_s(Action("F", 0, chunk)),
@@ -197,7 +210,7 @@ class Offload:
         return hidden_shares([*slots, slots[-1]], self.rate)[:-1]
 
     def as_sppo(self, share: Share, again: bool = False) -> tuple[float, float, float]:
-        """Seconds, and the most bytes on device and host of the first stage, by SPPO's account. again: inputs alone are kept."""
+        """Seconds, and peak bytes of the first stage on device and host, as SPPO counts them. again: recompute from inputs."""
 
         def copies(action: Action) -> tuple[CopyStep, ...]:
             copied = share(action.chunk) * self.saved(action.chunk)
@@ -218,14 +231,14 @@ class Offload:
                 device += [(start_s, kept), (gone_s, -moved)]
                 host += [(stop_s, moved)]
             else:
-                # sent for when the backward before begins, or when its own forward is done
+                # fetched when the backward before it begins, but not before its own forward is done
                 device += [(max(before_s, began_s[action.chunk]), moved), (stop_s, -kept)]
                 host += [(start_s, -moved)]
                 before_s = start_s
         return max(of_stage[-1][1] for of_stage in times), _most(device), _most(host)
 
     def as_ours(self, policies: tuple[ActivationPolicy, ...]) -> tuple[float, int, int]:
-        """Seconds, and bytes on device (without states) and host of the first stage, as our runtime would."""
+        """Seconds, and peak bytes of the first stage on device (without states) and host, under our runtime."""
         stages = tuple(replace(stage, activations=policies) for stage in self.group.stages)
         rounds = (MicroBatch((replace(self.group, stages=stages),)),)
         plan = StepPlan(0, (self.num_tokens,), len(stages), self.group.degree, "replicated", rounds)
@@ -233,10 +246,11 @@ class Offload:
         return run.step_s, run.peak_bytes[0] - stage_state_bytes(GPT_13B, stages[0], plan), run.host_bytes[0]
 
     def policies(self, share: Share) -> tuple[ActivationPolicy, ...]:
-        """Queries, keys and values stay, a share of all else goes."""
+        """Policies that keep queries, keys and values on the device and offload a share of everything else."""
         return tuple(ActivationPolicy(chunk, 0, (_offloaded(share(chunk)),) * self.layers) for chunk in range(len(self.tokens)))
 
     def rows(self) -> list[dict[str, Any]]:
+        """Compares no offload, full offload, SPPO's alpha, a fixed half, and recomputation."""
         alphas = self.alphas()
         shares: dict[str, Share] = {
             "none": lambda chunk: 0.0,
@@ -263,7 +277,7 @@ def _offloaded(share: float) -> LayerPolicy:
 
 
 def _most(changes: Sequence[tuple[float, float]]) -> float:
-    """The largest sum of changes up to a time; what goes at the same time goes first."""
+    """Largest running sum of (time, change) pairs; at equal times, decreases come first."""
     total = most = 0.0
     for _, change in sorted(changes):
         total += change
@@ -300,39 +314,32 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def reproduce(options: argparse.Namespace) -> dict[str, Any]:
-    """All comparisons as plain data; raises ValueError for what cannot be compared."""
+    """Makes all comparisons as plain data; raises ValueError for options that do not fit together."""
     for name in ("tokens", "slices", "degree", "stages", "copy_gb_per_s"):
         if not getattr(options, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; more than 0 is needed")
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give more than 0")
     if GPT_13B.num_layers % options.stages:
-        raise ValueError(f"--stages is {options.stages}; a divisor of the model's {GPT_13B.num_layers} layers is needed")
+        raise ValueError(f"--stages is {options.stages}; give a divisor of the model's {GPT_13B.num_layers} layers")
     if GPT_13B.num_heads % options.degree:
-        raise ValueError(f"--degree is {options.degree}; a divisor of the model's {GPT_13B.num_heads} heads is needed")
+        raise ValueError(f"--degree is {options.degree}; give a divisor of the model's {GPT_13B.num_heads} heads")
     if options.tokens < options.slices * options.degree:
-        raise ValueError(f"--tokens is {options.tokens}; each of {options.slices} slices needs one for each of its ranks")
+        raise ValueError(
+            f"--tokens is {options.tokens}, but {options.slices} slices on {options.degree} ranks need one per slice and rank; "
+            f"give at least {options.slices * options.degree}"
+        )
     offload = Offload(options.tokens, options.slices, options.degree, options.stages, options.copy_gb_per_s * 1e9)
     return {"bubbles": bubbles(), "speedups": speedups(), "splits": splits(), "offload": offload.rows()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the tables or JSON; 2 if the options do not allow a comparison."""
+    """Prints the tables or JSON; returns 2 if the options do not allow a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=512 * K, help="of the offloaded sequence (default: 524288)")
-    parser.add_argument("--slices", type=int, default=32, help="of the offloaded sequence (default: 32)")
+    parser.add_argument("--tokens", type=int, default=512 * K, help="length of the offloaded sequence (default: 524288)")
+    parser.add_argument("--slices", type=int, default=32, help="slices of the offloaded sequence (default: 32)")
     parser.add_argument("--degree", type=int, default=8, help="ranks of its group (default: 8)")
     parser.add_argument("--stages", type=int, default=8, help="its pipeline stages (default: 8)")
-    parser.add_argument("--copy-gb-per-s", type=float, default=13.0, help="of one GPU, each way (default: 13)")
+    parser.add_argument("--copy-gb-per-s", type=float, default=13.0, help="copy rate of one GPU, each way (default: 13)")
     return run_reproduction(parser, reproduce, lambda _, result: text_of(result), arguments)
-
-
-def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...]:
-    """Of each slot the largest share whose copies hide both ways: SPPO's alpha, 0 for the last slot, which nothing follows."""
-    shares = []
-    for slot, following in itertools.zip_longest(slots, slots[1:]):
-        window_s = 0.0 if following is None else min(following.forward_s, following.backward_s)
-        num_bytes = sum(saved.num_bytes for saved in slot.saved)
-        shares.append(min(1.0, bytes_per_s * window_s / num_bytes) if num_bytes else 0.0)
-    return tuple(shares)
 
 
 if __name__ == "__main__":

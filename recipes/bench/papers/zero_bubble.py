@@ -1,17 +1,17 @@
-"""What splitting a backward into input and weight gradients would gain on long contexts, simulated.
+"""What it would gain on long contexts to split a backward into input and weight gradients, simulated.
 
     python recipes/bench/papers/zero_bubble.py [--model gpt-7b] [--tokens 32768 65536 131072] [--slices 1 2 4 8] [--stages 4]
         [--sequences 8] [--json FILE]
 
-Seq1F1B on slices of equal time against the same order of forwards and input gradients, with weight gradients put off until a
-stage would wait (ZB1P of zero bubble pipelines, arXiv 2401.10241, in the order of Seq1F1B). Times are operation counts at the
-rates of a generic GPU: a backward takes twice the matrix products of a forward, half of them for weights, and 2.5 times its
+Compares Seq1F1B on slices of equal time with the same order of forwards and input gradients, in which weight gradients wait until
+a stage would be idle (ZB1P of zero-bubble pipelines, arXiv 2401.10241, in the order of Seq1F1B). Times are operation counts at
+the rates of a generic GPU: a backward takes twice the matrix products of a forward, half of them for weights, and 2.5 times its
 attention, which has no weights. Messages take no time.
 
-The split is favoured wherever something must be assumed: a weight gradient can be stopped and resumed at any moment, costs
-nothing to keep apart, and what it needs (a slice's activations and the gradients of its matrix products) takes no more memory
-than the slice took before. `same memory`: on every stage as many slices as Seq1F1B holds at most. `any memory`: no limit, and
-forwards run twice as far ahead. `no idle`: what no schedule can exceed.
+All assumptions favour the split: a weight gradient can be stopped and resumed at any moment, separating it costs nothing, and
+what it needs (a slice's activations and the gradients of its matrix products) takes no more memory than the slice did before.
+Columns are the time saved, as shares of Seq1F1B's time. `same memory`: no stage holds more slices than under Seq1F1B. `any
+memory`: no limit, and forwards run twice as far ahead. `no idle`: an upper bound for any schedule.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SliceTimes:
 
 
 def slice_times(model: ModelSpec, chunks: Sequence[Chunk], num_stages: int) -> list[SliceTimes]:
-    """Times of every chunk on a stage without the output head."""
+    """Times of every chunk on a stage that does not have the output head."""
     costs = default_coefficients(model, ClusterSpec(num_stages, num_stages, GENERIC_GPU)).forward
     token_s = costs.token_s * (1 - model.head_share) / num_stages
     pair_s = costs.pair_s / num_stages
@@ -63,7 +63,7 @@ class Stage:
         self.owed_s: list[float] = []
 
     def run(self, action: Action, ready_s: float) -> float:
-        """Seconds at which the action is done; whatever waits for `ready_s` is filled with weight gradients."""
+        """Runs an action whose input is there at `ready_s`, and weight gradients until then; returns when it is done."""
         self.pay(ready_s - self.clock_s)
         times = self.times[action.chunk]
         if action.kind == "F":
@@ -76,7 +76,7 @@ class Stage:
         return self.clock_s
 
     def pay(self, seconds: float) -> None:
-        """Runs weight gradients for at most `seconds`; those that finish give their slice free."""
+        """Runs weight gradients for at most `seconds`; each one that finishes frees its slice."""
         while self.owed_s and (seconds > 0 or self.owed_s[0] <= 0):
             part_s = min(max(0.0, seconds), self.owed_s[0])
             self.clock_s += part_s
@@ -88,13 +88,16 @@ class Stage:
 
 
 def split_makespan(order: Sequence[Sequence[Action]], times: Sequence[SliceTimes], limits: Sequence[float]) -> float:
-    """Seconds until all stages did all three; stage p holds at most `limits[p]` slices between F and weight gradient."""
+    """Seconds until all stages have run all forwards, input gradients and weight gradients.
+
+    Stage p holds at most `limits[p]` slices between their forward and their weight gradient.
+    """
     stages = [Stage(times, limit) for limit in limits]
     places = [0] * len(order)
     done_s: dict[tuple[str, int, int], float] = {}
     while any(place < len(actions) for place, actions in zip(places, order, strict=True)):
         for index, actions in enumerate(order):
-            # stages run in any order, because an action's start depends only on its own stage and its source
+            # stages may be simulated in any order, because an action's start depends only on its own stage and its source
             while places[index] < len(actions):
                 action = actions[places[index]]
                 source = index + (-1 if action.kind == "F" else 1)
@@ -109,7 +112,7 @@ def split_makespan(order: Sequence[Sequence[Action]], times: Sequence[SliceTimes
 
 
 def gains(model: ModelSpec, num_tokens: int, num_slices: int, num_stages: int, num_sequences: int) -> dict[str, float]:
-    """Shares of Seq1F1B's time that the split saves."""
+    """Time that the split saves, as shares of Seq1F1B's time."""
     costs = default_coefficients(model, ClusterSpec(num_stages, num_stages, GENERIC_GPU)).forward
     bounds = slice_bounds(num_tokens, num_slices, SpanRates(costs.pair_s, costs.token_s))
     spans = [Span(sequence, a, b) for sequence in range(num_sequences) for a, b in pairwise(bounds)]
@@ -130,7 +133,7 @@ def gains(model: ModelSpec, num_tokens: int, num_slices: int, num_stages: int, n
 
 
 def ahead(order: Sequence[Sequence[Action]], num_stages: int) -> list[list[Action]]:
-    """The same orders with P - 1 - p more forwards before the first backward of stage p, as far as there are."""
+    """Moves P - 1 - p more forwards before the first backward of stage p (as many as there are)."""
     moved = []
     for stage, actions in enumerate(order):
         forwards = [action for action in actions if action.kind == "F"]
@@ -145,11 +148,11 @@ def ahead(order: Sequence[Sequence[Action]], num_stages: int) -> list[list[Actio
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="gpt-7b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072], help="of each sequence")
-    parser.add_argument("--slices", type=int, nargs="+", default=[1, 2, 4, 8], help="of each sequence")
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--model", default="gpt-7b", help="a model of the catalogue (default: gpt-7b)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072], help="lengths of all sequences")
+    parser.add_argument("--slices", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of slices per sequence")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline stages (default: 4)")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences in a step (default: 8)")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     settings = parser.parse_args(arguments)
     model = named_model(settings.model)

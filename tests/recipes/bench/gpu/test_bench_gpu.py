@@ -57,7 +57,7 @@ def test_a_case_in_its_own_process_comes_to_the_same() -> None:
 
 def test_failures_are_rows() -> None:
     case = Case("B", "ours, all on the host", 64, is_toy=True, host_gib=0.0)
-    assert "failed: ValueError: 0.0 GiB go to the host, which has 0 for it" in run_case(case).state
+    assert "failed: ValueError: 0.0 GiB would go to the host, but --host-gib allows 0" in run_case(case).state
     assert matrix.in_process(case, 0.01).state.startswith("stopped: ")
     section = matrix.Section("B", -1.0)
     assert section.run(case).state == "skipped: the section's time is up"

@@ -26,7 +26,7 @@ def test_without_cuda_it_is_skipped_with_the_reason() -> None:
     script = Path(smoke.__file__)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
-    assert done.stdout == "skipped: torch sees no CUDA device, and every row here runs on one\n"
+    assert done.stdout == "skipped: torch sees no CUDA device, and all rows need one\n"
 
 
 @pytest.mark.parametrize("name", [n for n in smoke.checks(TOKENS, CPU) if "cuDNN" not in n and "stream" not in n])

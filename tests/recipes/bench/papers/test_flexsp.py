@@ -117,7 +117,7 @@ def test_lengths_are_read_from_files_padded_and_dropped_above_the_limit(tmp_path
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     for path in (plain, packed):
         assert sorted(bench.read_lengths(path, 256, 3, 0)) == [128, 128, 256]
-        with pytest.raises(ValueError, match="3 lengths of at most 256 tokens, 4 are needed"):
+        with pytest.raises(ValueError, match="3 lengths of at most 256 tokens, but 4 are needed"):
             bench.read_lengths(path, 256, 4, 0)
 
 
@@ -148,7 +148,7 @@ def test_a_method_that_cannot_run_has_no_seconds(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        (("--limit", "1000000"), ("--limit is 1000000", "no degree fits", "64 GPUs")),
+        (("--limit", "1000000"), ("--limit is 1000000", "the largest group, 64 GPUs")),
         (("--limit", "0"), ("--limit is 0", "128")),
         (("--gpus", "0"), ("--gpus is 0",)),
         (("--gpus", "2"), ("gpt-7b", "2 ranks", "more ranks")),
