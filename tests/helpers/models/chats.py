@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -74,3 +75,9 @@ def _wrapped(tokenizer: Tokenizer, template: str | None) -> PreTrainedTokenizerF
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
     wrapped.chat_template = template
     return wrapped
+
+
+def tokenizer_of(num_tokens: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of so many words."""
+    words = {f"w{number}": number for number in range(num_tokens)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
@@ -351,3 +352,19 @@ def promote_attention(model: torch.nn.Module) -> None:
 def with_lora(model: Any) -> Any:
     """The model with adapters of rank two in attention and MLP."""
     return adapted(model, r=2, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
+
+
+LLAMA_SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def tiny_llama(**settings: Any) -> PreTrainedModel:
+    """A Llama as transformers initialises it, in fp32, whose config has these settings."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA_SHAPE, **settings}))

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from helpers.plans.cost_models import COST_KINDS, cost_model
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.planner_config import PlannerConfig
@@ -251,3 +252,22 @@ def problems_and_layouts(draw: st.DrawFn) -> tuple[GroupingProblem, Layout]:
         else:
             layout.append([(degree, (i,))])
     return problem, layout
+
+
+FIRST_DEGREES = (1, 2, 4)
+
+
+cost_kinds = st.sampled_from(COST_KINDS)
+
+
+lengths_of_five = st.lists(st.integers(4, 1600), min_size=1, max_size=5)
+
+
+def priced_problem(
+    lengths: list[int] | tuple[int, ...],
+    kind: str = "attention",
+    num_ranks: int = 4,
+    capacity: int = 400,
+    degrees: tuple[int, ...] = FIRST_DEGREES,
+) -> GroupingProblem:
+    return GroupingProblem.build(lengths, cost_model(kind, num_ranks), PlannerConfig(capacity, degrees))

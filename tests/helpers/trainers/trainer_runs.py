@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data.sampler import LengthAwareSampler
+from hf_longctx.hf.start.arguments import setup_problems
 
 # the older ones restore an optimizer to "cpu:0", which torch does not know
 resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
@@ -247,3 +248,9 @@ def train_with_norms(
     trainer.train(resume_from_checkpoint=resume)
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     return recorder.losses, norms, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+
+
+def problems_at_start(
+    model: Any, processing_class: Any = None, num_ranks: int = 1, degrees: tuple[int, ...] = (1,), **config: Any
+) -> Any:
+    return setup_problems(model, processing_class, LongContextConfig(**config), num_ranks, degrees)

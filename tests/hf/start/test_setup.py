@@ -23,8 +23,6 @@ from hf_longctx.plan.core.cluster_spec import HardwareSpec
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
-from hf_longctx.plan.memory.capacity import most_tokens
-from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes, saved_token_bytes
 
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -162,42 +160,3 @@ def test_all_degrees_are_every_number_of_ranks_unless_the_method_has_none(ranks,
     assert ranks(4).run(degrees_of_run, {}, str(tmp_path)) == [(1, 2, 4)] * 4
     for found in ranks(4).run(degrees_of_run, {"degrees": "all", "method": "ulysses"}, str(tmp_path)):
         assert "degree 3 is neither a power of two nor all 4 ranks, as Ulysses requires; use method 'auto'" in found
-
-
-def test_room_counts_the_exchanges_of_groups_and_what_is_kept_does_not() -> None:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=2)
-    spec = model_spec(build_model(ModelCase()))
-    config = LongContextConfig(device_gib=(spec.state_bytes() + 40 * saved_token_bytes(spec)) / 2**30, tile_tokens=16)
-    alone, shared = (
-        planning_setup(config, build_model(ModelCase()), arguments, degrees, None).planner for degrees in [(1,), (1, 2)]
-    )
-    for planner, is_shared in ((alone, False), (shared, True)):
-        budget = planner.activations
-        assert budget is not None and budget.kept_tokens == 40
-        room = budget.device_bytes, budget.host_bytes, budget.tile_tokens
-        assert planner.tokens_per_rank == most_tokens(spec, *room, is_shared=is_shared)
-    assert 40 < shared.tokens_per_rank < alone.tokens_per_rank
-
-
-@pytest.mark.parametrize("is_half", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) -> None:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
-    model = build_model(ModelCase(family=family, dtype=torch.bfloat16 if is_half else torch.float32))
-    spec = model_spec(model)
-    assert spec.qk_norms == (family == "qwen3")
-    config = LongContextConfig(device_gib=(spec.state_bytes() + 2**22) / 2**30, tile_tokens=16)
-    budget = planning_setup(config, model, arguments, (1,), None).planner.activations
-    assert budget is not None and budget.device_bytes == 2**22
-    token_bytes = spec.num_layers * plain_layer_bytes(spec) + saved_token_bytes(replace(spec, num_layers=0))
-    assert budget.kept_tokens * token_bytes <= budget.device_bytes < (budget.kept_tokens + 1) * token_bytes
-
-
-@pytest.mark.parametrize("activations", ["auto", "keep"])
-def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activations: str, caplog) -> None:
-    arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
-    spec = model_spec(build_model(ModelCase()))
-    gib = (spec.state_bytes() + 40 * saved_token_bytes(spec)) / 2**30
-    config = LongContextConfig(device_gib=gib, tile_tokens=16, tokens_per_rank=5000, activations=activations)
-    planner = planning_setup(config, build_model(ModelCase()), arguments, (1,), None).planner
-    assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is above" in caplog.text)

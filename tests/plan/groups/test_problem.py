@@ -1,50 +1,36 @@
-"""Promises of the grouping problem: the exact solver equals a plain enumeration, the bound is one, the price is the plan's."""
+"""The grouping problem: no layout beats its lower bounds, a layout costs what its plan does, and what fits nowhere is refused."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
 from helpers.plans.grouping_problems import (
-    check_layout,
+    FIRST_DEGREES,
+    cost_kinds,
     flexsp_problems,
-    layout_seconds,
     least_seconds,
     least_step_seconds,
-    lognormal_lengths,
+    lengths_of_five,
     odd_problems,
+    priced_problem,
     set_partitions,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
+from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.groups.exact import can_solve_exactly, rank_layouts, solve_exactly
+from hf_longctx.plan.groups.exact import solve_exactly
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_static
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
-
-DEGREES = (1, 2, 4)
-kinds = st.sampled_from(COST_KINDS)
-lengths_of_five = st.lists(st.integers(4, 1600), min_size=1, max_size=5)
-
-
-def build(
-    lengths: list[int] | tuple[int, ...],
-    kind: str = "attention",
-    num_ranks: int = 4,
-    capacity: int = 400,
-    degrees: tuple[int, ...] = DEGREES,
-) -> GroupingProblem:
-    return GroupingProblem.build(lengths, cost_model(kind, num_ranks), PlannerConfig(capacity, degrees))
 
 
 def test_the_brute_force_meets_every_partition_once() -> None:
@@ -55,54 +41,10 @@ def test_the_brute_force_meets_every_partition_once() -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(lengths_of_five, kinds, st.sampled_from([400, 800, 2000]))
-def test_the_exact_solver_equals_brute_force(lengths: list[int], kind: str, capacity: int) -> None:
-    problem = build(lengths, kind, capacity=capacity)
-    layout = solve_exactly(problem)
-    check_layout(layout, lengths, DEGREES, 4, capacity)
-    best_s = least_seconds(lengths, cost_model(kind, 4), DEGREES, 4, capacity)
-    assert layout_seconds(layout, lengths, cost_model(kind, 4)) == pytest.approx(best_s, rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", COST_KINDS)
-@pytest.mark.parametrize(("seed", "count", "capacity"), [(0, 6, 250), (1, 7, 300), (2, 7, 500), (3, 8, 300), (4, 8, 1000)])
-def test_the_exact_solver_equals_brute_force_on_skewed_lengths(kind: str, seed: int, count: int, capacity: int) -> None:
-    lengths = lognormal_lengths(seed, count, 4 * capacity)
-    layout = solve_exactly(build(lengths, kind, capacity=capacity))
-    check_layout(layout, lengths, DEGREES, 4, capacity)
-    best_s = least_seconds(lengths, cost_model(kind, 4), DEGREES, 4, capacity)
-    assert layout_seconds(layout, lengths, cost_model(kind, 4)) == pytest.approx(best_s, rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", COST_KINDS)
-@pytest.mark.parametrize(
-    ("num_ranks", "degrees"),
-    [
-        (1, (1,)),
-        (2, (1, 2)),
-        (2, (2,)),
-        (3, (1, 2, 3)),
-        (5, (1, 2, 4, 5)),
-        (6, (1, 2, 4, 6)),
-        (4, (2, 4)),
-        (3, (2,)),
-        (5, (2, 4)),
-    ],
-)
-def test_the_exact_solver_equals_brute_force_in_odd_worlds(kind: str, num_ranks: int, degrees: tuple[int, ...]) -> None:
-    for seed in range(3):
-        lengths = lognormal_lengths(seed, 5, degrees[-1] * 400)
-        layout = solve_exactly(build(lengths, kind, num_ranks, 400, degrees))
-        check_layout(layout, lengths, degrees, num_ranks, 400)
-        best_s = least_seconds(lengths, cost_model(kind, num_ranks), degrees, num_ranks, 400)
-        assert layout_seconds(layout, lengths, cost_model(kind, num_ranks)) == pytest.approx(best_s, rel=1e-9)
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(lengths_of_five, kinds, st.sampled_from([400, 800, 2000]))
+@given(lengths_of_five, cost_kinds, st.sampled_from([400, 800, 2000]))
 def test_no_layout_is_faster_than_the_lower_bound(lengths: list[int], kind: str, capacity: int) -> None:
-    best_s = least_seconds(lengths, cost_model(kind, 4), DEGREES, 4, capacity)
-    assert build(lengths, kind, capacity=capacity).lower_bound_s() <= best_s * (1 + 1e-9)
+    best_s = least_seconds(lengths, cost_model(kind, 4), FIRST_DEGREES, 4, capacity)
+    assert priced_problem(lengths, kind, capacity=capacity).lower_bound_s() <= best_s * (1 + 1e-9)
 
 
 def least_overlapping_seconds(problem: GroupingProblem) -> float:
@@ -145,7 +87,7 @@ def test_no_overlapping_groups_are_faster_than_the_bound_of_ranks_on_their_own(p
 
 def test_the_bound_of_ranks_on_their_own_counts_a_share_of_the_fixed_costs() -> None:
     # three ranks, five equal sequences that fill one rank each: 5 / 3 of a sequence and of a fixed cost, not 2
-    problem = replace(build([400] * 5, num_ranks=3, degrees=(1,)), block_ranks=1)
+    problem = replace(priced_problem([400] * 5, num_ranks=3, degrees=(1,)), block_ranks=1)
     alone_s = problem.group_seconds((1, (0,)))
     assert problem.lower_bound_s() == pytest.approx(alone_s * 5 / 3)
     # together they see two micro-batches, and no rank is spared the fixed cost of either
@@ -169,28 +111,18 @@ def test_what_memory_keeps_out_of_the_longest_ones_micro_batch_comes_on_top() ->
 
 def test_the_lower_bound_is_met_where_everything_is_even() -> None:
     # four equal sequences on four ranks and one that needs everybody
-    problem = build([400] * 4)
+    problem = priced_problem([400] * 4)
     assert problem.lower_bound_s() == pytest.approx(problem.step_seconds([[(1, (i,)) for i in range(4)]]), rel=1e-12)
-    alone = build([1600], kind="linear")
+    alone = priced_problem([1600], kind="linear")
     assert alone.lower_bound_s() == pytest.approx(alone.step_seconds([[(4, (0,))]]), rel=1e-12)
 
 
 def test_the_lower_bound_of_no_sequences_is_no_error() -> None:
-    assert build([]).lower_bound_s() >= 0
-
-
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(st.lists(st.integers(4, 1600), min_size=2, max_size=6), kinds, st.randoms(use_true_random=False))
-def test_the_exact_cost_does_not_depend_on_the_order_of_sequences(lengths: list[int], kind: str, draw: random.Random) -> None:
-    shuffled = list(lengths)
-    draw.shuffle(shuffled)
-    costs = cost_model(kind, 4)
-    first, second = (layout_seconds(solve_exactly(build(case, kind)), case, costs) for case in (lengths, shuffled))
-    assert first == pytest.approx(second, rel=1e-9)
+    assert priced_problem([]).lower_bound_s() >= 0
 
 
 def test_a_problem_prices_groups_micro_batches_and_steps() -> None:
-    problem = build([100, 200, 300])
+    problem = priced_problem([100, 200, 300])
     model = cost_model("attention", 4)
     alone, pair = GroupShape(1), GroupShape(2, 2)
     one, two = model.sequences_s([100, 200, 300], alone), model.sequences_s([100, 200, 300], pair)
@@ -202,7 +134,7 @@ def test_a_problem_prices_groups_micro_batches_and_steps() -> None:
 
 
 def test_a_group_fits_up_to_its_last_token() -> None:
-    problem = build([400, 400, 1])
+    problem = priced_problem([400, 400, 1])
     assert problem.fits((1, (0,)))
     assert problem.fits((2, (0, 1)))
     assert not problem.fits((1, (0, 2)))
@@ -219,7 +151,7 @@ def test_the_price_of_a_layout_is_the_predicted_time_of_its_plan(kind: str, solv
         (5, 300, (750, 305, 209, 67, 325)),
         (6, 600, (413, 399, 1150, 628, 65, 1731, 10, 96, 143)),
     ]:
-        problem = build(lengths, kind, num_ranks, capacity, default_degrees(num_ranks, 8, "ulysses"))
+        problem = priced_problem(lengths, kind, num_ranks, capacity, default_degrees(num_ranks, 8, "ulysses"))
         layouts: dict[str, Layout] = {"greedy": plan_greedy(problem, 5), "static": plan_static(problem, 5)}
         if solve == "exact":
             layouts["exact"] = solve_exactly(problem)
@@ -230,40 +162,17 @@ def test_the_price_of_a_layout_is_the_predicted_time_of_its_plan(kind: str, solv
 
 
 def test_a_sequence_too_long_is_refused_with_the_remedy() -> None:
-    build([1600])
+    priced_problem([1600])
     with pytest.raises(
         ValueError, match=r"sequence 1 has 1601 tokens.* 4 ranks holds 1600 .*allow a larger degree, raise tokens"
     ):
-        build([3, 1601, 5000])
+        priced_problem([3, 1601, 5000])
 
 
 @pytest.mark.parametrize("length", [0, -1])
 def test_an_empty_sequence_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"sequence 2 has {length} tokens; remove"):
-        build([3, 4, length])
-
-
-@pytest.mark.parametrize("num_ranks", range(1, 9))
-@pytest.mark.parametrize("degrees", [(1,), (1, 2), (1, 2, 4), (2, 4), (1, 3), (2,), (1, 2, 4, 8)])
-def test_rank_layouts_are_all_multisets_that_leave_no_usable_rank(num_ranks: int, degrees: tuple[int, ...]) -> None:
-    usable = [degree for degree in degrees if degree <= num_ranks]
-    expected = {
-        tuple(sorted(chosen, reverse=True))
-        for count in range(num_ranks + 1)
-        for chosen in itertools.combinations_with_replacement(usable, count)
-        if sum(chosen) <= num_ranks and not any(sum(chosen) + degree <= num_ranks for degree in usable)
-    }
-    found = rank_layouts(num_ranks, degrees)
-    assert len(found) == len(set(found))
-    # the search goes down in degree, so it may also list a layout that a larger degree would still extend
-    assert expected <= set(found)
-    assert all(list(layout) == sorted(layout, reverse=True) and sum(layout) <= num_ranks for layout in found)
-
-
-def test_only_small_problems_are_solved_exactly() -> None:
-    assert can_solve_exactly(build([100] * 8))
-    assert not can_solve_exactly(build([100] * 11))
-    assert not can_solve_exactly(build([100], num_ranks=32, degrees=(1, 2, 4, 8)))
+        priced_problem([3, 4, length])
 
 
 def test_the_measured_problems_are_loaded_with_their_fixed_cost() -> None:

@@ -1,13 +1,16 @@
-"""The output head of a model: found inside wrappers, and refused by name where its class changes logits behind it."""
+"""Decoder layers and the output head are found in order and through wrappers; what has none is refused by name."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
-from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
+from helpers.models.tiny_models import FAMILIES, VOCAB_SIZE, ModelCase, build_model
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longctx.hf.models.layers import head_problem, output_head
+from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
 
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -53,3 +56,40 @@ def test_heads_are_found_inside_wrappers_or_missed_by_name() -> None:
     with pytest.raises(ValueError, match="Linear has no output embeddings"):
         output_head(nn.Linear(1, 1))
     assert "no config of transformers" in head_problem(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_come_in_order_with_their_mlp_and_norms(family: str) -> None:
+    model = build_model(ModelCase(family))
+    found = layer_modules(model)
+    assert [modules.layer for modules in found] == list(model.model.layers)
+    for modules, layer in zip(found, model.model.layers, strict=True):
+        assert modules.mlp is layer.mlp
+        assert modules.norms == (layer.input_layernorm, layer.post_attention_layernorm)
+        attention = layer.self_attn
+        assert modules.projections == (attention.q_proj, attention.k_proj, attention.v_proj)
+
+
+def test_layers_are_found_through_wrappers() -> None:
+    model = build_model(ModelCase())
+    assert [modules.layer for modules in layer_modules(nn.Sequential(model))] == list(model.model.layers)
+
+
+def test_norms_of_other_names_are_left_alone() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+    (modules,) = layer_modules(model)
+    assert modules.norms == modules.projections == () and modules.mlp is model.transformer.h[0].mlp
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear has no layer of transformers' GradientCheckpointingLayer"):
+        layer_modules(nn.Linear(2, 2))
+
+
+def test_a_layer_without_an_mlp_is_refused() -> None:
+    class Bare(GradientCheckpointingLayer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(ValueError, match="Bare has no module `mlp`"):
+        layer_modules(nn.Sequential(Bare()))

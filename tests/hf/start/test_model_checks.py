@@ -1,0 +1,373 @@
+"""Models that plans cannot run exactly are refused at start by class, layer and value; tested ones and adapters pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.models.chats import tokenizer_of
+from helpers.models.tiny_models import FAMILIES, LLAMA_SHAPE, OTHER_FAMILIES, ModelCase, build_model, cast, tiny_llama
+from helpers.trainers.trainer_runs import problems_at_start
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.classes import TESTED_MODELS
+from hf_longctx.hf.start.arguments import setup_problems
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+def test_tested_classes_have_no_problem(family: str) -> None:
+    model = build_model(ModelCase(family, dtype=torch.float32))
+    assert type(model).__name__ in TESTED_MODELS and problems_at_start(model) == []
+
+
+def untested_model(name: str) -> PreTrainedModel:
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        )
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**LLAMA_SHAPE, pad_token_id=0))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "a Llama with another head"])
+def test_a_class_that_was_never_tested_is_refused_with_tested_ones(name: str) -> None:
+    model = untested_model(name)
+    (problem,) = problems_at_start(model)
+    assert problem.startswith(f"model class {type(model).__name__} is not in the tested list, ")
+    assert "use a class that docs/models.md calls exact" in problem and "Qwen3ForCausalLM" in problem
+
+
+def bamba() -> PreTrainedModel:
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1], "pad_token_id": 0}
+    return transformers.BambaForCausalLM(transformers.BambaConfig(**LLAMA_SHAPE, **sizes))
+
+
+def test_a_class_with_a_state_is_refused_with_the_layer_that_has_it() -> None:
+    (problem,) = problems_at_start(bamba())
+    assert problem.startswith("model class BambaForCausalLM is not supported: model.layers.0.mamba (BambaMixer) carries a state")
+
+
+def test_tokens_that_see_later_ones_are_refused_by_layer() -> None:
+    shape = {name: value for name, value in LLAMA_SHAPE.items() if name != "num_key_value_heads"}
+    model = transformers.ElectraForCausalLM(transformers.ElectraConfig(**shape, embedding_size=32, hidden_dropout_prob=0.1))
+    causal, *dropout = problems_at_start(model)
+    assert causal.startswith("electra.encoder.layer.0.attention.self lets tokens see later ones (is_causal=False)")
+    assert any(problem.startswith("hidden_dropout_prob is 0.1; set it to 0.0") for problem in dropout)
+
+
+def test_noise_and_cross_attention_are_refused_with_their_values() -> None:
+    config = transformers.PhimoeConfig(**LLAMA_SHAPE, num_local_experts=2, pad_token_id=0, router_jitter_noise=0.01)
+    (noise,) = problems_at_start(transformers.PhimoeForCausalLM(config))
+    assert noise.startswith("router_jitter_noise is 0.01, drawn anew in every forward")
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    model = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**sizes))
+    assert problems_at_start(model) == []
+    model.config.add_cross_attention = True
+    (cross,) = problems_at_start(model)
+    assert cross.startswith("add_cross_attention is True, which is not supported; set it to False")
+
+
+def test_noise_in_a_part_of_a_config_is_refused_with_its_whole_name() -> None:
+    ffn = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.01}
+    config = transformers.DbrxConfig(
+        d_model=32, n_heads=4, n_layers=1, vocab_size=64, ffn_config=ffn, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}
+    )
+    (problem,) = problems_at_start(transformers.DbrxForCausalLM(config))
+    assert problem.startswith("ffn_config.moe_jitter_eps is 0.01; set it to 0.0")
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "longrope"])
+def test_a_rope_that_a_class_scales_by_the_longest_position_is_refused(rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4, "short_mscale": 1.1, "long_mscale": 1.3}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 256}
+    config = transformers.PhimoeConfig(
+        **LLAMA_SHAPE, num_local_experts=2, pad_token_id=0, router_jitter_noise=0.0, rope_parameters=rope, attention_dropout=0.0
+    )
+    assert any(
+        f"rope type {rope_type!r} of PhimoeForCausalLM" in problem
+        for problem in problems_at_start(transformers.PhimoeForCausalLM(config))
+    )
+
+
+def test_another_decoder_than_the_tested_one_inside_is_refused() -> None:
+    inside = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 16, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.FuyuForCausalLM(transformers.FuyuConfig(text_config=inside | heads))
+    (problem,) = problems_at_start(model)
+    assert "MixtralModel" in problem and "PersimmonModel" in problem
+
+
+def test_a_class_of_ones_own_with_a_tested_name_is_refused() -> None:
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        pass
+
+    (problem,) = problems_at_start(LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_SHAPE)))
+    assert problem.startswith(f"model class LlamaForCausalLM comes from {__name__}, not from transformers")
+
+
+def test_layers_whose_mask_has_a_window_that_attention_is_not_told_are_refused() -> None:
+    settings = {"use_sliding_window": False, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}
+    (problem,) = problems_at_start(
+        transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**LLAMA_SHAPE, pad_token_id=0, **settings))
+    )
+    assert problem.startswith("layer 1 is 'sliding_attention' in layer_types, but its window is None")
+
+
+def test_other_kinds_of_attention_are_refused_by_name() -> None:
+    (problem,) = problems_at_start(tiny_llama(layer_types=["full_attention", "chunked_attention"]))
+    assert problem.startswith("layer_types has 'chunked_attention', which is not supported in LlamaForCausalLM")
+    llama4 = transformers.Llama4TextConfig(**LLAMA_SHAPE, num_local_experts=2, head_dim=8, attention_chunk_size=None)
+    (problem,) = problems_at_start(transformers.Llama4ForCausalLM(llama4))
+    assert problem.startswith("attention_chunk_size is None, for which Llama4ForCausalLM has no masks")
+    settings = {"use_bidirectional_attention": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    (problem,) = problems_at_start(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**LLAMA_SHAPE, **settings)))
+    assert problem.startswith("use_bidirectional_attention is set")
+
+
+def test_dropout_behind_blocks_is_refused_by_its_name() -> None:
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(**LLAMA_SHAPE, resid_pdrop=0.1, pad_token_id=0))
+    assert problems_at_start(model) == ["resid_pdrop is 0.1; set it to 0.0, dropout is not supported yet"]
+
+
+def test_each_kind_of_layer_has_a_tested_rope() -> None:
+    ropes: dict[str, dict[str, Any]] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "dynamic"},
+    }
+    ropes["full_attention"] |= {"rope_theta": 1e4, "factor": 8.0}
+    model = build_model(ModelCase("gemma3", dtype=torch.float32))
+    model.config.rope_parameters = ropes
+    assert problems_at_start(model)[0].startswith("rope type 'dynamic' depends on the length of a document")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_sliding_window": False, "sliding_window": 16},
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ],
+    ids=["switched off", "above all layers"],
+)
+def test_a_window_that_no_layer_uses_is_accepted(settings: dict[str, Any]) -> None:
+    assert problems_at_start(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**LLAMA_SHAPE, **settings))) == []
+
+
+def test_dropout_is_refused_with_its_value() -> None:
+    assert problems_at_start(tiny_llama(attention_dropout=0.25)) == [
+        "attention_dropout is 0.25; set it to 0.0, dropout is not supported yet"
+    ]
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_of_a_document_is_accepted_where_it_can_be_told(rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 256}
+    model = tiny_llama(rope_parameters=rope)
+    assert problems_at_start(model) == []
+    # a forward leaves the frequencies of a long document, which are no property of the model
+    model(torch.zeros(1, model.config.max_position_embeddings + 1, dtype=torch.int64))
+    assert problems_at_start(model) == []
+    del model.model.rotary_emb.rope_type
+    (problem,) = problems_at_start(model)
+    assert problem.startswith(f"rope type '{rope_type}' depends on the length of a document, which no rotary embedding of Llama")
+
+
+def test_a_rotary_embedding_that_does_more_with_the_longest_position_is_refused() -> None:
+    class OwnRotaryEmbedding(LlamaRotaryEmbedding):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            cosines, sines = super().forward(x, position_ids)
+            return cosines * (1 + int(position_ids.max()) // 1000), sines
+
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    assert problems_at_start(model) == []
+    model.model.rotary_emb.__class__ = OwnRotaryEmbedding
+    (problem,) = problems_at_start(model)
+    assert problem.startswith(
+        "rope type 'dynamic' depends on the length of a document, and model.rotary_emb (OwnRotaryEmbedding) does not follow it"
+    )
+
+
+def test_rotary_embeddings_in_a_list_are_refused_where_lengths_matter() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = transformers.GraniteSWAForCausalLM(transformers.GraniteSWAConfig(**LLAMA_SHAPE, rope_parameters=rope, pad_token_id=0))
+    message = "which does not reach model.rotary_embs.0 (GraniteSWARotaryEmbedding) in a container that runs nothing itself"
+    assert any(message in problem for problem in problems_at_start(model))
+
+
+def test_documents_beyond_the_positions_of_a_config_are_for_dynamic_rope() -> None:
+    rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    for model, count in ((tiny_llama(), 1), (tiny_llama(rope_parameters=rope), 0)):
+        config = LongContextConfig(max_length=model.config.max_position_embeddings + 1)
+        assert len(setup_problems(model, None, config, 1, (1,))) == count
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_rope_of_fixed_frequencies_is_accepted(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
+    assert problems_at_start(tiny_llama(rope_parameters=rope)) == []
+
+
+def test_fp16_weights_are_refused_and_bf16_weights_accepted() -> None:
+    (problem,) = problems_at_start(cast(tiny_llama(), torch.float16))
+    assert problem.startswith("the model's weights are torch.float16, ") and "dtype='bfloat16'" in problem
+    assert problems_at_start(cast(tiny_llama(), torch.bfloat16)) == []
+
+
+def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:
+    model = tiny_llama()
+    model.gradient_checkpointing_enable()
+    (problem,) = problems_at_start(model)
+    assert "checkpointing is enabled on the model" in problem
+    # a deprecated alias in newer versions, but the only name in the oldest one that is supported
+    assert "model.gradient_checkpointing_disable()" in problem
+    model.gradient_checkpointing_disable()
+    assert problems_at_start(model) == []
+
+
+def test_a_quantized_model_is_refused() -> None:
+    model = tiny_llama()
+    # what transformers sets after loading with a quantization config; the packages for that are not installed here
+    model.is_quantized, model.quantization_method = True, "gptq"
+    assert problems_at_start(model) == [
+        "weights quantised by gptq are not in the tested list; load with BitsAndBytesConfig(load_in_4bit=True), or unquantised"
+    ]
+
+
+def lora(model: Any = None, autocast: bool = True, **settings: Any) -> Any:
+    settings = {"target_modules": ["q_proj", "v_proj"], "r": 2, **settings}
+    return get_peft_model(tiny_llama() if model is None else model, LoraConfig(**settings), autocast_adapter_dtype=autocast)
+
+
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_adapters_have_no_problem(task_type: str | None, dtype: torch.dtype, autocast: bool) -> None:
+    settings = {"use_rslora": True, "use_dora": True, "modules_to_save": ["lm_head", "embed_tokens"]}
+    assert problems_at_start(lora(cast(tiny_llama(), dtype), autocast, task_type=task_type, **settings)) == []
+
+
+def added_by_transformers() -> Any:
+    model = tiny_llama()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+def with_two_adapters() -> Any:
+    model = lora()
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+    return model
+
+
+def merged() -> Any:
+    model = lora()
+    model.merge_adapter()
+    return model
+
+
+def unfrozen() -> Any:
+    model = lora()
+    model.get_base_model().model.norm.requires_grad_(True)
+    return model
+
+
+def disabled() -> Any:
+    model = lora()
+    model.base_model.disable_adapter_layers()
+    return model.requires_grad_(True)
+
+
+def of_half_and_single() -> Any:
+    model = lora(cast(tiny_llama(), torch.bfloat16), autocast=False)
+    next(p for name, p in model.named_parameters() if "lora_A" in name).data = torch.zeros(2, 32)
+    return model
+
+
+# what is found -> (how the model is made, what the message says)
+REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
+    "prompt tuning": (
+        lambda: get_peft_model(tiny_llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+        "adapters of kind PROMPT_TUNING (PromptTuningConfig) are not in the tested list (LORA)",
+    ),
+    "IA3": (
+        lambda: get_peft_model(tiny_llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[])),
+        "adapters of kind IA3 (IA3Config) are not in the tested list (LORA)",
+    ),
+    "added by transformers": (
+        added_by_transformers,
+        "adapters of LlamaForCausalLM are not in the tested list; use get_peft_model",
+    ),
+    "two": (with_two_adapters, "adapters default, other: only one of the name 'default' is supported yet"),
+    "merged": (merged, "the adapters are merged into the weights; call model.unmerge_adapter()"),
+    "disabled": (disabled, "the adapters are disabled; call model.base_model.enable_adapter_layers()"),
+    "dropout": (lambda: lora(lora_dropout=0.1), "LoraConfig lora_dropout=0.1 is not in the tested list; use 0.0"),
+    "biases": (lambda: lora(bias="all"), "LoraConfig bias='all' is not in the tested list; use 'none'"),
+    "init": (
+        lambda: lora(init_lora_weights="pissa"),
+        "init_lora_weights='pissa' is not in the tested list; use True or False or",
+    ),
+    "embedding": (
+        lambda: lora(target_modules=["embed_tokens"]),
+        "an adapter lies on Embedding, which is not tested; target Linear modules",
+    ),
+    "saved norm": (
+        lambda: lora(modules_to_save=["input_layernorm"]),
+        "modules_to_save has base_model.model.model.layers.0.input_",
+    ),
+    "saved tie": (
+        lambda: lora(tiny_llama(tie_word_embeddings=True), modules_to_save=["lm_head"]),
+        "modules_to_save has the embedding or the head, which are one weight (tie_word_embeddings) and would become two",
+    ),
+    "trained norm": (unfrozen, "1 trained weights beside the adapters would not be saved with them, base_model.model.model.norm"),
+    "dtypes": (of_half_and_single, "the adapters have weights of torch.bfloat16, torch.float32 on a model of torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ADAPTERS)
+def test_adapters_that_are_not_tested_are_refused_by_name(name: str) -> None:
+    make, message = REFUSED_ADAPTERS[name]
+    problems = problems_at_start(make())
+    assert any(message in problem for problem in problems), problems
+
+
+def test_an_untested_model_under_adapters_is_refused_by_its_own_class() -> None:
+    model = bamba()
+    (problem,) = problems_at_start(lora(model))
+    assert problem.startswith("model class BambaForCausalLM is not supported: ")
+
+
+def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:
+    # peft leaves the merged model frozen
+    merged = lora().merge_and_unload()
+    assert problems_at_start(merged) == ["no parameter of the model requires a gradient; unfreeze what is to be trained"]
+    assert problems_at_start(merged.requires_grad_(True)) == []
+
+
+@pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.1-8B", torch.nn.Linear(2, 2)], ids=["nothing", "name", "module"])
+def test_what_is_no_loaded_model_is_refused_with_its_type(model: Any) -> None:
+    assert problems_at_start(model) == [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_and_the_remedy_works() -> None:
+    model, tokenizer = tiny_llama(), tokenizer_of(70)
+    (problem,) = problems_at_start(model, tokenizer)
+    assert problem.startswith("the tokenizer has 70 tokens, the model's vocabulary 64;")
+    assert "model.resize_token_embeddings(70)" in problem
+    model.resize_token_embeddings(70)
+    assert problems_at_start(model, tokenizer) == []
+
+
+@pytest.mark.parametrize("num_tokens", [10, 64])
+def test_a_tokenizer_up_to_the_vocabulary_is_accepted(num_tokens: int) -> None:
+    assert problems_at_start(tiny_llama(), tokenizer_of(num_tokens)) == []
+
+
+def test_max_length_above_the_positions_is_refused_with_both() -> None:
+    (problem,) = problems_at_start(tiny_llama(), max_length=513)
+    assert problem.startswith("max_length 513 is above the model's max_position_embeddings 512; lower max_length, or ")
+    assert problems_at_start(tiny_llama(), max_length=512) == []
