@@ -270,4 +270,5 @@ def priced_problem(
     capacity: int = 400,
     degrees: tuple[int, ...] = FIRST_DEGREES,
 ) -> GroupingProblem:
+    """The problem of these lengths under the cost model in which `kind` dominates."""
     return GroupingProblem.build(lengths, cost_model(kind, num_ranks), PlannerConfig(capacity, degrees))

@@ -253,4 +253,5 @@ def train_with_norms(
 def problems_at_start(
     model: Any, processing_class: Any = None, num_ranks: int = 1, degrees: tuple[int, ...] = (1,), **config: Any
 ) -> Any:
+    """Reasons against a start with this model, tokenizer, world and configuration."""
     return setup_problems(model, processing_class, LongContextConfig(**config), num_ranks, degrees)

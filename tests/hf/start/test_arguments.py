@@ -126,7 +126,7 @@ def test_trained_ends_in_two_dtypes_are_not_sharded(tmp_path) -> None:
 
 # name -> (ranks, degrees, what the message says)
 BAD_DEGREES: dict[str, tuple[int, tuple[int, ...], str]] = {
-    "more than the world": (2, (1, 4), "degree 4 needs 4 ranks, the run has 2; lower `degrees` or start more"),
+    "more than the world": (2, (1, 4), "degree 4 needs 4 ranks, but the run has 2; lower `degrees` or start more"),
     "more than the heads": (8, (8,), "degree 8 exceeds the model's 4 attention heads"),
     "no power of two": (4, (3,), "degree 3 is neither a power of two nor all 4 ranks"),
 }
