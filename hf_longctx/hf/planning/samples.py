@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_longctx.hf.planning.refit import Samples
-from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, num_tiles
@@ -76,12 +75,9 @@ def _added_by_policies(
 ) -> dict[Action, tuple[float, float]]:
     """Predicted seconds that policies add to (forward, backward) of every chunk and layer range, keyed by the forward action."""
     policies = [policy for policy in stage.activations if policy.layers]
-    if len(group.stages) == 1 and len(stage.parts) == 1:
-        added = added_seconds(costs, group, stage)
-        return {Action("F", stage.stage, chunk): seconds for chunk, seconds in added.items()}
     if not policies:
         return {}
-    # in a pipeline, copies are hidden while a stage waits, so simulate the group with and without policies and compare
+    # copies are hidden while a stage waits, so run the group with and without policies and compare
     with_s, without_s = (
         _action_seconds(run_pipeline(plan, each, costs, [0.0] * len(group.stages))[stage.stage])
         for each in (group, replace(group, stages=tuple(replace(other, activations=()) for other in group.stages)))

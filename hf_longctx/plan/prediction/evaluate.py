@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.core.sharding import is_shared, shard_tokens
-from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_in_flight, stage_state_bytes
 from hf_longctx.plan.prediction.lent_run import run_shared_pipeline
-from hf_longctx.plan.prediction.pipeline_run import KnownRuns, check_action, near_ranks, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import KnownRuns, near_ranks, run_pipeline
 from hf_longctx.timeline import TimelineEvent
 
 
@@ -73,6 +73,10 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
     return run.result()
 
 
+# forward and backward of one chunk on one stage
+_KEPT_ACTIONS = (Action("F", 0, 0), Action("B", 0, 0))
+
+
 class _Run:
     """The clocks of all ranks, and what has happened so far."""
 
@@ -89,59 +93,60 @@ class _Run:
         self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
 
     def enter(self, group: SequenceGroup) -> None:
-        """Runs all actions of a group; each stage from when the last of its ranks is free."""
-        for place, stage in enumerate(group.stages):
-            self.in_flight[place] = max(self.in_flight[place], most_in_flight(stage.actions))
-        if len(group.stages) > 1 or len(group.stages[0].parts) > 1:
-            self._enter_pipeline(group)
-        else:
-            self._enter_stage(group)
-
-    def _enter_pipeline(self, group: SequenceGroup) -> None:
+        """Runs all actions of a group; each stage starts when the last of its ranks is free."""
         per_stage = self.plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
         starts = [max(self.clocks[rank] for rank in of_stage) for of_stage in ranks]
-        if is_shared(group):
-            runs = run_shared_pipeline(self.plan, group, self.costs, starts)
-        else:
-            runs = run_pipeline(self.plan, group, self.costs, starts, self.known)
-        for of_stage, run in zip(ranks, runs, strict=True):
-            busy_s = sum(stop_s - start_s for start_s, stop_s in run.times)
+        for place, stage in enumerate(group.stages):
+            self.in_flight[place] = max(self.in_flight[place], most_in_flight(stage.actions))
+        if keeps_whole_chunk(group, self.costs):
+            self._enter_kept(group, starts[0])
+            return
+        run = run_shared_pipeline if is_shared(group) and len(group.stages) > 1 else partial(run_pipeline, known=self.known)
+        for of_stage, stage_run in zip(ranks, run(self.plan, group, self.costs, starts), strict=True):
+            self._add(of_stage, stage_run.times, stage_run.exchange_s)
             for rank in of_stage:
-                self.clocks[rank] = max(self.clocks[rank], run.times[-1][1])
-                self.busy[rank] += busy_s
-                self.exchanging[rank] += sum(run.exchange_s)
-                self.tokens[rank] = max(self.tokens[rank], run.peak_tokens)
-                self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
-                self.host_bytes[rank] = max(self.host_bytes[rank], run.host_bytes)
-            for action, time, inside_s in zip(run.actions, run.times, run.exchange_s, strict=True):
+                self.tokens[rank] = max(self.tokens[rank], stage_run.peak_tokens)
+                self.peak_bytes[rank] = max(self.peak_bytes[rank], stage_run.peak_bytes)
+                self.host_bytes[rank] = max(self.host_bytes[rank], stage_run.host_bytes)
+            for action, time, inside_s in zip(stage_run.actions, stage_run.times, stage_run.exchange_s, strict=True):
                 self._record(group, of_stage, action, time, inside_s)
 
-    def _enter_stage(self, group: SequenceGroup) -> None:
-        start_s = clock_s = max(self.clocks[position] for position in group.positions)
+    def _enter_kept(self, group: SequenceGroup, start_s: float) -> None:
+        """Runs a chunk that is wholly kept by formulas for the whole model: most groups of a plain run, without an event loop."""
+        (stage,), (chunk,) = group.stages, group.chunks
         near = near_ranks(group.positions, self.costs.cluster.ranks_per_node)
-        exchanged_s = 0.0
-        (stage,) = group.stages
-        added = added_seconds(self.costs, group, stage)
-        for action in stage.actions:
-            seconds, inside_s = self._action_s(group, action, near)
-            seconds += added.get(action.chunk, (0.0, 0.0))[action.kind == "B"]
-            stop_s = clock_s + seconds
-            self._record(group, group.positions, action, (clock_s, stop_s), inside_s)
-            clock_s, exchanged_s = stop_s, exchanged_s + inside_s
-        held = [sum(shards) for shards in zip(*(shard_tokens(chunk, group.shape) for chunk in group.chunks), strict=True)]
-        # formulas for the whole chunk are the quick way where everything is kept
-        is_plain = not stage.activations and len(group.chunks) == 1
-        memory = None if is_plain else self.known.byte_model(self.costs.model).round(group, stage)
+        clock_s, times, inside = start_s, [], []
+        for is_backward in (False, True):
+            exchange_s = self._exchange_s(chunk, group.shape, near, is_backward)
+            stop_s = clock_s + (self.costs.local_s(chunk, group.shape, is_backward) + exchange_s)
+            times.append((clock_s, stop_s))
+            inside.append(exchange_s)
+            clock_s = stop_s
+        self._add(group.positions, times, inside)
         token_bytes = saved_token_bytes(self.costs.model)
-        for position, tokens in zip(group.positions, held, strict=True):
-            self.clocks[position] = clock_s
-            self.busy[position] += clock_s - start_s
-            self.exchanging[position] += exchanged_s
+        for position, tokens in zip(group.positions, shard_tokens(chunk, group.shape), strict=True):
             self.tokens[position] = max(self.tokens[position], tokens)
-            held_bytes = tokens * token_bytes if memory is None else memory.peak
-            self.peak_bytes[position] = max(self.peak_bytes[position], self.costs.state_bytes + held_bytes)
-            self.host_bytes[position] = max(self.host_bytes[position], 0 if memory is None else memory.host)
+            self.peak_bytes[position] = max(self.peak_bytes[position], self.costs.state_bytes + tokens * token_bytes)
+        for action, time, exchange_s in zip(stage.actions, times, inside, strict=True):
+            self._record(group, group.positions, action, time, exchange_s)
+
+    def _exchange_s(self, chunk: Chunk, shape: GroupShape, near: int, is_backward: bool) -> float:
+        """Seconds of communication in one pass of a chunk over the whole model."""
+        key = shape, near, is_backward
+        if key not in self.exchanges:
+            self.exchanges[key] = self.costs.exchange_line(shape, is_backward, near)
+        fixed_s, token_s = self.exchanges[key]
+        # a group with fewer tokens than ranks runs dummy tokens
+        return fixed_s + token_s * max(chunk.num_tokens, shape.degree)
+
+    def _add(self, ranks: Sequence[int], times: Sequence[tuple[float, float]], exchange_s: Sequence[float]) -> None:
+        """Adds the passes of one stage to the clocks of its ranks."""
+        busy_s = sum(stop_s - start_s for start_s, stop_s in times)
+        for rank in ranks:
+            self.clocks[rank] = max(self.clocks[rank], times[-1][1])
+            self.busy[rank] += busy_s
+            self.exchanging[rank] += sum(exchange_s)
 
     def _record(
         self, group: SequenceGroup, ranks: Sequence[int], action: Action, time: tuple[float, float], exchange_s: float
@@ -178,20 +183,16 @@ class _Run:
             in_flight=tuple(self.in_flight),
         )
 
-    def _action_s(self, group: SequenceGroup, action: Action, near: int) -> tuple[float, float]:
-        """Seconds of an action, and how many of them are communication."""
-        stage = group.stages[0]
-        check_action(action, stage)
-        chunk, shape, is_backward = group.chunks[action.chunk], group.shape, action.kind == "B"
-        key = (shape, near, is_backward)
-        if key not in self.exchanges:
-            self.exchanges[key] = self.costs.exchange_line(shape, is_backward, near)
-        fixed_s, token_s = self.exchanges[key]
-        layers = stage.num_layers / self.costs.model.num_layers
-        # a group with fewer tokens than ranks runs dummy tokens
-        exchange_s = (fixed_s + token_s * max(chunk.num_tokens, shape.degree)) * layers
-        pairs = self.costs.model.attention_pairs(stage.parts)
-        return self.costs.local_s(chunk, shape, is_backward, pairs) * layers + exchange_s, exchange_s
+
+def keeps_whole_chunk(group: SequenceGroup, costs: CostModel) -> bool:
+    """Whether the group runs one chunk over the whole model on one stage, forward and backward, and keeps everything."""
+    first = group.stages[0]
+    return (
+        len(group.stages) == len(group.chunks) == len(first.parts) == 1
+        and not first.activations
+        and first.num_layers == costs.model.num_layers
+        and first.actions == _KEPT_ACTIONS
+    )
 
 
 def state_bytes(plan: StepPlan, costs: CostModel) -> list[int]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
@@ -64,6 +65,11 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node:
         return len(ranks)
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
+
+
+def is_alone(group: SequenceGroup) -> bool:
+    """Whether the group runs on one stage of one part, as in a plain run."""
+    return len(group.stages) == 1 and len(group.stages[0].parts) == 1
 
 
 class KnownRuns:
@@ -156,11 +162,12 @@ def _stage_run(
     copying = _copying_bytes(seconds, passes.actions, when, copied) if copied else ()
     found = byte_model.round(group, stage, copying=copying)
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
+    state_bytes = seconds.costs.state_bytes if plan.num_stages == 1 else stage_state_bytes(model, stage, plan)
     return StageRun(
         passes.actions,
         when,
         tuple(exchange_s[place] for place in passes.places),
-        stage_state_bytes(model, stage, plan) + found.peak + messages,
+        state_bytes + found.peak + messages,
         found.host,
         most_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),
     )
@@ -265,10 +272,15 @@ class StageSeconds:
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
         ]
+        # on one stage the program's own account of copies and of what runs again holds; in a pipeline copies have time while a
+        # stage waits, which only the event loop shows
+        self._added = added_seconds(costs, group, group.stages[0]) if is_alone(group) else None
         # by identity: the group keeps policies alive
         self._moves: dict[int, bool] = {}
         self._under_seconds: dict[tuple[int, bool, int, int, Windows, int], tuple[float, tuple[CopyStep, ...]]] = {}
-        self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
+        self.has_copies = self._added is None and any(
+            self._has_copies(policy.layers) for policies in self.policies for policy in policies.values()
+        )
 
     def table(self) -> FloatArray:
         """`of` for every part, stage, chunk and kind of pass, as `Wiring.seconds` takes it."""
@@ -341,6 +353,8 @@ class StageSeconds:
 
     def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """As `_under`, once for stages alike."""
+        if self._added is not None:
+            return self._added[policy.chunk][is_backward], ()
         num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
         windows = self.windows[stage][policy.part]
         key = (policy.chunk, is_backward, near, num_layers, windows, id(policy.layers))
