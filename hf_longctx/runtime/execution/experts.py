@@ -6,15 +6,16 @@ equations 4 to 6, over all layers together as in transformers)
 
     coefficient * E * sum_e f_e P_e
 
-It is no sum over tokens, so chunks cannot take their own: f_e is of the whole step. But f_e counts, and has no gradient, so what
-a row's logits get is local once f is known: with p the row's probabilities and s_e = coefficient * E * f_e / R,
+It is no sum over tokens, so chunks cannot add up balances of their own: f_e counts the whole step. But f_e is a count and has
+no gradient, so the gradient of a row's logits is local once f is known: with p the row's probabilities and
+s_e = coefficient * E * f_e / R,
 
     d loss / d logit_e = p_e (s_e - sum_i p_i s_i)
 
-A node on the router's scores, which every row's experts read, adds this in backward: through tiles, replays, slices and any
-order of chunks. What it needs is that every row of the step was counted before the first backward, in forwards that come first
-or in a pass of forwards without gradients. Dummy tokens are neither counted nor pushed. Probabilities are taken in at least
-fp32, where transformers takes them in the dtype of the logits; what was routed is counted from the router's own choice.
+An autograd node on the router's scores, which every row's experts read, adds this in backward: through tiles, recomputation,
+slices and any order of chunks. Every row of the step must have been counted before the first backward, in forwards that come
+first or in a pass of forwards without gradients. Dummy tokens are neither counted nor get a gradient. Probabilities are taken
+in at least fp32, where transformers takes them in the dtype of the logits; rows are counted by the router's own choice.
 
 Shapes: T tokens of one call (all of a chunk's shard, or a tile of it), E experts, k of them for each token.
 """
@@ -34,11 +35,11 @@ from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 
 class RouterBalance:
-    """Binds itself to the routers of one model, which return logits [T, E], scores [T, k], indices [T, k]; `unbind` undoes it.
+    """Balances the experts of one model, bound to its routers, which return logits [T, E], scores [T, k], indices [T, k].
 
-    `num_experts`, `num_chosen`: E and k, also of a stage without routers. A step: forwards inside `running(is_counted=True)`,
-    then `settle`, then backwards inside `running`; at its end, `forget`.
-    Outside of `running` routers do what their class does, and with `coefficient` 0 everywhere.
+    `num_experts`, `num_chosen`: E and k, also on a stage without routers. A step: forwards inside `running(is_counted=True)`,
+    then `settle`, then backwards inside `running`; at its end, `forget`. Outside of `running`, and with `coefficient` 0,
+    routers do what their class does. `unbind` takes it off the routers.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class RouterBalance:
         # rows routed to each expert, and its probabilities, summed over this rank's rows until they are settled
         self._sums_2E = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
         self._slopes_E: Tensor | None = None
-        # of the chunk that runs
+        # whether the running chunk is counted, and whether its backward adds the gradient of the balance
         self._is_counted = self._is_pushed = False
-        # what the instances had themselves: nothing where the class's own came through
+        # forwards that routers had as instances; None where the class's own came through
         self._before = [(router, vars(router).get("forward")) for router in routers]
         for router in routers:
             vars(router)["forward"] = bound(router, self._routing(router.forward))
@@ -64,7 +65,7 @@ class RouterBalance:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the loads of the whole step are known, or of no use."""
+        """Whether the loads of the whole step are known, or not needed."""
         return self._slopes_E is not None or not self.coefficient
 
     @contextmanager
@@ -77,7 +78,7 @@ class RouterBalance:
             self._is_counted = self._is_pushed = False
 
     def settle(self, group: dist.ProcessGroup | None) -> Tensor:
-        """Sums what was counted over the ranks of `group` (None: this rank alone); the step's loss, a scalar in fp64.
+        """Sums the counts over the ranks of `group` (None: this rank alone); returns the step's loss, a scalar in fp64.
 
         Collective over `group`, before the first backward of any of its ranks.
         """
@@ -88,16 +89,16 @@ class RouterBalance:
 
     @property
     def load(self) -> Tensor:
-        """Behind `settle`: the rows of the fullest expert for those of an even split, a scalar of at least 1."""
+        """Rows of the fullest expert divided by those of an even split, a scalar of at least 1; known after `settle`."""
         counts_E = self._sums_2E[0]
         return counts_E.max() * self.num_experts / counts_E.sum().clamp(min=1)
 
     def forget(self) -> None:
-        """At the end of a step, and before one that follows a broken one."""
+        """Drops the counts, at the end of a step and before one that follows a broken step."""
         self._sums_2E, self._slopes_E = torch.zeros_like(self._sums_2E), None
 
     def slopes(self) -> Tensor:
-        """[E] what each expert's probability adds to the loss of the step. Only behind `settle`."""
+        """[E] derivative of the step's loss by each expert's probability; known after `settle`."""
         if self._slopes_E is None:
             raise RuntimeError("a router's backward ran before the loads of the whole step were known")
         return self._slopes_E
@@ -120,12 +121,12 @@ class RouterBalance:
 
 
 def _probabilities(logits_TE: Tensor) -> Tensor:
-    """[T, E] in at least fp32."""
+    """Router probabilities [T, E] in at least fp32."""
     return torch.softmax(logits_TE, dim=-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
 
 
 class _Pushed(torch.autograd.Function):
-    """The scores as they are; backward adds the gradient of the step's balance to that of the logits."""
+    """Passes the scores through; backward adds the gradient of the step's balance to that of the logits."""
 
     @staticmethod
     def forward(ctx: Any, scores_Tk: Tensor, logits_TE: Tensor, balance: RouterBalance) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lent rounds: micro-batches whose first and last slices several pipeline stages share (SPPO, arXiv 2503.10377, section 6).
+"""Lent rounds: micro-batches whose first and last slices are shared by several stages (SPPO, arXiv 2503.10377, section 6).
 
 Every rank has the weights of all stages, frozen ones and replicated adapters alike, and runs the order that
 `plan.core.sharding.shared_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline, hands every
@@ -44,7 +44,7 @@ def without_helpers(group: SequenceGroup) -> SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Which chunks of a stage are shared: those before `first_alone` with `front`, those from `first_back` on with `back`."""
+    """Sharing of a stage's chunks: those before `first_alone` with stages `front`, those from `first_back` on with `back`."""
 
     front: tuple[int, ...]
     first_alone: int
@@ -53,8 +53,11 @@ class Phases:
 
     @classmethod
     def of(cls, actions: Sequence[Action], stage: int, num_chunks: int) -> Phases:
-        """Raises ValueError unless the first chunks are shared with later stages, the last with earlier ones, each with the
-        same ones forward and backward, and those in between are not shared."""
+        """Reads the phases of a stage from its actions.
+
+        Raises ValueError unless the first chunks are shared with later stages and the last ones with earlier stages, with the
+        same ones forward and backward, and the chunks in between are not shared.
+        """
         sharers = {(action.kind, action.chunk): sharing_stages(action) for action in actions if action.kind in ("F", "B")}
         forward = [sharers["F", chunk] for chunk in range(num_chunks)]
         front, back = forward[0], forward[-1]
@@ -69,13 +72,13 @@ class Phases:
         if not is_regular or any(sharers[kind, chunk] != phases.sharers(chunk, stage) for kind, chunk in sharers):
             found = {f"{chunk}": list(stages) for chunk, stages in enumerate(forward)}
             raise ValueError(
-                f"the chunks of stage {stage} are shared by stages {found}; first chunks must be shared with later stages, last "
-                f"ones with earlier stages, the same ones forward and backward; plan them with plan.multiplexing"
+                f"the chunks of stage {stage} are shared by stages {found}; the first chunks must be shared with later stages, "
+                f"the last ones with earlier stages, with the same ones forward and backward; let the planner lend stages"
             )
         return phases
 
     def phase(self, chunk: int) -> int:
-        """0 for a first chunk that is shared, 2 for a last one, else 1."""
+        """0 for a shared chunk at the front, 2 for one at the back, 1 in between."""
         return (chunk >= self.first_alone) + (chunk >= self.first_back)
 
     def sharers(self, chunk: int, stage: int) -> tuple[int, ...]:
@@ -94,9 +97,13 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
             "plan without helpers"
         )
     if plan.parameters != "replicated":
-        raise ValueError(f"helpers need all weights at hand, but the plan's parameters are {plan.parameters}; use 'replicated'")
+        raise ValueError(
+            f"helpers need all weights on every rank, but the plan's parameters are {plan.parameters}; use 'replicated'"
+        )
     if any(stage.activations for stage in group.stages):
-        raise ValueError("activation policies (recompute, offload, tiles) are not executed together with helpers; leave out one")
+        raise ValueError(
+            "activation policies (recompute, offload, tiles) are not executed together with helpers; plan without one of them"
+        )
     if group.shape.num_blocks != 1 or any(len(stage.parts) != 1 for stage in group.stages):
         raise ValueError(
             f"helpers are not executed in {group.method} groups nor with stages of {len(group.stages[0].parts)} parts; use local "
@@ -109,16 +116,16 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
         found = [of_stage.phase(chunk) for of_stage in phases]
         if found != sorted(found):
             raise ValueError(
-                f"chunk {chunk} is shared in an order of stages in which ranks would wait for each other; plan it with "
-                f"plan.multiplexing"
+                f"chunk {chunk} is shared in an order of stages in which ranks would wait for each other for ever; let the "
+                f"planner lend stages"
             )
     for row, stage in zip(shared_order(group), group.stages, strict=True):
         own = [action for action in row if action.stage == stage.stage]
         planned = [action for action in stage.actions if action.kind in ("F", "B")]
         if own != planned:
             raise ValueError(
-                f"stage {stage.stage} is to run {' '.join(map(str, planned))}; with helpers only all forwards, then all "
-                f"backwards are executed: {' '.join(map(str, own))}"
+                f"stage {stage.stage} is planned to run {' '.join(map(str, planned))}; with helpers all forwards must come "
+                f"first, then all backwards: {' '.join(map(str, own))}"
             )
         for action in planned:
             positions = sorted(position for _, position in action.helpers)
@@ -231,7 +238,7 @@ class LentRound(Round):
 
 
 def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
-    """What a stage holds of a slice: what its positions hold, behind each other."""
+    """The pieces of a slice that a stage holds: those of its positions, one after the other."""
     pieces, count = [], 0
     for piece in (piece for of_position in positions for piece in of_position):
         pieces.append(replace(piece, first=count))
@@ -241,9 +248,10 @@ def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Which rows of its position's shard of a slice every sharing stage holds, at this rank's position.
+    """The rows of a position's shard of a slice that each sharing stage holds, for the ranks at this rank's position.
 
-    process_group: of these ranks, None for a stage alone. owner, index: the places in it of the slice's stage and of this rank.
+    process_group: the group of these ranks, None where the stage is alone. owner, index: places in it of the slice's own stage
+    and of this rank.
     """
 
     process_group: dist.ProcessGroup | None
@@ -262,7 +270,7 @@ class _Rows:
         return cls(pool.sharing_group(stages), stages.index(action.stage), stages.index(pool.stage), rows)
 
     def of_inputs(self, inputs: ChunkInputs) -> ChunkInputs:
-        """This rank's rows of its position's inputs."""
+        """This rank's rows of the inputs of its position."""
         if self.process_group is None:
             return inputs
         rows = self.rows[self.index]
@@ -273,7 +281,7 @@ class _Rows:
         return ChunkInputs(ids, places, labels)
 
     def spread(self, whole_1TC: Tensor | None, like_10C: Tensor) -> Tensor:
-        """This rank's rows of what the owner has, `whole`; None elsewhere. `like`: its dtype, device and hidden size."""
+        """This rank's rows of the owner's `whole_1TC`, which is None on other ranks. `like_10C`: its dtype, device, width."""
         if self.process_group is None:
             assert whole_1TC is not None
             return whole_1TC
@@ -290,7 +298,7 @@ class _Rows:
         return received.view(1, -1, size)
 
     def collect(self, own_1SC: Tensor) -> Tensor | None:
-        """All rows at the owner; None elsewhere."""
+        """All rows, on the owner; None on other ranks."""
         own_1SC = own_1SC.detach()
         if self.process_group is None:
             return own_1SC

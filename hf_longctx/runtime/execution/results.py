@@ -11,10 +11,10 @@ from hf_longctx.runtime.core.clock import Interval, StepClock
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """The most bytes of this rank at any time in a plan, as counted.
+    """Peak bytes of this rank during a plan, as counted.
 
-    saved, host: that chunks under activation policies hold for their backward on the device and on the host. kv_book: keys and
-    values of slices, and their gradients. device_peak: all that torch had allocated on a CUDA device; 0 elsewhere.
+    saved, host: bytes that chunks under activation policies hold for their backward, on the device and on the host. kv_book:
+    keys and values of slices, and their gradients. device_peak: all that torch had allocated on a CUDA device; 0 elsewhere.
     """
 
     saved: int = 0
@@ -23,7 +23,7 @@ class StepMemory:
     device_peak: int = 0
 
     def most(self, other: StepMemory) -> StepMemory:
-        """The larger of both, number by number."""
+        """The larger number of each kind."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "host", "kv_book", "device_peak"))
         return StepMemory(*map(max, pairs))
 
@@ -33,10 +33,11 @@ NO_MEMORY = StepMemory()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a plan leaves behind. `loss` is its part of the step's mean loss over all ranks' label tokens, on every rank.
+    """Outcome of a plan. `loss` is its part of the step's mean loss over all ranks' label tokens, the same on every rank.
 
-    router_loss: of a model whose experts are balanced, the balance of the whole step, which is part of the loss of its first
-    plan. router_load: the rows of the fullest expert for those of an even split. None for other models and later plans.
+    router_loss: the balance of the experts over the whole step, which is part of the loss of the step's first plan.
+    router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
+    whose experts are not balanced.
     """
 
     loss: Tensor
@@ -46,5 +47,5 @@ class StepResult:
     router_load: Tensor | None = None
 
     def intervals(self) -> list[Interval]:
-        """What this rank did; call it after the step, since on CUDA it waits for the device."""
+        """This rank's actions with their times; call it after the step, since on CUDA it waits for the device."""
         return self.clock.intervals()

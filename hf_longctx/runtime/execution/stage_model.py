@@ -1,7 +1,7 @@
-"""The model of one pipeline stage as the executor sees it: parts that take token ids or hidden states, and give either on.
+"""The model of one pipeline stage as the executor sees it: parts that take token ids or hidden states.
 
-A stage holds one part of the model, or several (interleaving): part 0 of every stage, then part 1 of every stage, and so on
-are the model in order. The first of them starts from token ids, the last one ends in logits, all others pass hidden states.
+A stage holds one part of the model, or several (interleaving): the model in order is part 0 of every stage, then part 1 of
+every stage, and so on. The first part starts from token ids, the last one ends in logits, all others pass hidden states on.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 
-# the keyword that tells a model of several stages which part runs; a whole model never gets it
+# keyword that tells a model of several stages which part to run; a whole model never gets it
 PART_KEYWORD = "longctx_part"
 
 
 def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
-    """A model that is no pipeline; nothing travels."""
+    """The only stage of a model that is no pipeline; no hidden states are sent."""
     return StageModel(model, 0, 1, (num_attention_layers,), 0, torch.float32)
 
 
@@ -29,10 +29,10 @@ class StageModel:
     """One stage of `num_stages`, or the whole model of one.
 
     `model` holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
-    attention_layers: attention calls of every part. Between parts travel hidden states [1, T, hidden_size] of `hidden_dtype`.
-    tied: on the first and the last stage of a model with tied embeddings, the parameter that is one with that of the other of
-    them: the gradient of both is the sum of theirs. first_part: what the model calls the stage's first part; others than 0
-    where it holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
+    attention_layers: attention calls of every part. Parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`.
+    tied: on the first and the last stage of a model with tied embeddings, the name of the parameter that is one weight with the
+    other stage's; their gradients are summed. first_part: the model's number of the stage's first part, other than 0 where it
+    holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
     """
 
     model: nn.Module

@@ -45,10 +45,13 @@ def fixture(name: str, **changes: Any) -> StepPlan:
 # plan -> (changes, what the refusal says)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "multiplexed": ({"method": "ulysses"}, "the plan has helpers, for which every rank needs the weights of all stages"),
-    "interleaved": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
-    "infinipipe": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
-    "sppo": ({}, "activation policies (recompute, offload, tiles) are not executed yet"),
-    "layer_first": ({}, "activation policies (recompute, offload, tiles) are not executed yet; everything is kept"),
+    "interleaved": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
+    "infinipipe": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
+    "sppo": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
+    "layer_first": (
+        {},
+        "the plan has activation policies (recompute, offload, tiles), which need an activation engine; pass one",
+    ),
 }
 EXECUTED = ("flexsp", "nested", "seq1f1b", "pp_sp_replicas")
 
@@ -93,8 +96,11 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
             {"activations": tuple(replace(policy, layers=()) for policy in stage_field("layer_first", "activations"))},
             "activation policies (recompute, offload, tiles)",
         ),
-        "offload": ({"actions": actions("0F0 0D2H0 0H2D0 0B0")}, "action 0D2H0 is not executed yet; only F, B, SF"),
-        "free": ({"actions": actions("0F0 0B0 0FREE0")}, "action 0FREE0 is not executed yet"),
+        "offload": (
+            {"actions": actions("0F0 0D2H0 0H2D0 0B0")},
+            "action 0D2H0 is not executed; use actions of the kinds F, B, SF",
+        ),
+        "free": ({"actions": actions("0F0 0B0 0FREE0")}, "action 0FREE0 is not executed"),
         "helpers": (
             {"actions": actions("0F0@1:0 0B0@1:0")},
             "the plan has helpers, for which every rank needs the weights of all stages; give the executor `all_stages`",
