@@ -1,8 +1,8 @@
 """`LongContextCallback`: plans for a stock `Trainer` that stays stock before and after the training.
 
-Alone in `callbacks=[...]` it sees the model only: every forward is one plan over the batches that all ranks loaded
-(`exchange.py`). Attached to a trainer it lends that one instance the class of `LongContextTrainer`'s training half, so full
-plans run; evaluation keeps the trainer's own loop, on the model's own attention.
+Alone in `callbacks=[...]` it sees the model only: every forward runs one plan over the batches that all ranks loaded
+(`exchange.py`). Attached to a trainer, it puts the training half of `LongContextTrainer` in front of that instance's class, so
+that full plans run; evaluation keeps the trainer's own loop, on the model's own attention.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class LongContextCallback(TrainerCallback):
         LongContextCallback(LongContextConfig(max_length=32768)).attach(trainer)
         trainer.train()
 
-    Alone, `Trainer(..., callbacks=[LongContextCallback(config)])`, the stock loader's batches stay what they are, and every
-    forward of the training is one plan with one micro-batch over the batches of all ranks. Without `attach` a training that
+    Alone, as in `Trainer(..., callbacks=[LongContextCallback(config)])`, the stock loader's batches stay as they are, and every
+    forward of the training runs a plan of one micro-batch over the batches of all ranks. Without `attach` a training that
     raises leaves the model patched: call `detach()` then.
     """
 
     def __init__(self, config: LongContextConfig | None = None) -> None:
         self.config = config if config is not None else LongContextConfig()
-        # the hooks of the present training, where the callback works alone
+        # hooks of the present training, where the callback works alone
         self.exchange: SequenceExchange | None = None
         self._trainer: Trainer | None = None
         self._undo = ExitStack()
@@ -87,7 +87,7 @@ class LongContextCallback(TrainerCallback):
             if self._trainer.state is not state:
                 raise ValueError("the callback is attached to another trainer than this one; make one for each")
             return
-        # what a training that raised left behind
+        # a training that raised may have left its hooks
         self.detach()
         with ExitStack() as undo:
             check_resumed(args, state, train_dataloader)
@@ -97,7 +97,7 @@ class LongContextCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._trainer is not None:
             return
-        # others may still read from the groups that are given up next
+        # other ranks may still read from the groups that are closed next
         PartialState().wait_for_everyone()
         self.detach()
 
@@ -109,13 +109,13 @@ class LongContextCallback(TrainerCallback):
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         if has_balance(model):
             problems.append(
-                "the model's config asks for a balance of its experts (output_router_logits=True), which a forward of a stock "
-                "trainer takes of its own rank's tokens; attach the callback to the trainer, or set it to False"
+                "the model's config asks for a balance of its experts (output_router_logits=True), which a stock trainer takes "
+                "over its own rank's tokens alone; attach the callback to the trainer, or set it to False"
             )
         if args.world_size > 1 and vars(model).get("_is_accelerate_prepared"):
             problems.append(
-                "evaluate() or predict() ran before train(), after which accelerate trains every rank alone, without DDP; call "
-                "them behind train(), set eval_on_start=True, or attach the callback to the trainer"
+                "evaluate() or predict() ran before train(), and accelerate then trains every rank alone, without DDP; call "
+                "them after train(), set eval_on_start=True, or attach the callback to the trainer"
             )
         run = start_run(RunRequest(config, model, args, processing_class, problems))
         undo.callback(run.close)
@@ -140,10 +140,10 @@ class AttachedMixin(LongContextMixin):
     _longctx_callback: LongContextCallback
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`, under plans; the trainer is stock again behind it, also if it raised."""
+        """As `Trainer.train`, under plans; the trainer is stock again afterwards, also if it raised."""
         try:
             output = super().train(*args, **kwargs)
-            # others may still read from the groups that are given up next
+            # other ranks may still read from the groups that are closed next
             self.accelerator.wait_for_everyone()
             return output
         finally:
@@ -185,9 +185,9 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
 
 
 def _unprepare(trainer: Trainer) -> None:
-    """Takes back that accelerate knows the model (as plans have it, without DDP), so that it prepares it anew.
+    """Makes accelerate forget the model, which it knows without DDP, so that it prepares it anew.
 
-    Autocast stays bound to the model, as behind any training.
+    Autocast stays bound to the model, as after any training.
     """
     assert trainer.model is not None
     trainer.model_wrapped = trainer.model
@@ -200,7 +200,7 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
 
 
 def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
-    """What a built trainer has that plans would ignore."""
+    """Problems with a built trainer: settings that plans would ignore."""
     arguments = {"compute_loss_func": trainer.compute_loss_func, "model_init": trainer.model_init}
     problems = argument_problems(trainer.args, arguments)
     if outside := trainer_problems(type(trainer), trainer.args, config):
@@ -208,7 +208,7 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     problems += collator_problems(trainer.data_collator, trainer.train_dataset)
     if config.parameters != "replicated":
         problems.append(
-            f"parameters={config.parameters!r} would leave a sharded model to a stock trainer; use LongContextTrainer, or "
+            f"parameters={config.parameters!r} would leave a sharded model in a stock trainer; use LongContextTrainer, or "
             f"parameters='replicated'"
         )
     if config.stages != 1:
@@ -225,7 +225,7 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
 
 
 def _exchange_problems(config: LongContextConfig) -> list[str]:
-    """Settings that need the trainer's loader, which a callback in `callbacks=[...]` does not have."""
+    """Problems with settings that need the trainer's loader, which a callback in `callbacks=[...]` does not have."""
     problems = []
     if config.stages != 1:
         problems.append(
@@ -234,8 +234,8 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
         )
     if config.parameters != "replicated":
         problems.append(
-            f"parameters={config.parameters!r} is for LongContextTrainer; here the trainer's own DDP holds the parameters: leave "
-            f"it out"
+            f"parameters={config.parameters!r} is for LongContextTrainer; the trainer's own DDP holds the parameters here: "
+            f"leave it out"
         )
     if config.tokens_per_step is not None:
         problems.append(
@@ -250,7 +250,7 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
 
 
 def _without_effect(config: LongContextConfig) -> list[str]:
-    """Settings that were changed although nothing measures or reports the forwards of a stock trainer."""
+    """Settings that were changed in vain, since nothing measures or reports the forwards of a stock trainer."""
     idle = (
         *("calibration_steps", "fp32_gradients", "timeline_steps"),
         *("lookahead_batches", "micro_batch_trials"),

@@ -1,11 +1,11 @@
 """One forward of a stock trainer under a plan: its batch leaves the rank that loaded it and comes back as a rank's shard.
 
-A forward pre-hook reads the documents out of the batch that the rank's loader made, all ranks learn all lengths, rank 0
-plans one micro-batch, and one all-to-all moves token ids and labels to the ranks that the plan gives them to. The trainer's
-own normalisation stays right: it divides by the label tokens of all ranks, whoever holds them.
+A forward pre-hook reads the documents from the batch that the rank's loader made, all ranks learn all lengths, rank 0 plans
+one micro-batch, and one all-to-all moves token ids and labels to the ranks that the plan assigns them to. The trainer's own
+normalisation stays right: it divides by the label tokens of all ranks, whichever rank holds them.
 
-TRL's trainers ask for numbers per token (`fused_lm_head=True`) and make their losses of these, over whole sequences and pairs
-of them. Such numbers travel back to the rank that loaded the token, as their gradients do in backward.
+TRL's trainers ask for values per token (`fused_lm_head=True`) and make their losses from these, over whole sequences and pairs
+of them. These values are sent back to the rank that loaded the token, and their gradients the other way in backward.
 
 Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 token id and label.
 """
@@ -33,20 +33,20 @@ from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.execution.executor import no_mask
 
-# what a batch may hold besides: kept as it is, or replaced by what the plan says
+# keywords of a batch: those that are kept, and those that the plan's own replace
 _KEPT = ("num_items_in_batch", "return_dict", "use_cache")
 _REPLACED = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "seq_idx")
 _REPLACED_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# TRL's keyword for a forward that returns numbers per token, and what it calls them
+# TRL's keyword for a forward that returns values per token, and the names of these
 _FUSED = "fused_lm_head"
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 @dataclass(frozen=True)
 class LocalDocuments:
-    """The documents of one rank's batch behind each other: rows_T2 are token ids and next-token labels, int64.
+    """The documents of one rank's batch, one after the other: rows_T2 are token ids and next-token labels, int64.
 
-    kept_BS: where in the batch they come from.
+    kept_BS: marks the tokens of the batch that they come from.
     """
 
     rows_T2: Tensor
@@ -55,10 +55,10 @@ class LocalDocuments:
 
 
 def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
-    """The documents of a batch as the model would get it, labels shifted inside each document, so before any cut.
+    """Reads the documents of a batch as the model would get it; labels are shifted inside each document, before any cut.
 
     Padded: [B, S] with an attention_mask that is zero on padding. Flattened: position_ids that restart at 0 in every
-    document. Raises ValueError for a batch from which the model would have learnt something else.
+    document. Raises ValueError for a batch that would have taught the model something else.
     """
     _refuse_unknown(inputs)
     input_ids_BS, mask_BS, positions_BS = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -68,7 +68,7 @@ def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
     kept_BS = torch.ones_like(input_ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
     starts_BS = kept_BS & ~torch.nn.functional.pad(kept_BS, (1, 0))[:, :-1]
     if int(starts_BS.sum(dim=1).max()) > 1:
-        raise ValueError("attention_mask has holes between tokens of a row; mask only padding before or behind the tokens")
+        raise ValueError("attention_mask has holes between tokens of a row; mask only padding before or after the tokens")
     if positions_BS is not None:
         starts_BS = _document_starts(positions_BS.expand_as(kept_BS), starts_BS, kept_BS, mask_BS is not None)
     labels_BS = _next_labels(inputs, kept_BS, starts_BS)
@@ -82,7 +82,7 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
     known = (*_KEPT, *_REPLACED, *_REPLACED_FLASH, _FUSED)
     if unknown := [name for name, value in inputs.items() if value is not None and name not in known]:
         raise ValueError(
-            f"the batch holds {', '.join(unknown)}, which a plan does not carry to other ranks; remove it from the dataset or "
+            f"the batch holds {', '.join(unknown)}, which a plan does not send to other ranks; remove it from the dataset or "
             f"the collator"
         )
     if inputs.get("input_ids") is None or (inputs.get("labels") is None and inputs.get("shift_labels") is None):
@@ -90,18 +90,19 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
             f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
             f"DataCollatorWithFlattening"
         )
-    # of numbers per token the trainer takes the mean itself
+    # the trainer takes the mean of values per token itself
     if inputs.get("num_items_in_batch") is None and not inputs.get(_FUSED):
         raise ValueError(
-            "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would weigh ranks, not "
-            "tokens; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, with 'labels' in the batch"
+            "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would weigh every rank "
+            "alike instead of every token; keep average_tokens_across_devices=True and the trainer's own get_batch_samples, "
+            "with 'labels' in the batch"
         )
     if inputs.get("cu_seq_lens_q") is not None and inputs.get("position_ids") is None:
         raise ValueError("the batch marks documents by cu_seq_lens_q alone; let the collator return position_ids too")
 
 
 def _document_starts(positions_BS: Tensor, rows_BS: Tensor, kept_BS: Tensor, has_mask: bool) -> Tensor:
-    """Where documents start: at the rows' first tokens and where positions restart; positions count up in between."""
+    """Marks where documents start: at the rows' first tokens and where positions restart; positions count up in between."""
     starts_BS = rows_BS | (kept_BS & (positions_BS == 0))
     if has_mask and bool((starts_BS != rows_BS).any()):
         raise ValueError(
@@ -115,7 +116,7 @@ def _document_starts(positions_BS: Tensor, rows_BS: Tensor, kept_BS: Tensor, has
 
 
 def _next_labels(inputs: Mapping[str, Any], kept_BS: Tensor, starts_BS: Tensor) -> Tensor:
-    """The label of the next token of the same document for every token [B, S]."""
+    """The label of the next token of the same document, for every token [B, S]."""
     if (given_BS := inputs.get("shift_labels")) is not None:
         shifted_BS: Tensor = given_BS
         if bool((shifted_BS[~kept_BS] != IGNORE_INDEX).any()):
@@ -126,17 +127,17 @@ def _next_labels(inputs: Mapping[str, Any], kept_BS: Tensor, starts_BS: Tensor) 
         raise ValueError(f"the batch has labels on padding, which would be learnt; set them to {IGNORE_INDEX} in the collator")
     if bool((labels_BS[:, 1:][starts_BS[:, 1:]] != IGNORE_INDEX).any()):
         raise ValueError(
-            f"the first token of a document has a label although something stands before it in its row (padding on the left, or "
-            f"another document), from which it would be learnt; pad on the right, or set that label to {IGNORE_INDEX}"
+            f"the first token of a document has a label, and would be learnt from what stands before it in its row (padding on "
+            f"the left, or another document); pad on the right, or set that label to {IGNORE_INDEX}"
         )
-    # the label behind a document's last token is the masked one of the next document's first token, or padding
+    # the label after a document's last token is the masked one of the next document's first token, or padding
     return torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class TokenExchange:
-    """What every rank sends to every other one so that each gets its shard of `plan`.
+    """Exchange of tokens in which every rank gets its shard of `plan` from the ranks that loaded it.
 
-    `owned[r]` are the lengths of the documents that rank r loaded; plan sequence i is document i of all of them in a row.
+    `owned[r]` are the lengths of the documents that rank r loaded; sequence i of the plan is document i of all ranks' in a row.
     """
 
     def __init__(self, plan: StepPlan, owned: Sequence[Sequence[int]], rank: int) -> None:
@@ -160,7 +161,7 @@ class TokenExchange:
         return self._in_order(incoming_T2, sources), self._positions().to(device)
 
     def back(self, values_T: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Numbers of this rank's shard to their owners: those of the tokens that this rank loaded, in their order.
+        """Sends values of this rank's shard to their owners; returns those of the tokens that this rank loaded, in their order.
 
         Differentiable; every rank of `group` calls it, and its backward.
         """
@@ -171,11 +172,11 @@ class TokenExchange:
         places_T = torch.cat([torch.zeros(0, dtype=torch.int64), *_ranges(begins, [p for places in sources for p in places])])
         outgoing_T = values_T[places_T.to(values_T.device)]
         incoming_T = outgoing_T if group is None else all_to_all(outgoing_T, self._counts(sources), sent_sizes, group)
-        # every token of this rank is in one shard: the inverse of the order in which they were sent
+        # every token of this rank is in exactly one shard, so this inverts the order in which they were sent
         return incoming_T[torch.argsort(index_T).to(values_T.device)]
 
     def _sent(self) -> tuple[Tensor, list[int]]:
-        """Which of this rank's tokens go out, by receiving rank and in the order of its shard, and how many to each."""
+        """This rank's tokens by receiving rank, in the order of that rank's shard, and how many go to each."""
         sent = [[span for span in shard if self._owner(span) == self.rank] for shard in self.shards]
         index = [torch.arange(start, stop) + self.offsets[number] for spans in sent for number, start, stop in spans]
         sizes = [sum(stop - start for _, start, stop in spans) for spans in sent]
@@ -209,12 +210,12 @@ class TokenExchange:
 
 
 def _ranges(begins: Sequence[int], places: Sequence[int]) -> list[Tensor]:
-    """The numbers of the tokens at every place, where place p holds [begins[p], begins[p + 1])."""
+    """Indices of the tokens at every place, where place p holds [begins[p], begins[p + 1])."""
     return [torch.arange(begins[place], begins[place + 1]) for place in places]
 
 
 def _shard_of(plan: StepPlan, position: int) -> list[tuple[int, int, int]]:
-    """(sequence, first token, end) of what a rank holds in the plan's only micro-batch; sequence -1 for a dummy token."""
+    """(sequence, first token, end) of every piece that a rank holds in the plan's micro-batch; sequence -1: a dummy token."""
     group, chunk = _only_chunk(plan, position)
     pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
 
@@ -234,7 +235,7 @@ def _only_chunk(plan: StepPlan, position: int) -> tuple[SequenceGroup, Chunk]:
 
 
 class SequenceExchange:
-    """The two hooks of a model in training: the batch is exchanged before its forward, attention's calls counted behind.
+    """The two hooks of a model in training: one exchanges the batch before a forward, one checks attention's calls after it.
 
     A forward is collective over all ranks while the model trains; in eval mode the hooks do nothing. `source` must plan one
     micro-batch; `activations` executes its policies. Raises ValueError on every rank for a batch that cannot be run on some
@@ -254,16 +255,16 @@ class SequenceExchange:
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
         self._context: GroupContext | None = None
-        # what a tiled loss is divided by (nothing where the model makes its own), and what lasts for one forward
+        # divisor of a tiled loss, None where the model makes its own loss; contexts that last for one forward
         self._num_items: Any = None
         self._during = ExitStack()
-        # how numbers per token come back, where the forward returns these
+        # the way back for values per token, where the forward returns these
         self._returning: tuple[TokenExchange, LocalDocuments] | None = None
 
     def before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The model's arguments with this rank's shard of the plan in the place of its own batch."""
+        """Replaces this rank's batch among the model's arguments by its shard of the plan."""
         if not model.training:
             return None
         self.num_forwards += 1
@@ -291,13 +292,13 @@ class SequenceExchange:
         }
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """The output, with the loss of a head that summed it. Raises RuntimeError if some attention did not get the plan.
+        """Replaces the loss of the output where the head summed it. Raises RuntimeError if some attention did not get the plan.
 
-        It is called behind a forward that raised too, with no output.
+        Torch also calls it after a forward that raised, with no output.
         """
         context, self._context = self._context, None
         if output is None:
-            # the forward raised, and what it did not do is no news
+            # the forward raised, so nothing is checked
             self._during.__exit__(RuntimeError, RuntimeError("the forward raised"), None)
             return None
         self._during.close()
@@ -312,7 +313,7 @@ class SequenceExchange:
         return type(output)(loss=output.logits / self._num_items)
 
     def _returned(self, output: Any, exchange: TokenExchange, documents: LocalDocuments) -> Any:
-        """The output of a fused head as the batch's own forward would have returned it: [B, S - 1], zero without a label."""
+        """The output of a fused head as the batch's own forward would have returned it: [B, S - 1], zero where no label is."""
         kept_BS = documents.kept_BS
         found: dict[str, Any] = {}
         with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
@@ -331,7 +332,7 @@ class SequenceExchange:
     def _begin(self, model: nn.Module, plan: StepPlan, labels_1T: Tensor, is_fused: bool) -> tuple[GroupContext, bool]:
         """The context of this rank's chunk under its activation policy, and whether the head sums the loss.
 
-        A fused head makes its own tiles. Where no backward follows, nothing is saved for it.
+        A fused head makes its own tiles. Nothing is saved where no backward follows.
         """
         rank_plan = plan.for_rank(self.pool.rank)
         group, chunk = _only_chunk(plan, self.pool.rank)
@@ -350,7 +351,7 @@ class SequenceExchange:
         return replace(context, activations=activations), is_summed
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
-        """This rank's documents and the lengths of every rank's; a rank's problem is raised on all of them."""
+        """This rank's documents, and the lengths of those of every rank; raises a rank's problem on all of them."""
         nothing = torch.zeros(0, 2, dtype=torch.int64)
         documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
         try:
