@@ -1,4 +1,4 @@
-"""Writes `docs/models.md` from a whole sweep; run it as `python tests/helpers/models/model_table.py` from anywhere."""
+"""Writes `docs/models.md` by testing every model class of transformers: `python tests/helpers/models/model_table.py`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 TESTS = Path(__file__).parents[2]
 FILE = TESTS.parent / "docs" / "models.md"
 _EXACT = """
-Exact means: a tiny fp64 model with every kind of layer of its default config, windows of 6 tokens, chunks of 8 and documents of
-up to 30, gives the loss and every gradient of plain eager Hugging Face, one document at a time, to 1e-12: packed, in slices, in
-a Ulysses group and in a ring of two ranks. `error` is the largest relative one, rounded up. What transformers computes in fp32
-(norms, rotary embeddings, routers, softmax) is fp64 in both. The last three columns say whether the same holds where layers are
-recomputed and taken in tiles, where parameters are sharded (FSDP2) and in pipeline stages; `no` is refused by name there, or,
-of recomputing, said once while plans keep everything. `whole logits`: the class changes its logits behind the head, so that
-plans keep everything for it too.
+Exact means: a tiny fp64 model gives the loss and every gradient of plain eager Hugging Face on one document at a time, to 1e-12,
+when documents are packed, cut into slices, in a Ulysses group, and in a ring of two ranks. The model has every kind of layer of its
+default config, windows of 6 tokens, chunks of 8 tokens and documents of up to 30. `error` is the largest relative error, rounded up
+to a power of ten. What transformers computes in fp32 (norms, rotary embeddings, routers, softmax) is fp64 on both sides. The last
+three columns say whether this also holds if layers are recomputed and run in tiles, if parameters are sharded (FSDP2), and in
+pipeline stages. `no` means refused with an error; under `recomputed` it means that plans keep everything, which the run says once.
+`whole logits`: the class changes its logits after the head, so plans keep everything for it, too.
 """
 _PLACES = {"recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
 
 
 def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version: str) -> str:
-    """The page: for every tested class its cells, for every other one why it is refused."""
+    """Text of the page: a row of cells for every tested class, and for every other class why it is refused."""
     total = len(outcomes) + len(refused)
     counts = {summary: list(refused.values()).count(summary) for summary in dict.fromkeys(refused.values())}
     lines = [
         "# Model classes",
         "",
         f"Of the {total} classes of transformers {version} whose names end in `ForCausalLM`, {len(outcomes)} run exactly "
-        f"({len(outcomes) / total:.0%}); the others are refused at start, by class, layer and reason:",
+        f"({len(outcomes) / total:.0%}). The others are refused at start with an error that names class, layer and reason:",
         "",
         "| reason | classes |",
         "|---|---|",
@@ -56,7 +56,7 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version:
 
 
 def cells_of(outcome: object, head: str) -> dict[str, str]:
-    """What a row says of a class; `head`: why its logits are whole."""
+    """Cells of a class's row; `head` says why its logits cannot be computed in tiles, if so."""
     errors, refusals = outcome.errors, outcome.refusals  # type: ignore[attr-defined]
     decade = max(-14, math.ceil(math.log10(max(*errors.values(), 1e-16))))
     cells = {road: "no" if road in refusals else "yes" for road in _PLACES}
@@ -66,7 +66,7 @@ def cells_of(outcome: object, head: str) -> dict[str, str]:
 
 
 def read_page() -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The rows of the page: exact classes with their cells, refused ones with their reasons."""
+    """Reads the page: cells of every exact class, and the reason for every refused class."""
     exact, refused = FILE.read_text().split("## Exact")[1].split("## Refused")
     rows = [
         {
