@@ -1,6 +1,6 @@
 """The longest sequence that one group of ranks can train, switch by switch of the activation engine, and seconds of its step.
 
-Lengths come from the moments of `plan/layer_memory.py`, seconds from the cost model with what policies add. Planned steps
+Lengths come from the moments of `plan/memory/layer.py`, seconds from the cost model with what policies add. Planned steps
 leave a fifth of the device alone (`specs.USABLE_SHARE`), as runs do unless `device_gib` says otherwise: where everything is
 kept, workspace comes out of it. Here workspace is counted in every row, so that a tenth is left (`ENGINE_SHARE`).
 """

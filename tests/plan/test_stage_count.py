@@ -72,7 +72,7 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     per_stage, per_node = costs.cluster.num_ranks // stages, costs.cluster.ranks_per_node
     leaves = [(stage + 1) % stages * per_stage // per_node != stage * per_stage // per_node for stage in range(stages)]
     parts = stage_parts(costs.model, stages)
-    # equal to the judge's seconds, see test_stage_costs.py
+    # equal to the judge's seconds, see test_stage_seconds.py
     return min(pipeline_s(made, GroupShape(degree, degree), costs, parts, "elastic", leaves)[0] for made in chunks)
 
 

@@ -1,7 +1,7 @@
 """The fast planner: sort, cut into micro-batches, group each one, then improve the step by small moves.
 
-Cuts come from `partition.py`. Every micro-batch is grouped by bisection on its makespan between a bound that no grouping
-beats and what runs of the sorted sequences reach (`runs.py`), with vector packing by many rules as the test of a makespan
+Cuts come from `cuts.py`. Every micro-batch is grouped by bisection on its makespan between a bound that no grouping
+beats and what runs of the sorted sequences reach (`consecutive.py`), with vector packing by many rules as the test of a makespan
 (`vector_packing.py`). The cuts whose bounds promise most are grouped, all their micro-batches at once; the best layouts go
 through `local_search.py`. Everything is counted, not timed: equal lengths give equal plans on every machine.
 """

@@ -1,4 +1,4 @@
-"""Bytes of the K/V book: keys and values of sliced sequences and their gradients, as `runtime/slices.py` holds them.
+"""Bytes of the K/V book: keys and values of sliced sequences and their gradients, as `runtime/attention/kv_book.py` holds them.
 
 A layer that sees all tokens holds a sequence's keys and values from its first slice's forward to its first slice's backward, and
 gradients of all tokens in front of the last slice from that one's backward on. A layer whose window w is shorter than the

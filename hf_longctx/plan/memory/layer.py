@@ -1,7 +1,7 @@
 """Bytes of one decoder layer on a rank, and of what stands outside of the layers, moment by moment.
 
 Each moment is a sum of the tensors that are alive in it, read off the runtime and Hugging Face's modules; tests compare the
-sums with what torch allocates. Letters as in `activation_memory.py`: d hidden, a all query heads, k all KV heads, f
+sums with what torch allocates. Letters as in `saved_tensors.py`: d hidden, a all query heads, k all KV heads, f
 intermediate, h heads, e bytes per element; in the code d, a, k and f are bytes per token.
 
 Ranks that share attention by heads work on as many elements as one that holds 1/degree of the tokens; what their exchanges take

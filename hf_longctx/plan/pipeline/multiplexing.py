@@ -21,7 +21,7 @@ hidden behind computation, at 25 GB/s between stages (a node's network) and at 2
     512K, 32          8.3 %            1.9 %      7.6 %
 
 So lending pays for long sequences in few slices, or where stages share a node. The runtime executes it where every rank has all
-weights (`runtime/shared_round.py`), and `lending.py` decides for which groups of a plan.
+weights (`runtime/execution/lent_round.py`), and `lending.py` decides for which groups of a plan.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ from pathlib import Path
 TESTS = Path(__file__).parents[2]
 FILE = TESTS.parent / "docs" / "models.md"
 _EXACT = """
-Exact means: a tiny fp64 model gives the loss and every gradient of plain eager Hugging Face on one document at a time, to 1e-12,
-when documents are packed, cut into slices, in a Ulysses group, and in a ring of two ranks. The model has every kind of layer of its
-default config, windows of 6 tokens, chunks of 8 tokens and documents of up to 30. `error` is the largest relative error, rounded up
-to a power of ten. What transformers computes in fp32 (norms, rotary embeddings, routers, softmax) is fp64 on both sides. The last
-three columns say whether this also holds if layers are recomputed and run in tiles, if parameters are sharded (FSDP2), and in
-pipeline stages. `no` means refused with an error; under `recomputed` it means that plans keep everything, which the run says once.
-`whole logits`: the class changes its logits after the head, so plans keep everything for it, too.
+Exact means: a tiny fp64 model gives the loss and every gradient of plain eager Hugging Face on one document at a time, to
+1e-12, when documents are packed, cut into slices, in a Ulysses group, and in a ring of two ranks. The model has every kind of
+layer of its default config, windows of 6 tokens, chunks of 8 tokens and documents of up to 30. `error` is the largest
+relative error, rounded up to a power of ten. What transformers computes in fp32 (norms, rotary embeddings, routers, softmax)
+is fp64 on both sides. The last three columns say whether this also holds if layers are recomputed and run in tiles, if
+parameters are sharded (FSDP2), and in pipeline stages. `no` means refused with an error; under `recomputed` it means that
+plans keep everything, which the run says once. `whole logits`: the class changes its logits after the head, so plans keep
+everything for it, too.
 """
 _PLACES = {"recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
 

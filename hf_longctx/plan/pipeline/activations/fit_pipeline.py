@@ -1,7 +1,7 @@
 """The pass that makes room in pipelines: what a stage cannot hold is recomputed or offloaded, and the judge has the last word.
 
 A group that fits as it is stays as it is. For another one the loss runs in tiles, and if that does not do, the program of
-`joint_activation.py` chooses for every chunk and stage. It knows workspaces and copies only roughly, so its answer counts when
+`joint_program.py` chooses for every chunk and stage. It knows workspaces and copies only roughly, so its answer counts when
 the judge has run it and found it within the limits; what it is over is taken off the room, and the program is solved again. The
 program without offload is asked too where copies turn out to be in the way. What is left when nothing of that fits: every layer
 of every chunk recomputed, on the host what goes there.
