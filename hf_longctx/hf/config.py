@@ -120,6 +120,14 @@ class LongContextConfig:
             "parameters."
         },
     )
+    lend_stages: bool = field(
+        default=False,
+        metadata={
+            "help": "Stages that would be idle while a long sequence enters and leaves the pipeline run some of its slices for "
+            "the others, where that is predicted to be faster. Every rank then holds the weights of all stages. Needs stages, "
+            "adapters (LoRA) and replicated parameters."
+        },
+    )
     parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
         default="replicated",
         metadata={
@@ -234,6 +242,11 @@ class LongContextConfig:
             raise ValueError(f"parameters is {self.parameters!r}; choose one of {', '.join(PARAMETERS)}")
         if self.interleave < 1:
             raise ValueError(f"interleave is {self.interleave}; give the layer ranges of every pipeline stage, 1 for one each")
+        if self.lend_stages and self.interleave > 1:
+            raise ValueError(
+                f"lend_stages is set and interleave is {self.interleave}; stages of several layer ranges lend no ranks, so leave "
+                f"one of them out"
+            )
         if self.shard_ranks is not None and self.parameters == "replicated":
             raise ValueError(
                 f"shard_ranks is {self.shard_ranks} but parameters are 'replicated'; it has an effect with parameters 'sharded' "

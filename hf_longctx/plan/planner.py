@@ -51,7 +51,9 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     planning = Planning(costs, config)
     if len(config.stages) > 1:
         search = PipelineSearch(step, lengths, planning)
-        fitting, lower_bound_s = [(search.plan(), "pipelines")], search.lower_bound_s()
+        plan = search.plan()
+        fitting = [(plan, "pipelines"), *((lent, "pipelines, lent") for lent in search.lent_plans(plan))]
+        lower_bound_s = search.lower_bound_s()
     else:
         check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
         problem = GroupingProblem.build(lengths, costs, config)

@@ -120,7 +120,8 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "degrees": [1, 2],
         "method": "ring",
         "stages": 2,
-        "interleave": 2,
+        "interleave": 1,
+        "lend_stages": True,
         "parameters": "sharded",
         "shard_ranks": 2,
         "solver": "static",
@@ -205,3 +206,8 @@ def test_other_stages_are_refused(given) -> None:
 def test_no_layer_range_is_refused() -> None:
     with pytest.raises(ValueError, match="interleave is 0; give the layer ranges of every pipeline stage, 1 for one each"):
         LongContextConfig(interleave=0)
+
+
+def test_stages_of_several_layer_ranges_lend_no_ranks() -> None:
+    with pytest.raises(ValueError, match="lend_stages is set and interleave is 2; stages of several layer ranges lend no ranks"):
+        LongContextConfig(stages=2, interleave=2, lend_stages=True)

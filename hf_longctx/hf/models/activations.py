@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import StageLayers
 from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
-from hf_longctx.plan.core.types import RankPlan
+from hf_longctx.plan.core.types import LayerRange, RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -25,14 +25,21 @@ class ActivationRuntime:
 
     host_bytes: what saved tensors may take of the host, in one slab that is allocated (and pinned on CUDA) for the first plan
     that offloads. A model whose plans keep everything is never touched. has_head: false for a pipeline stage before the last.
+    layers: those of the own stage, where a rank has the layers of all stages (None: all that the model has).
     on_pageable: told bytes per second, as measured, where that slab was to be pinned and the system refused, so that later plans
     count on slower copies.
     """
 
     def __init__(
-        self, device: torch.device, host_bytes: int, on_pageable: Callable[[float], None], has_head: bool = True
+        self,
+        device: torch.device,
+        host_bytes: int,
+        on_pageable: Callable[[float], None],
+        has_head: bool = True,
+        layers: LayerRange | None = None,
     ) -> None:
         self.device, self.host_bytes, self._on_pageable, self._has_head = device, host_bytes, on_pageable, has_head
+        self._own = slice(None) if layers is None else slice(layers.first_layer, layers.first_layer + layers.num_layers)
         self._engine: ActivationEngine | None = None
         self._model: nn.Module | None = None
 
@@ -45,7 +52,7 @@ class ActivationRuntime:
         if is_needed and self._model is not model:
             self.close()
             head = OutputHead(output_head(model)) if self._has_head else None
-            self._engine, self._model = ActivationEngine(layer_modules(model), head=head), model
+            self._engine, self._model = ActivationEngine(layer_modules(model)[self._own], head=head), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):
             self._engine.tier = HostTier.on(self.device, self.host_bytes)
             if self.device.type == "cuda" and not self._engine.tier.slab.is_pinned:

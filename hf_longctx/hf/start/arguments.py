@@ -7,9 +7,11 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.adapters import shard_problems
+from hf_longctx.hf.models.adapters import is_adapted, shard_problems
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
+from hf_longctx.hf.models.routers import has_balance
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.stages import Ranges, loaded_ranges
@@ -268,6 +270,10 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
                 f"interleave={config.interleave} divides pipeline stages into layer ranges, but stages is 1; set stages=2 or "
                 f"more, or leave interleave out"
             )
+        if config.lend_stages:
+            problems.append(
+                "lend_stages=True lends ranks of idle pipeline stages, but stages is 1; set stages=2 or more, or leave it out"
+            )
         return problems
     problems = [
         f"{name}={getattr(config, name)!r} has no effect on pipeline stages; leave it out"
@@ -286,6 +292,8 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
         problems.append(f"stages={config.stages} does not divide the {num_ranks} ranks of the run; choose a divisor")
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     problems += _interleave_problems(config, num_layers, loaded)
+    if config.lend_stages:
+        problems += _lending_problems(model, config, loaded)
     if config.stages != "auto" and config.stages > num_layers:
         problems.append(f"stages={config.stages} are more than the model's {num_layers} layers; use at most {num_layers}")
     elif loaded is None:
@@ -312,6 +320,34 @@ def _interleave_problems(config: LongContextConfig, num_layers: int, loaded: Ran
         problems.append(
             f"the model was loaded in {found} layer range(s) per stage, but interleave is {config.interleave}; load it with the "
             f"same number"
+        )
+    return problems
+
+
+def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | None) -> list[str]:
+    """What does not go with stages that lend their ranks."""
+    problems = []
+    if not is_adapted(model):
+        problems.append(
+            "lend_stages=True needs adapters (LoRA): every rank holds the weights of all stages and sums their gradients over "
+            "all ranks, which is cheap for adapters only; train adapters, or leave lend_stages out"
+        )
+    if config.parameters != "replicated":
+        problems.append(
+            f"lend_stages=True needs parameters='replicated', not {config.parameters!r}, since every rank runs layers of all "
+            f"stages; leave one of them out"
+        )
+    if loaded is not None:
+        problems.append(
+            "lend_stages=True needs the whole model on every rank, but the model was loaded as one stage; load it with "
+            "from_pretrained, or leave lend_stages out"
+        )
+    if four_bit_layers(model):
+        problems.append("lend_stages=True is not tested with weights of four bits; load them in bfloat16, or leave it out")
+    if has_balance(model):
+        problems.append(
+            "lend_stages=True cannot take the balance of experts that the model's config asks for (output_router_logits=True); "
+            "set it to False, or leave lend_stages out"
         )
     return problems
 

@@ -152,7 +152,8 @@ def _setup_for(
     control: dist.ProcessGroup | None,
 ) -> PlanningSetup:
     """The start of planning with the layers on these stages; `costs` without how parameters live. Collective."""
-    spec, cluster = costs.model, costs.cluster
+    lend_stages = config.lend_stages and len(ranges) > 1
+    spec, cluster = replace(costs.model, keeps_all_stages=lend_stages), costs.cluster
     ranks_per_stage = args.world_size // len(ranges)
     degrees = tuple(degree for degree in degrees if degree <= ranks_per_stage)
     parameters, shard_ranks = shared_parameters(config, ranks_per_stage)
@@ -191,10 +192,11 @@ def _setup_for(
         node_aligned=config.node_aligned,
         solver_time_limit_s=config.solver_time_limit_s,
         stages=ranges if len(ranges) > 1 else (),
+        lend_stages=lend_stages,
     )
     # rings do not run slices
     method = "ulysses" if len(ranges) > 1 else config.method
-    costs = replace(costs, method=method, parameters=parameters, shard_ranks=shard_ranks)
+    costs = replace(costs, model=spec, method=method, parameters=parameters, shard_ranks=shard_ranks)
     room_tokens = tokens_per_rank * degrees[-1]
     if planner.stages:
         room_tokens = _longest_in_stages(min(max_length, room_tokens * len(ranges)), costs, planner)
@@ -270,7 +272,8 @@ def plan_source(
 ) -> PlanSource:
     """The group pool of the run and its plans; creates groups, so every rank calls it at the same point."""
     blocks = block_sizes(setup.planner.degrees, setup.costs)
-    pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages)
+    lends = setup.planner.lend_stages
+    pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages, lends=lends)
     # one more than are fitted: the first step pays for start-up and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     source = PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=config.collective_timeout_s / 3)
@@ -291,6 +294,8 @@ def opening_line(setup: PlanningSetup, args: TrainingArguments, model: Any) -> s
         line = f"attention: {name} for all tiles"
     if (num_parts := len(setup.ranges[0])) > 1:
         line = f"{line} | {setup.num_stages} stages interleaved, {num_parts} layer ranges each"
+    if setup.planner.lend_stages:
+        line = f"{line} | {setup.num_stages} stages that lend their ranks where that is predicted to be faster"
     if (budget := setup.planner.activations) is None:
         return f"{line} | everything is kept, up to {setup.planner.tokens_per_rank:,} tokens on a rank"
     host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""

@@ -72,10 +72,12 @@ class Placement(Protocol):
 
 
 class ReplicatedPlacement:
-    """The whole model on every rank."""
+    """The whole model on every rank, also where the ranks form `num_stages` pipeline stages that lend each other ranks."""
 
-    num_stages = 1
     writes_weights = False
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
 
     def prepare(self, model: Any) -> None: ...
 

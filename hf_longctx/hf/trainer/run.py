@@ -19,7 +19,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
-from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.cutting import cut_model, shared_stages_of, stage_model
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
@@ -66,7 +66,8 @@ class Run:
     """Everything between a model and its plans, from the start of a run to its end.
 
     control: the group for messages between all ranks. sets: the sets that are read under plans; empty where a stock loader
-    reads them. stage: this rank's part of the model; the whole model where there is no pipeline.
+    reads them. stage: this rank's part of the model; the whole model where there is no pipeline. all_stages: every stage, where
+    each rank has the whole model because stages lend their ranks.
     """
 
     config: LongContextConfig
@@ -82,6 +83,7 @@ class Run:
     recorder: DataRecorder
     report: RunReport
     undo: ExitStack
+    all_stages: tuple[StageModel, ...] = ()
 
     @property
     def pool(self) -> GroupPool:
@@ -91,7 +93,8 @@ class Run:
     def executor(self, model: nn.Module, fp32_gradients: bool = True) -> StepExecutor:
         """An executor for the placed model; it owns gradient buffers."""
         stage = replace(self.stage, model=model)
-        return StepExecutor(stage, self.pool, self.args.device, fp32_gradients, routers=self.routers.balance(model))
+        all_stages = [replace(each, model=model) for each in self.all_stages]
+        return StepExecutor(stage, self.pool, self.args.device, fp32_gradients, all_stages, self.routers.balance(model))
 
     def release_model(self) -> None:
         """Gives the model its own layers and routers back, until the next plan needs them. Idempotent."""
@@ -130,8 +133,9 @@ def start_run(request: RunRequest) -> Run:
         patch_model(model)
         # before the model is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
-        stage = _own_stage(setup, model)
-        if setup.num_stages > 1:
+        all_stages = shared_stages_of(model, setup.ranges) if setup.planner.lend_stages else ()
+        stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
+        if setup.num_stages > 1 and not all_stages:
             check_trained(stage, control)
         # the groups of shards before the groups of sequences
         mesh = _new_mesh(config, setup, args)
@@ -139,7 +143,8 @@ def start_run(request: RunRequest) -> Run:
         undo.callback(source.pool.close)
         budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
         host_bytes = budget.host_bytes if budget is not None else 0
-        activations = ActivationRuntime(args.device, host_bytes, source.copies_take, has_head=is_last)
+        own_layers = setup.ranges[stage.stage][0] if all_stages else None
+        activations = ActivationRuntime(args.device, host_bytes, source.copies_take, is_last, own_layers)
         routers = RouterRuntime(args.device)
         undo.callback(activations.close)
         undo.callback(routers.close)
@@ -153,7 +158,7 @@ def start_run(request: RunRequest) -> Run:
             setup=setup,
             control=control,
             sets=sets,
-            placement=_placement(config, args, stage, mesh, source.pool),
+            placement=ReplicatedPlacement(setup.num_stages) if all_stages else _placement(config, args, stage, mesh, source.pool),
             stage=stage,
             source=source,
             activations=activations,
@@ -161,6 +166,7 @@ def start_run(request: RunRequest) -> Run:
             recorder=DataRecorder(),
             report=RunReport(config, source, opening),
             undo=undo.pop_all(),
+            all_stages=all_stages,
         )
 
 

@@ -74,7 +74,8 @@ class ModelSpec:
     are frozen then. packed: of frozen weights in fewer bits. value_head_dim: of values where it is not head_dim (0: it is).
     kv_rank: of the latent that keys and values are made of, all but rope_head_dim of a key (0: they are made of hidden states);
     query_rank: the same of queries. caps_scores: attention has a softcap. windows: of every layer the tokens that a query
-    sees at most, its own included, None for all before it; () where all layers see all.
+    sees at most, its own included, None for all before it; () where all layers see all. keeps_all_stages: every rank holds the
+    weights of all pipeline stages, so that stages can lend their ranks.
 
     Of a mixture of experts all sizes are means over layers. intermediate_size: of what one token passes, its experts together.
     idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements of a token that its
@@ -106,6 +107,7 @@ class ModelSpec:
     idle_parameters: int = 0
     routed_elements: int = 0
     windows: Windows = ()
+    keeps_all_stages: bool = False
 
     def __post_init__(self) -> None:
         if self.windows and len(self.windows) != self.num_layers:
@@ -275,6 +277,8 @@ class ModelSpec:
 
     def part_state_bytes(self, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int) -> int:
         """The same of so many layers, with the embedding if `is_first` and the head if `is_last`."""
+        if self.keeps_all_stages:
+            num_layers, is_first, is_last = self.num_layers, True, True
         weights, gradients, moments = self._part_bytes(num_layers, is_first, is_last)
         beside = num_layers * self.packed.layer_scale_bytes + (self.packed.unpacked_bytes if num_layers else 0)
         if parameters == "replicated":

@@ -50,7 +50,8 @@ class PlannerConfig:
     everything into one micro-batch or fail, for a caller that makes one forward per plan. solver_time_limit_s: seconds that
     solvers "lp" and "milp" may take for one step, not counting the greedy layout that they start from. activations: memory
     that decides which activations are recomputed or offloaded (None: all are kept). stages: layer ranges of every pipeline
-    stage, one range for each model part (empty: no pipeline).
+    stage, one range for each model part (empty: no pipeline). lend_stages: idle stages may lend their ranks to others, for
+    which every rank must hold the weights of all stages.
 
     Three extensions of FlexSP can be switched off. time_aware: cut micro-batches by time as well as by tokens, and move
     sequences between them to fill idle time. nested: where parameters allow it, ranks change groups inside a step and wait
@@ -70,6 +71,7 @@ class PlannerConfig:
     solver_time_limit_s: float = 10.0
     activations: ActivationBudget | None = None
     stages: tuple[tuple[LayerRange, ...], ...] = ()
+    lend_stages: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank < 1:
@@ -82,6 +84,10 @@ class PlannerConfig:
             raise ValueError(f"static_degree {self.static_degree} is not among the degrees {self.degrees}")
         if self.micro_batch_trials < 1:
             raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; it must be at least 1")
+        if self.lend_stages and (len(self.stages) < 2 or len(self.stages[0]) > 1):
+            raise ValueError(
+                "lend_stages needs at least two pipeline stages of one layer range each; set stages, or leave it out"
+            )
         if not self.solver_time_limit_s > 0:
             raise ValueError(f"solver_time_limit_s is {self.solver_time_limit_s}; give a positive number of seconds")
 

@@ -34,12 +34,6 @@ def most_held_bytes(model: ModelSpec, ranges: Sequence[Sequence[LayerRange]], pa
     )
 
 
-def stage_weight_bytes(model: ModelSpec, stage: StagePlan, num_stages: int) -> int:
-    """Bytes of the weights of one of `num_stages` stages, scales of packed ones included."""
-    scales = stage.num_layers * model.packed.layer_scale_bytes
-    return model.part_weight_bytes(stage.num_layers, stage.stage == 0, stage.stage == num_stages - 1) + scales
-
-
 def stage_parameters(model: ModelSpec, stage: StagePlan, num_stages: int) -> int:
     """Matrix parameters of one of `num_stages` stages."""
     return held_parameters(model, stage.num_layers, stage.stage, num_stages)

@@ -40,6 +40,8 @@ _SIMULATED_CUTS, _MOST_CUTS = 2, 5
 _DOUBT = 0.95
 # slices where room is short: each four times as many as the one before
 _LEAN_SLICES = (1, 4, 16)
+# most slices per stage where stages lend ranks: idle time is a small share of more
+_LENT_SLICES = 4
 # of a pipeline's seconds, what fewer chunks are worth
 _SAME = 0.01
 # what a cut may hold beyond its room by the formula, since the formula is a rough one
@@ -168,6 +170,19 @@ class PipelineStep:
                 chunks = {group: self._chunks(group, num_slices, 0.0) for group in groups}
                 found.append(Candidate(math.nan, tuple(placed), tuple(chunks.get(group, (Chunk(0),)) for group in placed)))
         return found
+
+    def lone_candidates(self, sequence: int) -> list[Candidate]:
+        """Pipelines of this sequence alone on the largest group, in few slices and of unknown seconds.
+
+        Stages that lend ranks run them.
+        """
+        degree, length = self.degrees[-1], int(self.lengths[sequence])
+        group = PlacedGroup(0, degree, (sequence,))
+        [placed] = with_idle_ranks([[group]], self.ranks_per_stage, 0)
+        can_slice = self.shapes[degree].num_blocks == 1 and length <= self.longest[degree]
+        most = min(length // degree, _LENT_SLICES * self.num_stages) if can_slice else 0
+        made = dict.fromkeys(self._chunks(group, count, 0.0) for count in SLICE_COUNTS if self.num_stages - 1 <= count <= most)
+        return [Candidate(math.nan, tuple(placed), (chunks, *((Chunk(0),) for _ in placed[1:]))) for chunks in made]
 
     def _shape(self, degree: int) -> GroupShape:
         """How groups of a degree share attention: in one block where they can, since a ring takes no slices."""

@@ -1,20 +1,27 @@
 """Decides where lent stages pay (`multiplexing.py`): for every long sequence of a plan, first slices, last ones, both or none.
 
-It prices ranks that have the weights of all stages at hand, as under adapters, whose frozen weights every rank can keep; the
-runtime executes no other. First slices alone are tried too: only the last ones need the whole front sent to lent ranks.
+Predictions are for ranks that have the weights of all stages at hand, as under adapters, whose frozen weights every rank can
+keep; the runtime executes no other. First slices alone are tried too: only the last ones need the whole front sent to lent ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.sharding import shared_order, sharing_stages
 from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.pipeline.candidates import PipelineStep
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
 from hf_longctx.plan.pipeline.orders import families
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+
+# most sequences of a step that get a micro-batch of their own to be lent ranks
+_MOST_ALONE = 2
+
+# whether every rank has room for a plan, given its predicted run
+Fits = Callable[[StepPlan, Evaluation], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +49,10 @@ class Lending:
         )
 
 
-def lend(plan: StepPlan, costs: CostModel, limit_bytes: int = 0) -> Lending:
+def lend(plan: StepPlan, costs: CostModel, fits: Fits = lambda plan, run: True) -> Lending:
     """`plan` with helpers in every group in which they save predicted seconds of the step; group by group, the best of three.
 
-    limit_bytes: what a rank may hold at its predicted peak; 0: anything. Raises ValueError for what cannot be evaluated.
+    fits: plans for which it is false are left out. Raises ValueError for what cannot be evaluated.
     """
     plain_s = best_s = evaluate_plan(plan, costs, with_events=False).step_s
     num_lent = num_able = 0
@@ -58,10 +65,46 @@ def lend(plan: StepPlan, costs: CostModel, limit_bytes: int = 0) -> Lending:
             for candidate in candidates:
                 tried = _with_group(base, place, index, candidate)
                 found = evaluate_plan(tried, costs, with_events=False)
-                if found.step_s < best_s and (not limit_bytes or max(found.peak_bytes) <= limit_bytes):
+                if found.step_s < best_s and fits(tried, found):
                     plan, best_s, is_lent = tried, found.step_s, True
             num_lent += is_lent
     return Lending(plan, plain_s, best_s, num_lent, num_able)
+
+
+def lent_plans(
+    plan: StepPlan,
+    pipelines: PipelineStep,
+    costs: CostModel,
+    fits: Fits,
+    micro_batches_of: Callable[[tuple[int, ...]], Sequence[MicroBatch]],
+) -> Iterator[StepPlan]:
+    """Plans with lent stages to compare with `plan`, which has none: helpers in its own groups, or long sequences apart.
+
+    A group of several sequences cannot be lent ranks, so up to two of the longest sequences get a micro-batch each, in front of
+    those that `micro_batches_of` plans for the others.
+    """
+    yield lend(plan, costs, fits).plan
+    lengths = pipelines.lengths.tolist()
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    alone: list[MicroBatch] = []
+    for count, sequence in enumerate(order[:_MOST_ALONE], 1):
+        lent = _lent_alone(plan, pipelines, sequence, costs, fits)
+        if lent is None:
+            return
+        alone.append(lent)
+        others = tuple(sorted(order[count:]))
+        yield replace(plan, micro_batches=(*alone, *(micro_batches_of(others) if others else ())))
+
+
+def _lent_alone(plan: StepPlan, pipelines: PipelineStep, sequence: int, costs: CostModel, fits: Fits) -> MicroBatch | None:
+    """The fastest micro-batch of this sequence alone with helpers; None where none fits or none saves anything."""
+    best: tuple[float, MicroBatch] | None = None
+    for candidate in pipelines.lone_candidates(sequence):
+        tried = replace(plan, micro_batches=(pipelines.micro_batch(candidate),))
+        found = lend(tried, costs, fits)
+        if found.num_lent and (best is None or found.lent_s < best[0]):
+            best = found.lent_s, found.plan.micro_batches[0]
+    return None if best is None else best[1]
 
 
 def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]:

@@ -8,7 +8,7 @@ Where nothing fits even with room made, long sequences get a pipeline of their o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.candidates import Candidate, PipelineStep
+from hf_longctx.plan.pipeline.lending import lent_plans
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges
 from hf_longctx.plan.pipeline.stage_seconds import Parts
 from hf_longctx.plan.prediction.evaluate import Evaluation
@@ -82,6 +83,16 @@ class PipelineSearch:
         rows = self.rows(tuple(range(len(self.pipelines.lengths))))
         return self.with_micro_batches([micro_batch for row in rows for micro_batch in row.plan.micro_batches])
 
+    def lent_plans(self, plan: StepPlan) -> Iterator[StepPlan]:
+        """Plans that fit and whose idle stages lend their ranks, to compare with `plan`; none unless the configuration asks."""
+        if not self.config.lend_stages:
+            return
+
+        def micro_batches_of(members: tuple[int, ...]) -> list[MicroBatch]:
+            return [micro_batch for row in self.rows(members) for micro_batch in row.plan.micro_batches]
+
+        yield from lent_plans(plan, self.pipelines, self.costs, self._fits, micro_batches_of)
+
     def lower_bound_s(self) -> float:
         """Seconds that no plan takes less than: all rank-seconds, each sequence where it costs the fewest, on all ranks."""
         pipelines, costs = self.pipelines, self.costs
@@ -129,7 +140,7 @@ class PipelineSearch:
                 break
             rows.append(self._row(candidate))
             # to make room takes longer than all else, so what fits as it is comes before what is hardly quicker
-            if self._fits(rows[-1]):
+            if self._fits(rows[-1].plan, rows[-1].run):
                 return rows[-1]
         quickest = sorted(rows, key=lambda row: row.run.step_s)[:_MOST_ROOMS]
         best = next(filter(None, map(self._roomy, quickest)), None)
@@ -137,7 +148,7 @@ class PipelineSearch:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
             row = self._row(candidate)
-            fitting = row if self._fits(row) else self._roomy(row) if best is None else None
+            fitting = row if self._fits(row.plan, row.run) else self._roomy(row) if best is None else None
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
         return best
@@ -145,7 +156,9 @@ class PipelineSearch:
     def _leanest(self, members: tuple[int, ...]) -> _Row | None:
         """Whatever it takes: the largest groups, with as few slices as do."""
         rows = [self._row(candidate) for candidate in self.pipelines.lean_candidates(members)]
-        return next((row for row in rows if self._fits(row)), None) or next(filter(None, map(self._roomy, rows)), None)
+        return next((row for row in rows if self._fits(row.plan, row.run)), None) or next(
+            filter(None, map(self._roomy, rows)), None
+        )
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
@@ -160,11 +173,10 @@ class PipelineSearch:
         except ValueError:
             return None
         made = _Row(plan, self.planning.predict(plan))
-        return made if self._fits(made) else None
+        return made if self._fits(made.plan, made.run) else None
 
-    def _fits(self, row: _Row) -> bool:
+    def _fits(self, plan: StepPlan, run: Evaluation) -> bool:
         """Whether every rank has room: in bytes beside the largest states, or in tokens on its share of the layers."""
-        plan, run = row.plan, row.run
         stages = plan.micro_batches[0].groups[0].stages
         budget = self.config.activations
         if budget is not None:

@@ -18,7 +18,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes, chunk_load
-from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes, stage_weight_bytes
+from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.prediction.event_loop import Times
 from hf_longctx.plan.prediction.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
 
@@ -157,11 +157,10 @@ class _SharedSeconds:
 def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: int, row: Sequence[Action]) -> int:
     """No less than what a rank of `stage` holds: when all forwards are done, and the largest workspace.
 
-    States of its own stage, and the weights of all others. Every part of the sequence's keys and values counts whole.
+    Every rank holds the states of all stages. Every part of the sequence's keys and values counts whole.
     """
     model = costs.model
-    others = sum(stage_weight_bytes(model, other, plan.num_stages) for other in group.stages if other.stage != stage)
-    total = stage_state_bytes(model, group.stages[stage], plan) + others
+    total = model.state_bytes(plan.parameters, plan.block_ranks)
     most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
     total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
     kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv

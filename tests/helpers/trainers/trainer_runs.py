@@ -35,12 +35,13 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass
 class RecordedStep:
-    """Loss and gradients of one optimizer step, and what its plan had: layer ranges of a stage, actions with helpers."""
+    """Loss and gradients of one optimizer step, and its plan's layer ranges of a stage, actions with helpers, and policies."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
     parts: set[int]
     num_lent: int
+    num_policies: int
 
 
 class StepRecorder:
@@ -57,7 +58,8 @@ class StepRecorder:
             actions = [action for group in groups for stage in group.stages for action in stage.actions]
             gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
             parts, num_lent = {action.part for action in actions}, sum(bool(action.helpers) for action in actions)
-            self.steps.append(RecordedStep(float(result.loss), gradients, parts, num_lent))
+            num_policies = sum(bool(policy.layers) for group in groups for stage in group.stages for policy in stage.activations)
+            self.steps.append(RecordedStep(float(result.loss), gradients, parts, num_lent, num_policies))
             original(plan, result)
 
         trainer.longctx_run.report.step_done = step_done

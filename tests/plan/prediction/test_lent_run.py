@@ -86,12 +86,13 @@ def test_what_moves_takes_its_seconds(ranks_per_node: int) -> None:
     assert found["0F1"] == 0
 
 
-def test_a_rank_holds_its_parts_of_shared_slices_and_the_weights_of_all_stages() -> None:
+def test_a_rank_holds_its_parts_of_shared_slices_and_the_states_of_all_stages() -> None:
     lent, parameters = run(sliced(2, 2)), HEADLESS.layer_parameters * 2
     loads = [Load(20, (20,), 2, 0, 20, has_head=False, is_shared=True), Load(40, (40,), 2, 40, 40, has_head=False)]
     loads = [*loads, Load(40, (40,), 2, 0, 40), Load(20, (20,), 2, 40, 20, is_shared=True)]
     half, second, first, last = (ByteModel(HEADLESS).chunk(dataclasses.replace(load, keeps_gradients=False)) for load in loads)
-    states = parameters * (2 * 4 + 8) + parameters * 4
+    # weights, gradients and moments of both stages, whose passes every rank may run
+    states = 2 * parameters * (2 * 4 + 8)
     # a token's keys and values of two layers, and their gradients
     token = 2 * 256
     # stage 0: its first slice in part, its second, and part of the other stage's second
