@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.ranks.forked import ForkedCommand
 
 from hf_longctx.cli.main import main
 from hf_longctx.plan.cost.profiles import read_profile
@@ -51,9 +52,12 @@ def test_words_of_the_wrong_kind_are_refused_by_the_parser(words: list[str], cap
     assert words[0] in capsys.readouterr().err
 
 
+# what a launcher sets
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def calibrate(*words: str) -> subprocess.CompletedProcess[str]:
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     command = [sys.executable, "-m", "hf_longctx.cli.main", "calibrate", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
@@ -73,8 +77,10 @@ def test_two_ranks_write_a_profile_that_is_read_again(tmp_path: Path) -> None:
     assert run.stdout.rstrip().endswith(f"written: {output}")
 
 
-def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path) -> None:
-    run = calibrate("--model", "no-such-model", "--ranks", "2", "--output", str(tmp_path / "hardware.json"))
-    assert run.returncode == 1
-    assert run.stderr.count("calibrate: model 'no-such-model' is neither a config.json") == 1
+def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(subprocess, "Popen", ForkedCommand)
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["calibrate", "--model", "no-such-model", "--ranks", "2", "--output", str(tmp_path / "hardware.json")]) == 1
+    assert capfd.readouterr().err.count("calibrate: model 'no-such-model' is neither a config.json") == 1
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The merge kernels in Triton's interpreter against the reference; `test_merge_attention.py` runs this file by itself."""
+"""The merge kernels in Triton's interpreter against the reference; `test_interpreted.py` runs this file."""
 
 from __future__ import annotations
 

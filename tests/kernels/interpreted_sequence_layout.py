@@ -1,4 +1,4 @@
-"""The layout kernels in Triton's interpreter against the reference; `test_sequence_layout.py` runs this file by itself."""
+"""The layout kernels in Triton's interpreter against the reference; `test_interpreted.py` runs this file."""
 
 from __future__ import annotations
 

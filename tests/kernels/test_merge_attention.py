@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.measures.triton_runs import compile_only, memory_instructions, needs_triton, run_interpreted
+from helpers.measures.triton_runs import compile_only, memory_instructions, needs_triton
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -177,11 +176,6 @@ def test_a_sum_in_half_precision_is_refused() -> None:
     outputs, lses = parts_of(2, torch.bfloat16)
     with pytest.raises(ValueError, match="both must be float32"):
         accumulate_attention_(outputs[0], lses[0], outputs[1], lses[1])
-
-
-@needs_triton
-def test_kernels_are_the_reference() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_merge_attention.py"))
 
 
 @needs_triton

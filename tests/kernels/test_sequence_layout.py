@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.measures.triton_runs import compile_only, memory_instructions, needs_triton, run_interpreted
+from helpers.measures.triton_runs import compile_only, memory_instructions, needs_triton
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -200,11 +199,6 @@ def test_what_does_not_fit_is_named() -> None:
         join_heads(torch.zeros(2, 9), [1, 1], 3, HEAD_DIM)
     with pytest.raises(ValueError, match="3 in all, but attention returned 4"):
         scatter_tokens(torch.zeros(4, 1, 1), [1, 2])
-
-
-@needs_triton
-def test_kernels_are_the_reference() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_sequence_layout.py"))
 
 
 @needs_triton

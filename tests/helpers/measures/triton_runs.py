@@ -22,10 +22,10 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-def run_interpreted(file: Path) -> None:
-    """Runs a test file with kernels interpreted; Triton reads the variable when it is first imported, so not in this process."""
+def run_interpreted(*files: Path) -> None:
+    """Runs test files with kernels interpreted; Triton reads the variable when it is first imported, so not in this process."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, files)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "passed" in ran.stdout and "skipped" not in ran.stdout, ran.stdout
