@@ -1,4 +1,4 @@
-"""What a run says about itself: one line per step, metrics for the log, samples for the cost model, the timeline files."""
+"""Reports of a run: one line per step, metrics for the log, samples for the cost model, the timeline files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline, 
 class RunReport(TrainerCallback):
     """Listens to finished steps: prints them, keeps the cost model fitted, writes summary and timeline at the end.
 
-    `opening` is said once, when training begins. `on_step_end` and `on_train_end` hold collectives on the pool's control
-    group: every rank has one of these callbacks.
+    `opening` is printed once, when training begins. `on_step_end` and `on_train_end` are collective on the pool's control
+    group, so every rank needs this callback.
     """
 
     def __init__(self, config: LongContextConfig, source: PlanSource, opening: str = "") -> None:
@@ -44,13 +44,13 @@ class RunReport(TrainerCallback):
         self._refit = CostRefit(source, config.calibration_steps)
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
-        """Called by the trainer after each plan of a step; read at the step's end, when reading no longer delays it."""
+        """Takes a finished plan of a step from the trainer; reads it at the step's end, when that no longer delays the step."""
         self._pending.append((plan, result))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # what a training that stopped inside a step left behind
+        # a training that stopped inside a step may have left plans here
         self._pending = []
-        # ranks read checkpoints and open trackers at their own pace: as in on_save
+        # ranks read checkpoints and open trackers at their own pace, so all wait, as in on_save
         PartialState().wait_for_everyone()
         if self.config.report_steps and state.is_world_process_zero and self.opening:
             tqdm.write(self.opening)
@@ -84,7 +84,7 @@ class RunReport(TrainerCallback):
             tqdm.write(self._summary())
         if state.is_world_process_zero and (replaced := self._replaced_plans()):
             late, failed = replaced.get("late_plans", 0), replaced.get("failed_plans", 0)
-            tqdm.write(f"the fast planner stood in for {late:g} late and {failed:g} failed plans of the solver")
+            tqdm.write(f"the fast planner replaced {late:g} late and {failed:g} failed plans of the solver")
         if not self.config.timeline_steps or not self._last:
             return
         measured = gather_objects([record.events() for record in self._last], self.source.pool.control)
@@ -129,7 +129,7 @@ class RunReport(TrainerCallback):
         return {**metrics, **self._replaced_plans()}
 
     def _replaced_plans(self) -> dict[str, float]:
-        """How many plans of the run were replaced so far, by reason; without reasons that did not occur. Known on rank 0."""
+        """Number of plans of the run that were replaced so far, by each reason that occurred. Known on rank 0."""
         drafts = self.source.drafts
         counts = {"late_plans": drafts.late_plans, "failed_plans": drafts.failed_plans}
         return {name: float(count) for name, count in counts.items() if count}
@@ -145,7 +145,7 @@ class RunReport(TrainerCallback):
         """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""
         plans = [record.plan for record in self._last]
         steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
-        # waiting for messages is no work, as in the prediction
+        # waiting for messages is not drawn as work, as in the prediction
         drawn = [[event for event in events if event.kind not in ("SF", "RF", "SB", "RB")] for events in steps]
         panels = {"measured": _in_a_row(drawn)}
         if self.source.costs.coefficients.is_measured:

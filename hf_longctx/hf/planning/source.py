@@ -1,7 +1,7 @@
-"""Where plans come from: rank 0 solves one step ahead in threads, broadcasts JSON, and all ranks compare digests.
+"""Source of a run's plans: rank 0 solves one step ahead in threads, broadcasts JSON, and all ranks compare digests.
 
-One author, one plan: the planner is deterministic for equal inputs, but its cost model is refitted from measurements that
-differ between ranks, so no other rank ever solves.
+No other rank ever solves: the planner is deterministic for equal inputs, but its cost model is refitted from measurements that
+differ between ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 logger = logging.getLogger(__name__)
 
-# a step's lengths, or what waits for them in the planner's thread
+# a step's lengths, or a function that waits for them in the planner's thread
 Lengths = list[int] | Callable[[], list[int]]
 
 
@@ -36,9 +36,9 @@ class PlanSource:
     """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new one.
 
     The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
-    samples. What is waited for without end, lengths and the fast planner, may take as long as it needs: rank 0 tells the
-    others that it is still at it every `alive_s` seconds, which must be less than the control group's time-out. A slow solver
-    is waited for as `DraftPlanner` says, which counts what it replaced: `late_plans` and `failed_plans`, known on rank 0.
+    samples. Lengths and the fast planner may take as long as they need: rank 0 tells the others every `alive_s` seconds that it
+    is still waiting for them, which must be less than the control group's time-out. `DraftPlanner` limits the wait for a slow
+    solver, and counts the plans that it replaced on rank 0: `late_plans` and `failed_plans`.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class PlanSource:
             return planner(step, lengths, costs, config)
         self._explore_steps -= 1
         degree = config.degrees[step % len(config.degrees)]
-        # nothing is gained by a slow solver whose costs are made up
+        # a slow solver gains nothing while costs are made up
         solver = "greedy" if is_slow(config) else config.solver
         config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree), solver=solver)
         plan = planner(step, lengths, replace(costs, favoured_degree=degree), config)
-        # what was made dear on purpose says nothing about the step
+        # costs that were raised on purpose say nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
     def copies_take(self, bytes_per_s: float) -> None:
-        """Plans solved from now on count on copies of this speed between device and host."""
+        """Sets the speed of copies between device and host that plans count on from now on."""
         cluster = self.costs.cluster
         hardware = replace(cluster.hardware, copy_bytes_per_s=bytes_per_s)
         self.costs = replace(self.costs, cluster=replace(cluster, hardware=hardware))
@@ -125,7 +125,7 @@ class PlanSource:
         return plan
 
     def _wait(self, pending: Future[Any], limit_s: float) -> None:
-        """Until `pending` is done or `limit_s` are over; every `alive_s` the other ranks hear that rank 0 is still at it."""
+        """Waits until `pending` is done, at most `limit_s`; tells other ranks every `alive_s` that rank 0 still waits."""
         stop_s = time.monotonic() + limit_s
         while (left_s := stop_s - time.monotonic()) > 0 and wait([pending], timeout=min(left_s, self.alive_s)).not_done:
             if left_s > self.alive_s and self.pool.control is not None:

@@ -1,4 +1,4 @@
-"""Every fact that depends on a version of transformers, and the list of model classes whose equality is tested."""
+"""Checks of a model against the classes, attention patterns and settings whose equality with transformers is tested."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "prop
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # classes whose masks know chunks
 _CHUNKED = ("Llama4ForCausalLM",)
-# words in names of config fields: chances that are drawn anew in every forward, and so for other tokens under every plan
+# words in names of config fields that draw random numbers in every forward, and so for other tokens under every plan
 _CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
-# named elsewhere, or only read by heads for other tasks
+# fields with such a word that are checked elsewhere, or that only heads for other tasks read
 _UNUSED_CHANCES = (
     "router_jitter_noise",
     "classifier_dropout",
@@ -29,7 +29,7 @@ _UNUSED_CHANCES = (
     "summary_first_dropout",
     "summary_last_dropout",
 )
-# field -> the value that means what was tested, and the remedy for others
+# field -> the tested value, and the remedy for others
 _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
     "is_encoder_decoder": (False, "use a decoder-only model"),
     "add_cross_attention": (False, "set it to False, cross attention is not supported"),
@@ -37,7 +37,7 @@ _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:
-    """Why this model cannot run correctly, by name; empty for a tested class with a tested attention pattern."""
+    """Reasons why this model would not run correctly; empty for a tested class with a tested attention pattern."""
     if kinds := kind_problems(model):
         return kinds
     base = base_of(model)
@@ -46,11 +46,10 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         return [problem]
     if not type(base).__module__.startswith("transformers."):
         return [
-            f"model class {name} comes from {type(base).__module__}, not from transformers, so it is not the one that was "
-            f"tested; use the class of transformers"
+            f"model class {name} comes from {type(base).__module__}, but only the class of transformers is tested; use that one"
         ]
     if quantised := quantised_problems(model):
-        # what else would be said of its weights is said of those that stand for others
+        # other problems would only follow from these
         return quantised
     problems = [*adapter_problems(model), *_pattern_problems(base), *router_problems(base)]
     problems += _setting_problems(config)
@@ -59,7 +58,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
     ]
     problems += [
-        f"rope type {rope_type!r} of {name} is scaled once more by the longest position of each forward, which plans differ in; "
+        f"rope type {rope_type!r} of {name} is scaled again by the longest position of each forward, which depends on the plan; "
         f"use rope type 'default'"
         for rope_type in sorted((_rope_types(config) & set(TESTED_ROPE_TYPES)) - {"default"})
         if name in DEFAULT_ROPE_ONLY
@@ -69,7 +68,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     problems += rope_problems(base)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         problems.append(
-            "activation (gradient) checkpointing is enabled on the model, where plans decide themselves what is recomputed; call "
+            "activation (gradient) checkpointing is enabled on the model, but plans decide what is recomputed; call "
             "model.gradient_checkpointing_disable()"
         )
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
@@ -93,9 +92,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
 
 
 def _pattern_problems(model: PreTrainedModel) -> list[str]:
-    """Patterns of attention that do not reach the attention function as keywords, so that they would be ignored there."""
+    """Problems with attention patterns that the attention function would not be told of, and so would ignore."""
     config = model.config.get_text_config()
-    # "vision" lets tokens of images see each other, of which there are none
+    # "vision" lets tokens of images see each other, and there are no images
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
         return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
@@ -126,7 +125,7 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
 
 
 def _setting_problems(config: PretrainedConfig) -> list[str]:
-    """Fields of a tested class's config with values that were not tested."""
+    """Problems with fields of a tested class's config that have untested values."""
     values = config.get_text_config().to_dict()
     problems = [
         f"{field} is {value}; set it to 0.0, {'dropout' if 'drop' in field else 'noise'} is not supported yet"

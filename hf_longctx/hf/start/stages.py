@@ -1,4 +1,4 @@
-"""How many pipeline stages a run has, and which layers each of them holds: decided once, before the first step."""
+"""Layers of every pipeline stage, decided once, before the first step, and loading of one stage alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.pipeline.orders import layer_ranges
 
-# the parts of every stage
+# layer ranges of every stage
 Ranges = tuple[tuple[LayerRange, ...], ...]
 
 _SAMPLED_ROWS = 256
@@ -33,7 +33,7 @@ _SAMPLED_ROWS = 256
 def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Tokens of up to 256 rows spread over the set, none above `max_length`, as rank 0 found them; collective.
 
-    Of a stream, or without a set, one sequence of `max_length`.
+    For a stream, or without a set: one sequence of `max_length`.
     """
     lengths = [max_length]
     is_reader = control is None or dist.get_rank() == 0
@@ -56,7 +56,7 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
     if num_stages == 1:
         return ((LayerRange(0, costs.model.num_layers),),)
     chunk, shape = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths))), GroupShape(1)
-    # what a chunk costs whatever its tokens is paid per chunk, of which there are fewer
+    # the constant cost of a chunk does not count per layer: a run has fewer chunks than sequences
     per_token = replace(
         costs,
         coefficients=replace(
@@ -76,7 +76,7 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
 def load_pipeline_stage(
     folder: str, config: LongContextConfig, dtype: torch.dtype | str = "auto", **settings: Any
 ) -> PreTrainedModel:
-    """This rank's stage of the checkpoint in a local `folder`, for a trainer with the same `config`; of one stage all of it.
+    """Loads this rank's stage of the checkpoint in a local `folder`, or all of it for one stage, for a trainer with `config`.
 
     No rank reads or holds the weights of another stage, but for an embedding that the head is tied to. Layers are split by
     operation counts for sequences of `max_length`, into `interleave` ranges per stage. `settings` go to `from_pretrained`. Not
@@ -92,7 +92,7 @@ def load_pipeline_stage(
     if config.stages == 1:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **settings)
     if config.stages == "auto":
-        raise ValueError("stages is 'auto', which is decided when the model is there; give the number of stages to load one of")
+        raise ValueError("stages is 'auto', which is chosen after the model is loaded; give the number of stages")
     state, checkpoint, launch = PartialState(), checkpoint_config(folder), LaunchEnvironment.read()
     if state.num_processes != launch.num_ranks:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""TRL's trainers: which of them run under plans, which under the callback alone, and why the others do not.
+"""Support for TRL's trainers: some run under full plans, some under the callback alone, the others are refused with a reason.
 
-`SFTTrainer` prepares model and dataset inside its own constructor, so a mixin in front of it checks them behind that. Its loss
+`SFTTrainer` prepares model and dataset inside its own constructor, so a mixin in front of it checks them afterwards. Its loss
 is the token mean of the cross-entropy, as that of plans, which replace its `compute_loss`, `training_step` and
-`prediction_step`: what these add is entropy and token accuracy in the log. `DPOTrainer` needs log-probabilities of whole
-sequences, two by two, which an exchange around each forward gives it (`exchange.py`). TRL is never imported here.
+`prediction_step`; these would only add entropy and token accuracy to the log. `DPOTrainer` needs log-probabilities of pairs of
+whole sequences, which an exchange around each forward gives it (`stock/exchange.py`). TRL is never imported here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
 
-# a trainer gets in with its runs in tests/hf/trainer/test_trl_trainers.py, never without
+# a trainer is added together with its runs in tests/hf/trainer/test_trl_trainers.py, never without
 _PLANNED = "SFTTrainer"
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
-# the columns that SFTTrainer lets its collator read; it writes others and does not use them
+# columns that the collator of SFTTrainer reads; SFTTrainer writes others, which nobody uses
 _READ = ("input_ids", "labels", "seq_lengths")
 
 
@@ -41,7 +41,7 @@ def is_replaced(cls: type) -> bool:
 
 
 def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> list[str]:
-    """What keeps a trainer of TRL, with these arguments, from running full plans; empty for trainers of others."""
+    """Reasons why a trainer of TRL cannot run full plans with these arguments; empty for trainers that are not of TRL."""
     found = trl_class(trainer)
     if found is None:
         return []
@@ -52,14 +52,14 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
             else "SFTTrainer is the trainer of TRL that runs them"
         )
         return [
-            f"{found.__name__} makes its loss of whole sequences or generates them, where full plans train the token mean of the "
+            f"{found.__name__} takes its loss over whole sequences or generates them, but full plans train the token mean of the "
             f"cross-entropy; {remedy}"
         ]
     return trl_problems() + offloading_problems(args) + _sft_problems(args, config)
 
 
 def prepared_model_problems(model: Any) -> list[str]:
-    """What keeps the model that a trainer of TRL has made ready from running under plans."""
+    """Reasons why the model that a trainer of TRL has prepared cannot run under plans."""
     problems = []
     if loaded_ranges(model) is not None:
         problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
@@ -69,24 +69,25 @@ def prepared_model_problems(model: Any) -> list[str]:
 
 
 def alone_problems(args: Any) -> list[str]:
-    """What keeps the trainer of TRL that these arguments are for from training under the callback alone."""
+    """Reasons why the trainer of TRL that takes these arguments cannot train under the callback alone."""
     found = trl_class(type(args))
     if found is None:
         return []
     if found.__name__ not in _ALONE:
         return [
-            f"{found.__name__} is for a trainer of TRL whose forwards are not tested under plans; tested are "
-            f"{' and '.join(_ALONE.values())}"
+            f"{found.__name__} is for a trainer of TRL whose forwards are not tested under plans; use "
+            f"{' or '.join(_ALONE.values())}"
         ]
     return trl_problems() + offloading_problems(args)
 
 
 def offloading_problems(args: Any) -> list[str]:
-    """Hooks on saved tensors that would see what plans offload and recompute."""
+    """Problems with hooks on saved tensors, which would see what plans offload and recompute."""
     if not getattr(args, "activation_offloading", False):
         return []
     return [
-        "activation_offloading=True would move what plans place themselves; leave it out and set LongContextConfig(host_gib=...)"
+        "activation_offloading=True would move tensors that plans offload themselves; leave it out and set "
+        "LongContextConfig(host_gib=...)"
     ]
 
 
@@ -95,12 +96,12 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
     for name in ("packing", "eval_packing"):
         if getattr(args, name, None):
             problems.append(
-                f"{name}=True makes rows of several documents, of which plans would make one; leave packing to the plans, which "
-                f"pack whole documents ({name}=False), or use the callback in callbacks=[...] alone, which keeps TRL's rows"
+                f"{name}=True makes rows of several documents, which plans would take for one; set {name}=False, since plans "
+                f"pack whole documents themselves, or use the callback in callbacks=[...] alone, which keeps TRL's rows"
             )
     if (loss := getattr(args, "loss_type", "nll")) != "nll":
         problems.append(
-            f"loss_type={loss!r} is not the token mean of the cross-entropy, which plans train; set loss_type='nll', or use the "
+            f"loss_type={loss!r} is not the token mean of the cross-entropy that plans train; set loss_type='nll', or use the "
             f"callback in callbacks=[...] alone"
         )
     limit = getattr(args, "max_length", None)
@@ -113,7 +114,7 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
 
 
 def read_columns(trainer: type, dataset: Any) -> Any:
-    """The dataset as the collator of a trainer of TRL sees it; the same object where there is nothing to leave out."""
+    """The dataset with the columns that the collator of a trainer of TRL reads; the same object if it has no others."""
     is_known = isinstance(dataset, datasets.Dataset | datasets.IterableDataset) and dataset.column_names is not None
     if not is_planned(trainer) or not is_known or "input_ids" not in dataset.column_names:
         return dataset

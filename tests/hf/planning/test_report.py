@@ -310,7 +310,7 @@ def test_replaced_plans_are_logged_and_told_at_the_end(capsys, tmp_path: Path) -
     metrics = report.take_metrics()
     assert metrics["late_plans"] == 3 and "failed_plans" not in metrics
     end_training(report, tmp_path, step=2)
-    assert capsys.readouterr().out == "the fast planner stood in for 3 late and 0 failed plans of the solver\n"
+    assert capsys.readouterr().out == "the fast planner replaced 3 late and 0 failed plans of the solver\n"
 
 
 @pytest.mark.parametrize("report_steps", [True, False])

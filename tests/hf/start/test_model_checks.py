@@ -107,7 +107,7 @@ def test_a_class_of_ones_own_with_a_tested_name_is_refused() -> None:
         pass
 
     (problem,) = problems_at_start(LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_SHAPE)))
-    assert problem.startswith(f"model class LlamaForCausalLM comes from {__name__}, not from transformers")
+    assert problem.startswith(f"model class LlamaForCausalLM comes from {__name__}, but only the class of transformers")
 
 
 def test_layers_whose_mask_has_a_window_that_attention_is_not_told_are_refused() -> None:

@@ -108,7 +108,7 @@ def own_loss(base: Any) -> Any:
 
 # name -> (trainer, settings of plans, arguments, part of the message)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "pairs": ("DPOTrainer", {}, {}, "DPOTrainer makes its loss of whole sequences"),
+    "pairs": ("DPOTrainer", {}, {}, "DPOTrainer takes its loss over whole sequences"),
     "generation": ("GRPOTrainer", {}, {}, "SFTTrainer is the trainer of TRL that runs them"),
     "packing": ("SFTTrainer", {}, {"packing": True, "max_length": 64}, "leave packing to the plans"),
     "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
