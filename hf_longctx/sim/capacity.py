@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
-from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, GroupMethod, default_degrees
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
@@ -49,35 +50,16 @@ class MemoryModel:
     def state_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
         """Bytes on a rank of weights, gradients and optimizer states, and of weights that are gathered beside their shards."""
         if self.lora_rank:
-            return self._lora_bytes(parameters, shard_ranks)
+            adapted = replace(self.model, adapters=AdapterSpec.lora(self.model, self.lora_rank))
+            return ByteModel(adapted).states(parameters, shard_ranks)
         if not self.is_measured:
-            return self.model.state_bytes(parameters, shard_ranks)
+            return ByteModel(self.model).states(parameters, shard_ranks)
         whole = self.model.num_parameters * self.state_bytes_per_parameter
         if parameters == "replicated":
             return whole
         # what "sharded" gathers layer by layer is part of what was measured
         gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
         return -(-whole // shard_ranks) + gathered
-
-    @property
-    def adapter_parameters(self) -> int:
-        """Of two matrices of `lora_rank` for each matrix of a layer."""
-        model = self.model
-        d, f = model.hidden_size, model.intermediate_size
-        heads = model.query_size + model.kv_size + model.output_size
-        sides = 4 * d + heads + (3 if model.gated_mlp else 2) * (d + f)
-        return model.num_layers * self.lora_rank * sides
-
-    def _lora_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Frozen weights, and adapters with gradients and two fp32 moments."""
-        model, e = self.model, self.model.bytes_per_element
-        weights = model.part_weight_bytes(model.num_layers, True, True)
-        adapters = self.adapter_parameters * (2 * e + 8)
-        beside = model.num_layers * model.packed.layer_scale_bytes + model.packed.unpacked_bytes
-        if parameters == "replicated":
-            return weights + adapters + beside
-        gathered = model.part_weight_bytes(min(model.num_layers, 2), True, True) if parameters == "sharded" else weights
-        return -(-(weights + adapters) // shard_ranks) + gathered + beside
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
         """Most tokens that a rank holds beside the states with everything kept; 0 when these alone do not fit."""

@@ -11,6 +11,7 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.pipeline.activations.fit_group import policy_reason
 from hf_longctx.sim.capacity import MemoryModel
@@ -80,7 +81,8 @@ def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: M
     ranks = execution.ranks
     if not has_policies(plan):
         return tuple(memory.rank_bytes(rank.peak_tokens, plan.parameters, costs.shard_ranks) for rank in ranks)
-    change = memory.state_bytes(plan.parameters, costs.shard_ranks) - costs.state_bytes
+    by_formula = ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)
+    change = memory.state_bytes(plan.parameters, costs.shard_ranks) - by_formula
     return tuple(num_bytes + change for num_bytes in execution.peak_bytes)
 
 

@@ -291,7 +291,7 @@ def test_the_wheel_has_every_folder() -> None:
         ("hf_longctx/plan/cost/traffic.py", "import pulp"),
         ("hf_longctx/plan/cost/traffic.py", "import scipy.optimize"),
         ("hf_longctx/plan/cost/traffic.py", "from hf_longctx.plan.groups import greedy"),
-        ("hf_longctx/plan/cost/traffic.py", "from hf_longctx.plan.memory.stage import stage_state_bytes"),
+        ("hf_longctx/plan/cost/traffic.py", "from hf_longctx.plan.memory.stage import part_state_bytes"),
         ("hf_longctx/plan/cost/traffic.py", "from hf_longctx.runtime.process_groups import pool"),
         ("hf_longctx/plan/cost/traffic.py", "from hf_longctx import hf"),
         ("hf_longctx/plan/cost/traffic.py", "from ...sim import workloads"),

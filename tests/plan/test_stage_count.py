@@ -17,7 +17,7 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.stage import most_held_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.stage_seconds import pipeline_s
 from hf_longctx.plan.planner import plan_step
@@ -115,11 +115,11 @@ def test_the_choice_is_within_3_percent_of_everything(num_ranks: int, kind: str,
 
 def test_a_model_that_one_rank_cannot_hold_gets_stages() -> None:
     costs = cost_model("attention", 4)
-    device_bytes = costs.state_bytes
+    device_bytes = ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)
 
     def within(count: int, num_parts: int) -> StageSetup:
         found = setup(count, num_parts, costs, PlannerConfig(1000, DEGREES))
-        held = most_held_bytes(costs.model, found.config.stages, "replicated", 1) if count > 1 else costs.state_bytes
+        held = ByteModel(costs.model).most_states(found.config.stages, "replicated", 1) if count > 1 else device_bytes
         return replace(found, config=replace(found.config, activations=ActivationBudget(0, device_bytes - held, 0)))
 
     with pytest.raises(ValueError, match="do not fit beside the model"):

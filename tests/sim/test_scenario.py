@@ -180,8 +180,11 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
     # scales are whole on every rank, embedding and head as they were
     for scenario, held in ((whole, 2 * layer), (packed, layer // 2)):
         weights = 80 * held + 2 * 2 * 128256 * 8192
-        adapters = scenario.memory.adapter_parameters * 12
-        gathered = 2 * held + 2 * 2 * 128256 * 8192
+        # LoRA of rank 16: two matrices beside each of the seven, with gradients of 2 bytes and two moments of 4
+        adapter = 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+        adapters = 80 * adapter * (2 + 2 + 8)
+        # of two layers the weights, adapters, and gradients of these
+        gathered = 2 * held + 2 * 2 * 128256 * 8192 + 2 * adapter * (2 + 2)
         beside = 0 if held > layer else 80 * scales + 2 * 28672 * 8192
         assert scenario.memory.state_bytes("sharded", 8) == -(-(weights + adapters) // 8) + gathered + beside
     # what transformers has of experts is no linear module

@@ -19,6 +19,7 @@ from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, GENERIC_GPU, USABLE_S
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.core.windows import Windows, config_windows
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # the width of the MLP; of configs in parts, the parts that have sizes of layers
@@ -111,5 +112,5 @@ def usable_device_bytes(cluster: ClusterSpec) -> int:
 
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
     """Tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
-    states = spec.state_bytes(parameters, shard_ranks)
+    states = ByteModel(spec).states(parameters, shard_ranks)
     return (usable_device_bytes(cluster) - states) // saved_token_bytes(spec)

@@ -17,7 +17,7 @@ from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import held_bytes
-from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
+from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 from hf_longctx.runtime.execution.results import NO_MEMORY, StepMemory
@@ -202,7 +202,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
             # the plan's estimate is that of the fullest stage, but this rank's stage may hold less
             most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
             messages = message_bytes(model, stage, plan.num_stages, most_tokens)
-            memory = memory.most(StepMemory(device_peak=stage_state_bytes(model, stage, plan) + found.peak + messages))
+            memory = memory.most(StepMemory(device_peak=ByteModel(model).stage_states(stage, plan) + found.peak + messages))
     return memory if plan.num_stages > 1 else replace(memory, device_peak=plan.estimate.peak_bytes)
 
 

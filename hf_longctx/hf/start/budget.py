@@ -14,8 +14,8 @@ from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.plan.memory.stage import most_held_bytes
 
 # of a machine's memory that its ranks may fill with saved tensors where nothing else is said
 _HOST_SHARE = 0.5
@@ -47,7 +47,7 @@ def activation_budget(
     own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
-    left_bytes = max(0, usable_bytes - most_held_bytes(spec, ranges, parameters, shard_ranks))
+    left_bytes = max(0, usable_bytes - ByteModel(spec).most_states(ranges, parameters, shard_ranks))
     if config.host_gib is None:
         # of the whole, so that a run that resumes finds the same unless others took it
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
-from hf_longctx.plan.core.types import LayerRange, Parameters
+from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.core.windows import Windows, config_windows
 
 # of config.json; types with a switch of their own have it in `use_qk_norm`
@@ -29,6 +29,14 @@ class AdapterSpec:
     first_bytes: int = 0
     last_parameters: int = 0
     last_bytes: int = 0
+
+    @classmethod
+    def lora(cls, model: ModelSpec, rank: int) -> AdapterSpec:
+        """LoRA of this rank on every matrix of the layers: two matrices for each; the ends are frozen."""
+        heads = model.query_size + model.kv_size + model.output_size
+        mlp = (3 if model.gated_mlp else 2) * (model.hidden_size + model.intermediate_size)
+        count = rank * (4 * model.hidden_size + heads + mlp)
+        return cls(layer_parameters=count, layer_bytes=count * model.bytes_per_element)
 
     @property
     def is_there(self) -> bool:
@@ -266,35 +274,6 @@ class ModelSpec:
     def trains_head(self) -> bool:
         """Whether the head's weight is trained: its own, or a copy beside it."""
         return not self.adapters.is_there or self.adapters.last_parameters > 0
-
-    def state_bytes(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Bytes on a rank of weights, gradients and two fp32 Adam moments, which `shard_ranks` ranks share if sharded.
-
-        Gathered beside the shards are the embeddings and two layers, weights and gradients, or all weights for a round. Frozen
-        weights have neither gradients nor moments. Of packed weights every rank has all scales, and one matrix unpacked.
-        """
-        return self.part_state_bytes(self.num_layers, True, True, parameters, shard_ranks)
-
-    def part_state_bytes(self, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int) -> int:
-        """The same of so many layers, with the embedding if `is_first` and the head if `is_last`."""
-        if self.keeps_all_stages:
-            num_layers, is_first, is_last = self.num_layers, True, True
-        weights, gradients, moments = self._part_bytes(num_layers, is_first, is_last)
-        beside = num_layers * self.packed.layer_scale_bytes + (self.packed.unpacked_bytes if num_layers else 0)
-        if parameters == "replicated":
-            return weights + gradients + moments + beside
-        unit_weights, unit_gradients, _ = self._part_bytes(min(num_layers, 2), is_first, is_last)
-        gathered = unit_weights if parameters == "sharded" else weights
-        return -(-(weights + gradients + moments) // shard_ranks) + gathered + unit_gradients + beside
-
-    def _part_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
-        """Bytes of weights, of gradients and of moments."""
-        count = self.part_parameters(num_layers, is_first, is_last)
-        weights = self.part_weight_bytes(num_layers, is_first, is_last)
-        if not self.adapters.is_there:
-            return weights, weights, 8 * count
-        trained, trained_bytes = self.adapters.sizes(num_layers, is_first, is_last)
-        return weights + trained_bytes, trained_bytes, 8 * trained
 
 
 # experts of a layer, and those of a token

@@ -227,11 +227,6 @@ class CostModel:
         chunk_s = self.coefficients.forward.chunk_s + self.coefficients.backward.chunk_s
         return chunk_s + self._exchange_s(0.0, shape)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes on a rank of weights, gradients and two fp32 Adam moments."""
-        return self.model.state_bytes(self.parameters, self.shard_ranks)
-
     def _exchange_s(self, num_tokens: float, shape: GroupShape) -> float:
         return sum(self._pass_exchange_s(num_tokens, shape, is_backward) for is_backward in (False, True))
 

@@ -14,7 +14,16 @@ import numpy as np
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.sharding import sequence_ends
-from hf_longctx.plan.core.types import ActivationPolicy, GroupShape, LayerPolicy, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import (
+    ActivationPolicy,
+    GroupShape,
+    LayerPolicy,
+    LayerRange,
+    Parameters,
+    SequenceGroup,
+    StagePlan,
+    StepPlan,
+)
 from hf_longctx.plan.memory.kv_book import BookKinds, book_kinds, book_moments
 from hf_longctx.plan.memory.layer import LayerBytes, Load, OutsideBytes
 from hf_longctx.plan.memory.round_bytes import (
@@ -28,6 +37,7 @@ from hf_longctx.plan.memory.round_bytes import (
     chunk_numbers,
 )
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.memory.stage import part_state_bytes
 
 _KEEPS_EVERYTHING = LayerPolicy()
 
@@ -95,6 +105,22 @@ class ByteModel:
 
     model: ModelSpec
     _counted: _Counted = field(default_factory=_Counted, init=False, repr=False, compare=False)
+
+    def states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
+        """Bytes on a rank of all weights, gradients and two fp32 Adam moments, shared by `shard_ranks` ranks if sharded."""
+        return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+
+    def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
+        """Bytes of the states on a rank of one stage of the plan."""
+        return self._stage_states(stage.num_layers, stage.stage, plan.num_stages, plan.parameters, plan.block_ranks)
+
+    def most_states(self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes of the states on a rank of the stage with the most, given the layers of every stage."""
+        counts = [sum(part.num_layers for part in own) for own in ranges]
+        return max(self._stage_states(count, stage, len(ranges), parameters, shard_ranks) for stage, count in enumerate(counts))
+
+    def _stage_states(self, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int) -> int:
+        return part_state_bytes(self.model, num_layers, stage == 0, stage == num_stages - 1, parameters, shard_ranks)
 
     def kept_tokens(self, device_bytes: int) -> int:
         """Most tokens for which everything can be kept in so many bytes beside the states; workspace is not counted."""

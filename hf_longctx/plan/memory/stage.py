@@ -1,73 +1,66 @@
-"""Bytes of the ranks of one pipeline stage: weights and optimizer states of its layers, and how many chunks are in flight.
+"""Bytes of the ranks of one pipeline stage: weights and optimizer states of its layers, chunks in flight, and messages.
 
 The first stage has the embeddings, the last one the output head. Tied ones are on both: each holds its own copy and state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from hf_longctx.plan.core.arrays import BoolArray, IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.types import Action, LayerRange, Parameters, StagePlan, StepPlan
+from hf_longctx.plan.core.types import Action, Parameters, StagePlan
 
 
-def stage_state_bytes(model: ModelSpec, stage: StagePlan, plan: StepPlan) -> int:
-    """Bytes on a rank of the stage of weights, gradients and two fp32 Adam moments, as `ModelSpec.state_bytes` counts them."""
-    return held_state_bytes(model, stage.num_layers, stage.stage, plan.num_stages, plan.parameters, plan.block_ranks)
-
-
-def held_state_bytes(
-    model: ModelSpec, num_layers: int, stage: int, num_stages: int, parameters: Parameters, shard_ranks: int
+def part_state_bytes(
+    model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """The same for `num_layers` layers on stage `stage` of `num_stages`, before there is a plan."""
-    return model.part_state_bytes(num_layers, stage == 0, stage == num_stages - 1, parameters, shard_ranks)
+    """Bytes on a rank of `num_layers` layers' weights, gradients and two fp32 Adam moments, shared by `shard_ranks` if sharded.
+
+    is_first, is_last: the embedding and the head are there too. Gathered beside the shards are the ends and two layers, weights
+    and gradients, or all weights for a round. Frozen weights have neither gradients nor moments. Of packed weights every rank
+    has all scales, and one matrix unpacked.
+    """
+    if model.keeps_all_stages:
+        num_layers, is_first, is_last = model.num_layers, True, True
+    weights, gradients, moments = _part_bytes(model, num_layers, is_first, is_last)
+    beside = num_layers * model.packed.layer_scale_bytes + (model.packed.unpacked_bytes if num_layers else 0)
+    if parameters == "replicated":
+        return weights + gradients + moments + beside
+    unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
+    gathered = unit_weights if parameters == "sharded" else weights
+    return -(-(weights + gradients + moments) // shard_ranks) + gathered + unit_gradients + beside
 
 
-def most_held_bytes(model: ModelSpec, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int) -> int:
-    """The same of the stage with the most, for the layers of every stage."""
-    return max(
-        held_state_bytes(model, sum(part.num_layers for part in own), stage, len(ranges), parameters, shard_ranks)
-        for stage, own in enumerate(ranges)
-    )
+def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
+    """Bytes of weights, of gradients and of moments."""
+    weights = model.part_weight_bytes(num_layers, is_first, is_last)
+    if not model.adapters.is_there:
+        return weights, weights, 8 * model.part_parameters(num_layers, is_first, is_last)
+    trained, trained_bytes = model.adapters.sizes(num_layers, is_first, is_last)
+    return weights + trained_bytes, trained_bytes, 8 * trained
 
 
-def stage_parameters(model: ModelSpec, stage: StagePlan, num_stages: int) -> int:
-    """Matrix parameters of one of `num_stages` stages."""
-    return held_parameters(model, stage.num_layers, stage.stage, num_stages)
-
-
-def held_parameters(model: ModelSpec, num_layers: int, stage: int, num_stages: int) -> int:
-    """Matrix parameters of `num_layers` layers on stage `stage` of `num_stages`, embeddings and head included."""
-    return model.part_parameters(num_layers, stage == 0, stage == num_stages - 1)
-
-
-def most_in_flight(actions: Iterable[Action]) -> int:
-    """The most forwards of a stage that wait for their backward at one time."""
-    count = most = 0
+def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = lambda action: 1) -> int:
+    """Most forwards of a stage that wait for their backward at one time; size: what each counts for, a pass by default."""
+    waiting = most = 0
     for action in actions:
-        count += (action.kind == "F") - (action.kind == "B")
-        most = max(most, count)
+        if action.kind in ("F", "B"):
+            waiting += size(action) if action.kind == "F" else -size(action)
+            most = max(most, waiting)
     return most
 
 
-def most_tokens_in_flight(actions: Iterable[Action], tokens: Sequence[int]) -> int:
-    """The most tokens of chunks that wait for a backward on any part at one time; `tokens` of each chunk."""
-    passes = [(action.kind == "F", action.chunk, action.part) for action in actions if action.kind in ("F", "B")]
-    if not passes:
-        return 0
-    is_forward, chunks, parts = zip(*passes, strict=True)
-    return most_at_once(np.array(is_forward), np.array(chunks, dtype=np.int64), tokens, 1 + max(parts))
+def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_parts: int = 1) -> int:
+    """Most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order.
 
-
-def most_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_parts: int = 1) -> int:
-    """The same for forwards and backwards of these chunks in order, each of which passes all parts."""
+    A chunk counts once, from its first forward to its last backward, however many of the parts it waits on.
+    """
     change = np.array(tokens, dtype=np.int64)[chunks]
     if num_parts == 1:
         return int(np.cumsum(np.where(is_forward, change, -change)).max(initial=0))
-    # a chunk comes with its first forward and goes with its last backward
     first, last = np.unique(chunks, return_index=True)[1], len(chunks) - 1 - np.unique(chunks[::-1], return_index=True)[1]
     ends = np.zeros(len(chunks), dtype=np.int64)
     ends[first], ends[last] = change[first], -change[last]
@@ -77,11 +70,11 @@ def most_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int],
 def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
     """Bytes of messages that no chunk in flight holds, where a chunk has at most `num_tokens` tokens on the rank.
 
-    The next message of each direction has its room before it comes; a gradient that came stays while its backward runs, one that
-    leaves until the next does.
+    Each direction has room for its next message before that comes; a gradient that arrived stays while its backward runs, one
+    that leaves stays until the next one does.
     """
     if num_stages == 1:
         return 0
     has_parts = len(stage.parts) > 1
-    has_before, has_behind = stage.stage > 0 or has_parts, stage.stage < num_stages - 1 or has_parts
-    return (2 * has_before + 2 * has_behind) * num_tokens * model.hidden_size * model.bytes_per_element
+    has_before, has_after = stage.stage > 0 or has_parts, stage.stage < num_stages - 1 or has_parts
+    return (2 * has_before + 2 * has_after) * num_tokens * model.hidden_size * model.bytes_per_element

@@ -12,7 +12,7 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
 from hf_longctx.plan.cost.cost_model import CostModel, num_tiles
-from hf_longctx.plan.memory.stage import most_at_once
+from hf_longctx.plan.memory.stage import most_tokens_at_once
 from hf_longctx.plan.pipeline.orders import Schedule, compute_orders
 from hf_longctx.plan.prediction.event_loop import Wiring
 
@@ -95,7 +95,7 @@ def pipeline_s(
     kinds, of_chunks, of_parts = zip(*orders, strict=True)
     wiring = Wiring(kinds, of_chunks, of_parts, num_parts)
     times, _ = wiring.run(wiring.seconds(seconds), wiring.hops(hop_s))
-    held = tuple(most_at_once(kind == 0, chunk, on_rank, num_parts) for kind, chunk, _ in orders)
+    held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_parts) for kind, chunk, _ in orders)
     return max(of_stage[-1][1] for of_stage in times), held
 
 

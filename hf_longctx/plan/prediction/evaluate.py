@@ -9,8 +9,9 @@ from functools import partial
 from hf_longctx.plan.core.sharding import is_shared, shard_tokens
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.plan.memory.stage import most_in_flight, stage_state_bytes
+from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.prediction.lent_run import run_shared_pipeline
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns, near_ranks, run_pipeline
 from hf_longctx.timeline import TimelineEvent
@@ -85,7 +86,8 @@ class _Run:
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
         self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
-        self.peak_bytes = state_bytes(plan, costs)
+        self.state_bytes = state_bytes(plan, costs)
+        self.peak_bytes = list(self.state_bytes)
         self.in_flight = [0] * plan.num_stages
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
@@ -127,7 +129,7 @@ class _Run:
         token_bytes = saved_token_bytes(self.costs.model)
         for position, tokens in zip(group.positions, shard_tokens(chunk, group.shape), strict=True):
             self.tokens[position] = max(self.tokens[position], tokens)
-            self.peak_bytes[position] = max(self.peak_bytes[position], self.costs.state_bytes + tokens * token_bytes)
+            self.peak_bytes[position] = max(self.peak_bytes[position], self.state_bytes[position] + tokens * token_bytes)
         for action, time, exchange_s in zip(stage.actions, times, inside, strict=True):
             self._record(group, group.positions, action, time, exchange_s)
 
@@ -198,6 +200,6 @@ def keeps_whole_chunk(group: SequenceGroup, costs: CostModel) -> bool:
 def state_bytes(plan: StepPlan, costs: CostModel) -> list[int]:
     """Bytes of weights, gradients and optimizer states on every rank."""
     if plan.num_stages == 1:
-        return [costs.state_bytes] * plan.num_ranks
+        return [ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)] * plan.num_ranks
     stages = plan.micro_batches[0].groups[0].stages if plan.micro_batches else ()
-    return [stage_state_bytes(costs.model, stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]
+    return [ByteModel(costs.model).stage_states(stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]

@@ -160,7 +160,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
     Every rank holds the states of all stages. Every part of the sequence's keys and values counts whole.
     """
     model = costs.model
-    total = model.state_bytes(plan.parameters, plan.block_ranks)
+    total = ByteModel(model).states(plan.parameters, plan.block_ranks)
     most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
     total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
     kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv

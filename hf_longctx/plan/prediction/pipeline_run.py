@@ -29,7 +29,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.windows import Windows
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.stage import message_bytes, most_at_once, stage_state_bytes
+from hf_longctx.plan.memory.stage import message_bytes, most_tokens_at_once
 from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wiring
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
@@ -162,14 +162,17 @@ def _stage_run(
     copying = _copying_bytes(seconds, passes.actions, when, copied) if copied else ()
     found = byte_model.round(group, stage, copying=copying)
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
-    state_bytes = seconds.costs.state_bytes if plan.num_stages == 1 else stage_state_bytes(model, stage, plan)
+    if plan.num_stages == 1:
+        state_bytes = byte_model.states(seconds.costs.parameters, seconds.costs.shard_ranks)
+    else:
+        state_bytes = byte_model.stage_states(stage, plan)
     return StageRun(
         passes.actions,
         when,
         tuple(exchange_s[place] for place in passes.places),
         state_bytes + found.peak + messages,
         found.host,
-        most_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),
+        most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),
     )
 
 

@@ -17,8 +17,8 @@ from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.plan.memory.stage import most_held_bytes, stage_state_bytes
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.deal import deal_sequences
 from hf_longctx.plan.pipeline.lending import lend
@@ -76,7 +76,7 @@ class _Option:
                 return AblationRow("", 0.0, str(error))
             run = evaluate_plan(plan, self.costs, with_events=False)
         stages = plan.micro_batches[0].groups[0].stages
-        limit = self.budget.device_bytes + max(stage_state_bytes(self.costs.model, stage, plan) for stage in stages)
+        limit = self.budget.device_bytes + max(ByteModel(self.costs.model).stage_states(stage, plan) for stage in stages)
         if (needed := max(run.peak_bytes)) > limit:
             text = f"does not fit: {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} on {plan.num_stages} stages"
             return AblationRow("", 0.0, text)
@@ -107,7 +107,7 @@ class Machine:
 
     def budget(self, costs: CostModel, ranges: Parts, host_bytes: int) -> ActivationBudget:
         """Room beside the states of the stage with the most; raises ValueError where they leave none."""
-        held = most_held_bytes(costs.model, ranges, costs.parameters, costs.shard_ranks)
+        held = ByteModel(costs.model).most_states(ranges, costs.parameters, costs.shard_ranks)
         if (left := self.device_bytes - held) <= 0:
             raise ValueError(f"states take {held / 2**30:.1f} GiB of {self.device_bytes / 2**30:.1f}")
         return ActivationBudget(left // saved_token_bytes(costs.model), left, host_bytes, self.tile_tokens)

@@ -38,7 +38,7 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.memory.stage import stage_state_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.activations.cells import recomputed_layer, with_layers
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.orders import Schedule, families, layer_ranges, pipelined
@@ -84,7 +84,7 @@ class Setting:
     def budget(self, host_bytes: int = 0) -> ActivationBudget:
         """Memory that is left for activations on the stage with the most parameter states."""
         plan = self.plan([self.group((Chunk(0),), "elastic")])
-        states = [stage_state_bytes(self.costs.model, stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
+        states = [ByteModel(self.costs.model).stage_states(stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
         return ActivationBudget(0, int(self.usable_bytes) - max(states), host_bytes)
 
     def group(self, chunks: Sequence[Chunk], schedule: Schedule) -> SequenceGroup:

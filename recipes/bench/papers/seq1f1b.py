@@ -46,7 +46,6 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
-from hf_longctx.plan.memory.stage import stage_parameters
 from hf_longctx.plan.pipeline.orders import Schedule, compute_actions, layer_ranges
 from hf_longctx.plan.prediction.event_loop import run_actions
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
@@ -235,7 +234,8 @@ def step_seconds(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
 def stage_bytes(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
     """Bytes on a GPU of the first stage: in all, and of its states alone."""
     stage, model = group.stages[0], setup.model
-    states = STATE_BYTES * stage_parameters(model, stage, setup.stages) / setup.tensor_parallel
+    num_parameters = model.part_parameters(stage.num_layers, stage.stage == 0, stage.stage == setup.stages - 1)
+    states = STATE_BYTES * num_parameters / setup.tensor_parallel
     token_bytes = plain_layer_bytes(model)
     if any(chunk.prefix_tokens for chunk in group.chunks):
         saved = MARGIN * _most_layer_bytes(group, token_bytes, 2 * model.bytes_per_element * model.hidden_size)

@@ -55,8 +55,8 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy
-from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline.orders import compute_actions, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 from hf_longctx.plan.prediction.event_loop import CopyStep, run_actions, run_copying
@@ -243,7 +243,7 @@ class Offload:
         rounds = (MicroBatch((replace(self.group, stages=stages),)),)
         plan = StepPlan(0, (self.num_tokens,), len(stages), self.group.degree, "replicated", rounds)
         run = evaluate_plan(plan, self.costs, with_events=False)
-        return run.step_s, run.peak_bytes[0] - stage_state_bytes(GPT_13B, stages[0], plan), run.host_bytes[0]
+        return run.step_s, run.peak_bytes[0] - ByteModel(GPT_13B).stage_states(stages[0], plan), run.host_bytes[0]
 
     def policies(self, share: Share) -> tuple[ActivationPolicy, ...]:
         """Policies that keep queries, keys and values on the device and offload a share of everything else."""

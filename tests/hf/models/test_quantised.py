@@ -40,6 +40,7 @@ from hf_longctx.hf.trainer.row_scores import plain_scores
 from hf_longctx.plan.core.model_spec import PackedSpec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, LayerRange, TensorShare
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.recipes.sft import RecipeArguments, load_model, with_adapters
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -266,9 +267,9 @@ def test_plans_count_the_bytes_that_lie_in_memory() -> None:
     weights = 2 * found.packed.layer_bytes + 2 * 64 * 32 * 4
     # on every rank, however weights live
     beside = 2 * found.packed.layer_scale_bytes + found.packed.unpacked_bytes
-    assert found.state_bytes() == weights + trained * (4 + 4 + 8) + beside < plain.state_bytes()
+    assert ByteModel(found).states() == weights + trained * (4 + 4 + 8) + beside < ByteModel(plain).states()
     gathered = weights + trained * (4 + 4)
-    assert found.state_bytes("sharded", 2) == (weights + trained * (4 + 4 + 8)) // 2 + gathered + beside
+    assert ByteModel(found).states("sharded", 2) == (weights + trained * (4 + 4 + 8)) // 2 + gathered + beside
     # the dtype of hidden states, not of bytes
     assert found.adapters.layer_saved_bytes == 7 * 2 * 4
     assert largest_packed([PackedSpec(3, 1, 2), PackedSpec(1, 4, 2)]) == PackedSpec(3, 4, 2)

@@ -12,7 +12,6 @@ import transformers
 from helpers.measures.class_sweep import patched
 from helpers.models.any_model import build_any
 from helpers.models.tiny_models import FAMILIES, ModelCase, adapted, build_model
-from helpers.plans.layouts import tiny_costs
 
 from hf_longctx.hf.models import attention
 from hf_longctx.hf.models.adapters import largest_adapters
@@ -20,6 +19,7 @@ from hf_longctx.hf.models.spec import cluster_spec, model_spec, tokens_that_fit
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
@@ -169,11 +169,10 @@ def hardware(device_bytes: int) -> ClusterSpec:
 @pytest.mark.parametrize("device_bytes", [1 << 20, 1 << 24, 1 << 30])
 def test_tokens_that_fit_are_the_most_whose_saved_bytes_the_usable_share_holds_beside_the_states(device_bytes: int) -> None:
     spec = model_spec(build_model(ModelCase()))
-    costs = tiny_costs(1, spec)
     tokens = tokens_that_fit(spec, hardware(device_bytes))
     # four fifths of the device; the rest is workspace
-    one = saved_token_bytes(spec)
-    assert costs.state_bytes + tokens * one <= 0.8 * device_bytes < costs.state_bytes + (tokens + 1) * one
+    one, states = saved_token_bytes(spec), ByteModel(spec).states()
+    assert states + tokens * one <= 0.8 * device_bytes < states + (tokens + 1) * one
 
 
 def test_a_model_larger_than_the_device_fits_no_token() -> None:

@@ -13,6 +13,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start.setup import planning_setup
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes, saved_token_bytes
 
@@ -20,7 +21,7 @@ from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes, saved_token_
 def test_room_counts_the_exchanges_of_groups_and_what_is_kept_does_not() -> None:
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=2)
     spec = model_spec(build_model(ModelCase()))
-    config = LongContextConfig(device_gib=(spec.state_bytes() + 40 * saved_token_bytes(spec)) / 2**30, tile_tokens=16)
+    config = LongContextConfig(device_gib=(ByteModel(spec).states() + 40 * saved_token_bytes(spec)) / 2**30, tile_tokens=16)
     alone, shared = (
         planning_setup(config, build_model(ModelCase()), arguments, degrees, None).planner for degrees in [(1,), (1, 2)]
     )
@@ -39,7 +40,7 @@ def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) ->
     model = build_model(ModelCase(family=family, dtype=torch.bfloat16 if is_half else torch.float32))
     spec = model_spec(model)
     assert spec.qk_norms == (family == "qwen3")
-    config = LongContextConfig(device_gib=(spec.state_bytes() + 2**22) / 2**30, tile_tokens=16)
+    config = LongContextConfig(device_gib=(ByteModel(spec).states() + 2**22) / 2**30, tile_tokens=16)
     budget = planning_setup(config, model, arguments, (1,), None).planner.activations
     assert budget is not None and budget.device_bytes == 2**22
     token_bytes = spec.num_layers * plain_layer_bytes(spec) + saved_token_bytes(replace(spec, num_layers=0))
@@ -50,7 +51,7 @@ def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) ->
 def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activations: str, caplog) -> None:
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
     spec = model_spec(build_model(ModelCase()))
-    gib = (spec.state_bytes() + 40 * saved_token_bytes(spec)) / 2**30
+    gib = (ByteModel(spec).states() + 40 * saved_token_bytes(spec)) / 2**30
     config = LongContextConfig(device_gib=gib, tile_tokens=16, tokens_per_rank=5000, activations=activations)
     planner = planning_setup(config, build_model(ModelCase()), arguments, (1,), None).planner
     assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is above" in caplog.text)

@@ -24,6 +24,7 @@ from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
@@ -39,7 +40,7 @@ def gib_of_tokens(tokens: int, num_ranks: int = 1, shards: int = 1) -> float:
     """GiB of a device that keeps everything of so many tokens of the tiny model."""
     spec = model_spec(build_model(CASE))
     parameters = "sharded" if shards > 1 else "replicated"
-    return (spec.state_bytes(parameters, shards) + tokens * saved_token_bytes(spec)) / 2**30
+    return (ByteModel(spec).states(parameters, shards) + tokens * saved_token_bytes(spec)) / 2**30
 
 
 class PlanRecorder(LossRecorder):

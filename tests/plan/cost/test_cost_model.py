@@ -13,7 +13,8 @@ from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.traffic import mean_traffic
-from hf_longctx.plan.memory.stage import held_state_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.stage import part_state_bytes
 
 # a model of one layer with 4 query heads and 2 KV heads of size 1, and one byte per element, so that bytes are elements
 TINY = ModelSpec(1, 4, 8, 4, 2, 1, 10, 100, bytes_per_element=1)
@@ -159,19 +160,19 @@ def test_groups_above_the_favoured_degree_are_avoided() -> None:
 def test_a_rank_holds_weights_gradients_and_moments() -> None:
     costs = cost_model("linear", 4)
     # weights and gradients of 4 bytes, two moments of 4 bytes
-    assert costs.state_bytes == 16 * MODEL.num_parameters
+    assert ByteModel(costs.model).states(costs.parameters, costs.shard_ranks) == 16 * MODEL.num_parameters
 
 
 def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
     # 10 layers of 8 * 2 * (8 + 4) + 3 * 8 * 16 = 576 parameters; embedding and head have 80 each
     model = ModelSpec(10, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=4)
-    assert model.state_bytes() == model.state_bytes("replicated", 4) == 16 * 5920
+    assert ByteModel(model).states() == ByteModel(model).states("replicated", 4) == 16 * 5920
     # a quarter of all states, plus gathered weights and gradients of two layers and the embeddings
-    assert model.state_bytes("sharded", 4) == 4 * 5920 + 2 * 4 * (2 * 576 + 160)
+    assert ByteModel(model).states("sharded", 4) == 4 * 5920 + 2 * 4 * (2 * 576 + 160)
     # a quarter of all states, plus all weights, and the gradients of two layers and the embeddings
-    assert model.state_bytes("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + 4 * (2 * 576 + 160)
+    assert ByteModel(model).states("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + 4 * (2 * 576 + 160)
     costs = replace(COSTS, model=model, parameters="sharded", shard_ranks=4)
-    assert costs.state_bytes == model.state_bytes("sharded", 4)
+    assert ByteModel(costs.model).states(costs.parameters, costs.shard_ranks) == ByteModel(model).states("sharded", 4)
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
@@ -180,14 +181,14 @@ def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
     model = ModelSpec(10, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=2, adapters=adapters)
     trained, states = 10 * 100 + 80, 10 * 400 + 160
     whole = 2 * 5920 + 2 * states + 8 * trained
-    assert model.state_bytes() == whole
+    assert ByteModel(model).states() == whole
     # a quarter of it, plus weights of two layers, embedding and head, and the gradients of the trained parameters among them
     unit = 2 * (2 * 576 + 160) + 2 * 400 + 160
-    assert model.state_bytes("sharded", 4) == whole // 4 + unit + 2 * 400 + 160
-    assert model.state_bytes("gathered_per_round", 4) == whole // 4 + (2 * 5920 + states) + 2 * 400 + 160
+    assert ByteModel(model).states("sharded", 4) == whole // 4 + unit + 2 * 400 + 160
+    assert ByteModel(model).states("gathered_per_round", 4) == whole // 4 + (2 * 5920 + states) + 2 * 400 + 160
     # the first of two stages has no head
-    assert held_state_bytes(model, 5, 0, 2, "replicated", 1) == 2 * (5 * 576 + 80) + 5 * (800 + 800)
-    assert held_state_bytes(model, 5, 1, 2, "replicated", 1) == whole - 2 * (5 * 576 + 80) - 5 * (800 + 800)
+    assert part_state_bytes(model, 5, True, False, "replicated", 1) == 2 * (5 * 576 + 80) + 5 * (800 + 800)
+    assert part_state_bytes(model, 5, False, True, "replicated", 1) == whole - 2 * (5 * 576 + 80) - 5 * (800 + 800)
 
 
 def test_default_coefficients_count_operations() -> None:

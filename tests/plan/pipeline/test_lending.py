@@ -16,6 +16,7 @@ from hf_longctx.plan.core.sharding import is_shared
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.multiplexing import multiplexed
@@ -133,7 +134,7 @@ def test_a_step_with_lent_stages_is_never_predicted_slower(lengths, ranks: tuple
     run = evaluate_plan(lent, model)
     assert run.step_s == lent.estimate.step_s and max(run.peak_bytes) == lent.estimate.peak_bytes
     if budget is not None:
-        assert max(run.peak_bytes) <= model.model.state_bytes() + budget.device_bytes
+        assert max(run.peak_bytes) <= ByteModel(model.model).states() + budget.device_bytes
 
 
 def test_a_long_sequence_gets_a_micro_batch_of_its_own_to_be_lent_ranks() -> None:

@@ -20,8 +20,8 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, MicroBatch
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import PipelineSearch, stage_parts
 from hf_longctx.plan.planner import plan_step
@@ -193,7 +193,7 @@ def budgeted(device_bytes: int) -> PlannerConfig:
 
 def peak_beside_states(plan: StepPlan, costs: CostModel) -> int:
     stages = plan.micro_batches[0].groups[0].stages
-    return plan.estimate.peak_bytes - max(stage_state_bytes(costs.model, stage, plan) for stage in stages)
+    return plan.estimate.peak_bytes - max(ByteModel(costs.model).stage_states(stage, plan) for stage in stages)
 
 
 def test_what_does_not_fit_gets_room_and_what_fits_stays() -> None:

@@ -120,8 +120,10 @@ def test_the_peak_is_the_fullest_micro_batch_of_each_rank() -> None:
     run = evaluate_plan(plan(lengths, 2, rounds, "sharded"), model)
     # round 0 is walked, since it has two chunks (51 + 5 tokens on rank 0 and 50 + 5 on rank 1); round 1: 20 and 200
     (first,) = plan(lengths, 2, rounds, "sharded").micro_batches[0].groups
-    walked = model.state_bytes + ByteModel(model.model).round(first, first.stages[0]).peak
-    short, long = (model.state_bytes + num_tokens * saved_token_bytes(model.model) for num_tokens in (20, 200))
+    byte_model = ByteModel(model.model)
+    states = byte_model.states(model.parameters, model.shard_ranks)
+    walked = states + byte_model.round(first, first.stages[0]).peak
+    short, long = (states + num_tokens * saved_token_bytes(model.model) for num_tokens in (20, 200))
     assert short < walked < long
     assert run.peak_bytes == (walked, long)
 

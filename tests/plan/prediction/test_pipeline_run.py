@@ -32,7 +32,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes
-from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
+from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 # no head, and hops of no time; forward a second for each token and rank, backward two
@@ -183,10 +183,10 @@ def two_stages(lengths: tuple[int, ...], num_slices: int = 1, parameters: Parame
 def test_states_of_all_stages_are_those_of_the_model(is_tied: bool) -> None:
     model = dataclasses.replace(MODEL, tied_embeddings=is_tied, learned_positions=True)
     plan = two_stages((40,))
-    first, last = (stage_state_bytes(model, stage, plan) for stage in plan.micro_batches[0].groups[0].stages)
+    first, last = (ByteModel(model).stage_states(stage, plan) for stage in plan.micro_batches[0].groups[0].stages)
     # 16 bytes of weight, gradient and moments in fp32; a tied table is on both stages
     table = MODEL.vocab_size * MODEL.hidden_size * 16
-    assert first + last == model.state_bytes() + (table if is_tied else 0)
+    assert first + last == ByteModel(model).states() + (table if is_tied else 0)
     assert first == 16 * 3 * model.layer_parameters + table + 16 * model.max_positions * model.hidden_size
 
 
@@ -195,7 +195,7 @@ def test_stages_in_the_middle_have_no_table(is_tied: bool) -> None:
     model = dataclasses.replace(MODEL, tied_embeddings=is_tied)
     parts = tuple((LayerRange(layer, 1),) for layer in range(3))
     plan = plan_of((40,), [[group_of(chunks_of((40,)), with_messages(one_forward_one_backward(3, 1)), parts)]])
-    states = [stage_state_bytes(model, stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
+    states = [ByteModel(model).stage_states(stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
     table = MODEL.vocab_size * MODEL.hidden_size * 16
     assert states == [layers * 16 * model.layer_parameters + table * tables for layers, tables in ((1, 1), (1, 0), (1, 1))]
 
@@ -205,7 +205,7 @@ def test_a_single_stage_has_the_states_of_the_model(parameters: Parameters) -> N
     for name, shard_ranks in (("flexsp", 4), ("nested", 4)):
         plan = dataclasses.replace(fixture(name), parameters=parameters)
         stage = dataclasses.replace(plan.micro_batches[0].groups[0].stages[0], parts=(LayerRange(0, MODEL.num_layers),))
-        assert stage_state_bytes(MODEL, stage, plan) == MODEL.state_bytes(parameters, shard_ranks)
+        assert ByteModel(MODEL).stage_states(stage, plan) == ByteModel(MODEL).states(parameters, shard_ranks)
 
 
 def test_the_peak_of_a_stage_is_what_is_in_flight_and_what_works() -> None:
@@ -233,11 +233,11 @@ def test_the_peak_of_a_stage_is_what_is_in_flight_and_what_works() -> None:
     ]
     # room for a message that comes and a gradient that came: 64 tokens of 64 elements each
     messages = 2 * 64 * 64 * 4
-    assert run.peak_bytes[0] == stage_state_bytes(MODEL, stages[0], plan) + max(moments) + messages
+    assert run.peak_bytes[0] == ByteModel(MODEL).stage_states(stages[0], plan) + max(moments) + messages
     # stage 1 has one at a time, with the head
     last = [whole(tokens, 1, True) for tokens in lengths]
     most = max(max(one.device + one.workspace, one.ending) for one in last)
-    assert run.peak_bytes[1] == stage_state_bytes(MODEL, stages[1], plan) + most + messages
+    assert run.peak_bytes[1] == ByteModel(MODEL).stage_states(stages[1], plan) + most + messages
 
 
 def test_hidden_states_wait_with_the_chunk_for_their_gradient() -> None:
@@ -317,7 +317,7 @@ def test_what_is_on_its_way_to_the_host_is_still_on_the_device() -> None:
     group = fast.micro_batches[0].groups[0]
     stage = group.stages[0]
     quick, stuck = evaluate_plan(fast, fast_costs), evaluate_plan(slow, slow_costs)
-    state = stage_state_bytes(HEADLESS, stage, fast) + message_bytes(HEADLESS, stage, 2, 64)
+    state = ByteModel(HEADLESS).stage_states(stage, fast) + message_bytes(HEADLESS, stage, 2, 64)
     # nothing but the copy of the last layer that runs is on its way
     assert quick.peak_bytes[0] - state == ByteModel(HEADLESS).round(group, stage).peak
     # the first two chunks' copies are not even begun when the second forward ends
@@ -348,7 +348,7 @@ def test_hand_written_plans_run(name: str) -> None:
         assert sum(event.stop_s - event.start_s for event in events) == pytest.approx(use.busy_s)
         assert use.busy_s + use.idle_s == pytest.approx(run.step_s)
         stage = plan.micro_batches[0].groups[0].stages[rank // plan.ranks_per_stage]
-        assert run.peak_bytes[rank] > stage_state_bytes(MODEL, stage, plan)
+        assert run.peak_bytes[rank] > ByteModel(MODEL).stage_states(stage, plan)
 
 
 def test_five_hundred_sequences_on_four_stages_are_judged_in_half_a_second() -> None:

@@ -9,15 +9,16 @@ of every chunk recomputed, on the host what goes there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.types import Action, LayerPolicy, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy
-from hf_longctx.plan.memory.stage import message_bytes, stage_state_bytes
+from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, with_layers
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns, run_pipeline
@@ -81,7 +82,7 @@ class PipelineRoom:
     ) -> None:
         self.plan, self.costs, self.budget, self.keeps_attention = plan, costs, budget, keeps_attention
         stages = plan.micro_batches[0].groups[0].stages
-        states = [stage_state_bytes(costs.model, stage, plan) for stage in stages]
+        states = [ByteModel(costs.model).stage_states(stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self.known_runs = KnownRuns() if known is None else known
@@ -174,7 +175,11 @@ class PipelineRoom:
     def _lean_group(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> SequenceGroup:
         # a chunk's part of the host is its part of the most tokens in flight
         tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
-        in_flight = max(_most_in_flight(stage, tokens) for stage in group.stages)
+
+        def layer_tokens(action: Action) -> int:
+            return tokens[action.chunk] * group.stages[action.stage].parts[action.part].num_layers
+
+        in_flight = max(most_in_flight(stage.actions, layer_tokens) for stage in group.stages)
         layers = {}
         # layers alike are one object, which is counted once
         known: dict[tuple[int, int], tuple[LayerPolicy, ...]] = {}
@@ -199,13 +204,3 @@ class PipelineRoom:
             f"recomputed, and {self.limit_bytes / 2**30:.2f} GiB are usable; use smaller chunks, more ranks per stage, shorter "
             f"sequences or more host memory (host_gib)"
         )
-
-
-def _most_in_flight(stage: StagePlan, tokens: Sequence[int]) -> int:
-    """The most tokens times layers that wait for their backward at one time."""
-    waiting = most = 0
-    for action in stage.actions:
-        size = tokens[action.chunk] * stage.parts[action.part].num_layers
-        waiting += size * ((action.kind == "F") - (action.kind == "B"))
-        most = max(most, waiting)
-    return most

@@ -15,6 +15,7 @@ from helpers.trainers.trainer_runs import Rows, StepRecorder, make_trainer, plai
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
 from hf_longctx.plan.cost.profiles import HardwareProfile, profile_to_json
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 NUM_STEPS = 3
@@ -95,7 +96,7 @@ def test_policies_are_executed_on_each_stages_own_layers(ranks, rows, quick, tmp
     expected, _ = plain_steps(CASE, rows, NUM_STEPS)
     spec = model_spec(build_model(CASE))
     # the longest sequence cannot keep everything
-    room = {"device_gib": (spec.state_bytes() + 60 * saved_token_bytes(spec)) / 2**30, "tile_tokens": 8}
+    room = {"device_gib": (ByteModel(spec).states() + 60 * saved_token_bytes(spec)) / 2**30, "tile_tokens": 8}
     for steps, *_ in ranks(2).run(train, rows, str(tmp_path), {**quick, **room}, {}):
         assert_same_steps(steps, expected)
         assert steps[0].num_policies > 0

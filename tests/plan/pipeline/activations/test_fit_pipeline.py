@@ -18,7 +18,6 @@ from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, Seq
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.stage import stage_state_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
 from hf_longctx.plan.pipeline.activations.joint_program import Moments
@@ -56,7 +55,7 @@ def plan_of(
 def limit_of(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> int:
     """Bytes of a rank: the budget beside the stage with the most states."""
     stages = plan.micro_batches[0].groups[0].stages
-    return max(stage_state_bytes(costs.model, stage, plan) for stage in stages) + budget.device_bytes
+    return max(ByteModel(costs.model).stage_states(stage, plan) for stage in stages) + budget.device_bytes
 
 
 def made_to_fit(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> StepPlan:
