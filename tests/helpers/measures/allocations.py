@@ -1,4 +1,4 @@
-"""What torch really allocates: the most bytes that are alive at one moment, as its own profiler records every allocation."""
+"""Memory that torch really allocates: the most bytes alive at one moment, from its profiler's record of every allocation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measure(run: Callable[[], Any]) -> tuple[int, int, Any]:
-    """(peak, left, result): bytes beyond what was there before, at most and when `run` has returned."""
+    """(peak, left, result) of `run`: bytes beyond those at its start, at most and at its end, and its result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     events = profiler.profiler.kineto_results.events()

@@ -51,17 +51,17 @@ Step = tuple[float, dict[str, Tensor]]
 
 
 ROADS = ("packed", "slices", "ulysses", "ring", "recomputed", "sharded", "stages")
-# those that a tested class may be refused by name
+# ways of running a model for which a tested class may be refused by name
 OPTIONAL = ("recomputed", "sharded", "stages")
 
 
 class Refused(ValueError):
-    """What the package says about a model before any work starts."""
+    """A reason that the package gives against a model before any work starts."""
 
 
 @dataclass
 class Outcome:
-    """What a class did: the worst relative error of loss and gradients of each road, and where the package refused it.
+    """Result of a class: the worst relative error of loss and gradients by road, and the roads on which it was refused.
 
     self_test: what the parity self-test of one rank says.
     """
@@ -181,7 +181,7 @@ def staged_step(name: str) -> Step:
 
 
 def self_tested(model: Any) -> str:
-    """What the parity self-test says of a patched model at the start on one rank; "left out" where it does not run."""
+    """Verdict of the parity self-test on a patched model at the start on one rank; "left out" where it does not run."""
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, report_to=[])
     setup = planning_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)

@@ -94,7 +94,7 @@ class EngineStep:
         return loss / self.num_labels, activations
 
     def error(self, num_backwards: int = 1) -> float:
-        """The worst error of the loss's gradients after some backwards, which are taken away; of all that plain HF has."""
+        """The worst relative error of all gradients after some backwards; the gradients are cleared."""
         found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         assert found.keys() == self.expected.keys()
         errors = [relative_error(gradient / num_backwards, self.expected[name]) for name, gradient in found.items()]

@@ -24,7 +24,7 @@ from hf_longctx.runtime.execution.executor import no_mask
 
 @dataclass
 class _LeafChunk:
-    """What the oracle's attention must know of a chunk; `book` belongs to all chunks: (layer, sequence) to its leaves."""
+    """A chunk as the oracle's attention sees it; all chunks share `book`, the leaves by (layer, sequence)."""
 
     spans: tuple[Span, ...]
     book: dict[tuple[int, int], dict[int, tuple[Tensor, Tensor]]]

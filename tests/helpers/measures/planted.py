@@ -25,7 +25,7 @@ from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.process_groups import pool
 from hf_longctx.runtime.tiles.patterns import CAUSAL
 
-# those that every test of equality notices; `plant` knows more
+# bugs that every test of equality notices; `plant` knows more
 BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the cut", "rounds in another order on one rank")
 
 

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline allocates in a step, as torch's profiler records it."""
+"""Memory of one rank of a pipeline: bytes that torch allocates in a step, and bytes that the runtime counts as held."""
 
 from __future__ import annotations
 

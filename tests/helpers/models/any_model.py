@@ -55,7 +55,7 @@ _SIZES: dict[str, Any] = {
     "is_decoder": True,
     "use_cache": False,
 }
-# what a class needs beside, or instead; a value of None leaves the class's default
+# settings that a class needs in addition, or instead; None leaves the class's default
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 _OF_CLASS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
@@ -154,7 +154,7 @@ def _by_layer(default: dict[str, Any], fields: set[str]) -> dict[str, Any]:
         if isinstance(default.get(name), list | tuple) and count > 1 and len(default[name]) == count
     }
     if set(lists.get("layer_types", ())) in ({"full_attention"}, {"sliding_attention"}) and "sliding_window" in fields:
-        # what its configs may say, too
+        # configs of the class may also ask for windows
         half = ["sliding_attention", "full_attention"] * count
         lists["layer_types"] = half[:count]
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))[:_MOST_LAYERS] if lists else []

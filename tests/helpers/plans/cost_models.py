@@ -23,7 +23,7 @@ MODEL = ModelSpec(
 HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9, 2.5e8, 1e-4)
 
 
-# what dominates a step of sequences of some hundred tokens on a few ranks
+# coefficients by the kind of work that dominates a step of sequences of some hundred tokens on a few ranks
 _FORWARD = {
     "attention": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-4, 1e-10, 1e-10),
     "exchange": PassCoefficients(1e-9, 1e-5, 1e-3, 6e-4, 8e-9, 2.5e-8),

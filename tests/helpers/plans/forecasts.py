@@ -1,4 +1,4 @@
-"""Cases shared by the tests of `sim`: a model and costs whose numbers can be worked by hand."""
+"""Forecasts of a model whose bytes and seconds can be worked by hand."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from hf_longctx.plan.planner import plan_step
 
 _PROBLEMS = Path(__file__).parents[2] / "plan" / "microbatch_problems.json"
 
-# what FlexSP's artefact publishes for GPT-7B on A100s of 40 GB with 8 per node (milliseconds, MB, GB/s per rank)
+# numbers that FlexSP's artefact publishes for GPT-7B on A100s of 40 GB with 8 per node (milliseconds, MB, GB/s per rank)
 _MS_PER_PAIR, _MS_PER_TOKEN, _MS_PER_GROUP = 5.128e-6, 0.1839576, 629.3563
 _MB_PER_TOKEN, _BUDGET_MB = 4.480441895, 30 * 1024
 _GI_PARAMETERS = {192: 7.1174468994, 384: 7.8498687744}  # by thousands of positions, which are learned

@@ -49,7 +49,7 @@ def random_chunks(draw: st.DrawFn, sequences: Sequence[int], lengths: Sequence[i
         bounds = sorted({0, lengths[sequence], *draw(st.lists(st.integers(1, lengths[sequence]), max_size=4))})
         spans = [(sequence, start, stop) for start, stop in pairwise(bounds)]
         if len(spans) == 1 and chunks and draw(st.booleans()):
-            # behind a tail or another whole sequence
+            # a pack: after the last slice of a sequence or after another whole one
             chunks[-1].append(spans[0])
         else:
             chunks += [[span] for span in spans]

@@ -87,7 +87,7 @@ def with_policies(plan: StepPlan, policies: Sequence[ActivationPolicy], validate
 
 
 def num_policies(plan: StepPlan) -> int:
-    """How many policies `with_policies` takes."""
+    """Number of policies that `with_policies` takes."""
     return sum(
         len(group.chunks) * len(stage.parts) for each in plan.micro_batches for group in each.groups for stage in group.stages
     )

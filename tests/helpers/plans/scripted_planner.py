@@ -12,7 +12,7 @@ from hf_longctx.plan.planner import plan_step
 
 
 def slow_config(tokens_per_rank: int, degrees: tuple[int, ...]) -> PlannerConfig:
-    """Limits with a solver that is none of the fast ones, whatever the planner offers."""
+    """Limits with a solver named "slow", which the planner takes for none of its fast ones."""
     config = PlannerConfig(tokens_per_rank, degrees)
     object.__setattr__(config, "solver", "slow")
     return config

@@ -1,4 +1,4 @@
-"""Cases shared by the tests of pipeline schedules: random mixes of slices, packs and hybrids, and an event loop of their own."""
+"""Orders of pipeline stages by their published formulas, random families of chunks, and an event loop of the tests' own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 
-# what a family is made of: slices of one sequence, and whole sequences behind the last of them
+# a family of chunks: number of slices of one sequence, and of whole sequences packed after its last slice
 FamilyShape = tuple[int, int]
 
 
@@ -45,7 +45,7 @@ def family_shapes(most_slices: int = 5, most_families: int = 5) -> st.SearchStra
 
 
 def random_shapes(draw: random.Random, most_slices: int = 6, most_families: int = 6) -> list[FamilyShape]:
-    """As `family_shapes`, from a generator of random numbers."""
+    """Families like those of `family_shapes`, from a generator of random numbers."""
     return [(draw.randint(0, most_slices), draw.randint(0, 2)) for _ in range(draw.randint(1, most_families))]
 
 

@@ -1,4 +1,4 @@
-"""Processes that start at once: forked from one that has imported what takes eight seconds, and has done nothing else."""
+"""Processes that start at once: forks of a server that has imported the package and its libraries, which takes eight seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 FORKED = mp.get_context("forkserver")
-# numbers, groups and threads are each process's own: the server makes none
+# the server only imports: it makes no random numbers, process groups or threads that its forks would share
 FORKED.set_forkserver_preload(["hf_longctx.recipes.sft", "transformers.models.llama.modeling_llama"])
 
 
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What a launcher tells rank `rank` of one node."""
+    """Environment variables with which a launcher starts rank `rank` of one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

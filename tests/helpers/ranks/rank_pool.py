@@ -78,7 +78,7 @@ class RankPool:
 
 
 def lasting(make: Callable[[], Made]) -> Made:
-    """What `make` makes, with process groups for later functions too; all others are given up with the function.
+    """Result of `make`, whose process groups stay for later functions; all other groups end with the function that made them.
 
     Each group of gloo has a thread that wakes up a hundred times a second, so groups that nobody needs slow all ranks down.
     """
@@ -114,7 +114,7 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
     import torch
     import torch.distributed as dist
 
-    # what was imported stays: no collection looks at it again
+    # imported modules stay for good: no garbage collection looks at them again
     gc.freeze()
     torch.set_num_threads(1)
     lasting(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s)))

@@ -1,4 +1,4 @@
-"""One step under a plan on a pool of ranks, through the package's real road: index, collator, group pool, executor."""
+"""One step under a plan on a pool of ranks, through the package's own path: index, collator, group pool, executor."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from hf_longctx.hf.models.routers import router_balance
 from hf_longctx.plan.core.planner_config import default_degrees
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.groups.problem import Layout
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -104,31 +105,33 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def check_step(
+    pool: RankPool,
+    case: ModelCase,
+    plan: StepPlan,
+    lengths: list[int],
+    shard_ranks: int = 0,
+    masked: tuple[int, ...] = (),
+    bug: str = "",
+) -> None:
+    """Asserts that every rank ends with the loss and gradients of one plain process."""
+    rows = random_rows(lengths, masked=masked)
+    expected_loss, expected = reference_step(build_model(case), rows)
+    for loss, gradients in run_step(pool, case, plan, rows, bug, shard_ranks):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert gradients.keys() == expected.keys()
+        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
 def check_layout_step(
     pool: RankPool,
     case: ModelCase,
-    layout: list,
+    layout: Layout,
     lengths: list[int],
     masked: tuple[int, ...] = (),
     bug: str = "",
     **plan_settings: Any,
 ) -> None:
-    """Asserts that every rank ends with the reference's loss and gradients."""
-    rows = random_rows(lengths, masked=masked)
-    expected_loss, expected = reference_step(build_model(case), rows)
-    for loss, gradients in run_step(pool, case, plan_of(layout, lengths, pool.num_ranks, **plan_settings), rows, bug):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        assert gradients.keys() == expected.keys()
-        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
-        assert max(errors.values()) <= TOLERANCE, errors
-
-
-def check_step(pool: Any, case: ModelCase, plan: StepPlan, lengths: list[int], shard_ranks: int = 0) -> None:
-    """Asserts that every rank ends with the loss and gradients of the plain reference."""
-    rows = random_rows(lengths)
-    expected_loss, expected = reference_step(build_model(case), rows)
-    for loss, gradients in run_step(pool, case, plan, rows, shard_ranks=shard_ranks):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        assert gradients.keys() == expected.keys()
-        errors = {name: relative_error(gradients[name], expected[name]) for name in expected}
-        assert max(errors.values()) <= TOLERANCE, errors
+    """Asserts that a hand-written layout gives the loss and gradients of one plain process."""
+    check_step(pool, case, plan_of(layout, lengths, pool.num_ranks, **plan_settings), lengths, masked=masked, bug=bug)

@@ -27,7 +27,7 @@ _CONTROL: list[dist.ProcessGroup] = []
 
 @dataclass
 class RankStage:
-    """What one rank has; `tied` is None where no other stage has a weight of this one's."""
+    """The stage, pool and control group of one rank; `tied` is None where no other stage shares a weight with this one."""
 
     stage: StageModel
     pool: GroupPool
@@ -80,7 +80,7 @@ def set_gradients(own: RankStage, step: int) -> None:
 
 
 def set_whole_gradients(model: Any, step: int, is_tied: bool) -> None:
-    """The same on the whole model."""
+    """Gives the parameters of the whole model their gradients, with both parts of a tied weight added up."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = random_gradient(name, parameter.shape, step)
@@ -104,7 +104,7 @@ def whole_training(
 
 
 def train_stage(own: RankStage, optimizer: torch.optim.Optimizer, steps: range, max_norm: float) -> list[float]:
-    """The same on this rank's stage."""
+    """AdamW steps on this rank's stage, and the gradient norms of all stages before clipping."""
     norms = []
     for step in steps:
         set_gradients(own, step)

@@ -1,4 +1,4 @@
-"""Stock trainers of transformers on tiny models, with and without our callback, and what a run of them leaves behind."""
+"""Stock trainers of transformers on tiny models, with and without our callback, and what a run of them leaves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
 
 
 class PaddingCollator:
-    """Rows with labels padded behind to the longest one, as padding collators do; no tokenizer needed."""
+    """Rows and labels padded at the end to the longest one, as padding collators do; no tokenizer needed."""
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)

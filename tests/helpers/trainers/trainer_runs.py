@@ -156,7 +156,7 @@ def train_on_rank(
 
 
 def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int = 20) -> tuple[list[float], dict[str, Any]]:
-    """The same run as a plain loop: HF logits per row, summed fp64 cross-entropy, AdamW, clipping, linear warm-up."""
+    """A training as a plain loop: HF logits per row, summed fp64 cross-entropy, AdamW, clipping, linear warm-up."""
     # settings of adapters have lists in them
     key = repr((case, rows, num_steps))
     if key not in _KNOWN_TRAININGS:
