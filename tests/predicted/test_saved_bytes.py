@@ -34,6 +34,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies
 from hf_longctx.runtime.attention.chunk import ChunkAttention, documents_of
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
+from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups.pool import GroupPool
 from hf_longctx.runtime.tiles.plain import Scores
@@ -223,7 +224,8 @@ def test_attention_saves_the_same_recording_and_replaying(slices: tuple[int, ...
     record = AttentionRecord(TensorShare("attention_output", recompute=recompute, device=1 - recompute))
     readers = KVReaders.of(HeadShare(0, 4, 0, 2), 2, torch.device("cpu"))
     q, k, v = (torch.randn(heads, 12, 8, requires_grad=True) for heads in (4, 2, 2))
-    attend = ChunkAttention(readers, Scores(0.3), documents_of(bounds, parts), record, KVBook(), "layer")
+    rule = AttentionRule(readers, Scores(0.3))
+    attend = ChunkAttention(rule, documents_of(bounds, parts), record, KVBook(), "layer")
     saved: list[list[tuple[torch.Size, torch.dtype]]] = []
     for is_replay in (False, True):
         record.is_replay = is_replay

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
 from hf_longctx.hf.models.quantised import settle_quantised
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.attention.sequence_parallel import sequence_parallel_attention
+from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
@@ -128,8 +128,9 @@ def longctx_attention(
             f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' beside sinks'}; a cap "
             f"must be positive, and is not supported beside sinks"
         )
-    output_BTHD = sequence_parallel_attention(query, key, value, scale, longctx, module, pattern, sinks, softcap)
-    # as transformers' own functions return it: some classes take a view of it, the others would copy it themselves
+    call = LayerCall(scale, module, pattern, sinks, softcap)
+    output_BTHD = sequence_parallel_attention(query, key, value, call, longctx)
+    # contiguous like the result of transformers' own functions: some classes take views of it, others would copy it themselves
     return output_BTHD.contiguous(), None
 
 

@@ -304,7 +304,7 @@ class _LayerBinding:
         slot = context.activations.slots.get(self.index)
         if slot is None:
             return function(*inputs)
-        keywords = {**function.keywords, "longctx": replace(context, kept=slot.attention)}
+        keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention)}
         layer_forward = partial(function.func, *function.args, **keywords)
         contexts = partial(_both_contexts, self, slot)
         # nothing in a layer is random: dropout is refused

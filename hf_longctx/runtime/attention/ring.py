@@ -1,13 +1,15 @@
-"""Ring attention: keys and values pass from rank to rank, every rank keeps its own queries. Any degree, any head count.
+"""Ring attention: keys and values pass from block to block while every rank keeps its own queries. Any degree, any head count.
 
-Documents are cut in zigzag pieces (`plan.sharding`), so every rank has about the same number of query-key pairs. A tile of
-one query piece and one key piece is seen wholly, causally (the same piece) or not at all; masked tiles are never
-computed, and keys that no other block sees are never sent. Partial outputs merge by their log-sum-exp (LSE) in at least
-fp32. Backward passes keys, values and their gradients around once more and uses the merged output and LSE.
+`sequence_parallel` calls it for groups of several blocks.
 
-Where a pattern lets go of keys (a window), nothing is passed on: in hop h every block sends the block h places behind it
-what that one's queries see of its own keys, in backward again, and gets their gradients back. Zigzag neighbours in a document
-are neighbours of the ring in both directions, so that passing on would take most keys nearly all the way around.
+Documents are cut into zigzag pieces (`plan.core.sharding`), so that every rank has about equally many query-key pairs. A tile of
+one query piece and one key piece is fully visible, causal (a piece with itself) or invisible. Invisible tiles are never computed,
+and keys that no other block sees are never sent. Partial outputs are merged by their log-sum-exp (LSE) in at least fp32. Backward
+passes keys, values and their gradients around the ring once more and uses the merged output and LSE.
+
+If a pattern limits how far back queries see (a window), nothing is passed on. Instead, in hop h every block sends directly to the
+block h positions ahead the keys which that block's queries see; backward sends them again and gets their gradients back. Zigzag
+neighbours in a document are ring neighbours in both directions, so passing on would carry most keys nearly all the way around.
 
 Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size of queries and keys, E of values, W = D + E,
 U tokens of the block whose keys are at hand.
@@ -27,35 +29,40 @@ from torch import Tensor
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.context import DirectBlocks, Ring, sent_tokens
-from hf_longctx.runtime.attention.heads import KVReaders, join_kv, split_kv
-from hf_longctx.runtime.attention.rows import KeyPiece, merge_tile, no_keys_yet, rows_backward, sinks_backward, with_sinks
-from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
-from hf_longctx.runtime.tiles.plain import Scores
+from hf_longctx.runtime.attention.heads import join_kv, split_kv
+from hf_longctx.runtime.attention.rows import (
+    AttentionRule,
+    KeyPiece,
+    merge_tile,
+    no_keys_yet,
+    rows_backward,
+    sinks_backward,
+    with_sinks,
+)
+from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 
 def ring_attention(
     q_1HTD: Tensor,
     k_1GTD: Tensor,
     v_1GTE: Tensor,
-    readers: KVReaders,
-    scores: Scores,
+    rule: AttentionRule,
     ring: Ring,
     record: AttentionRecord | None = None,
-    pattern: AttentionPattern = CAUSAL,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention within documents, causal and as `pattern` says, for the tokens of this rank's block, shape [1, T, H, E].
+    """Attention within documents under `rule` for the tokens of this rank's block, shape [1, T, H, E].
 
-    Each KV head travels once a hop, however many query heads read it. Every rank of the ring must call it in the same
-    order of layers; backward runs one more ring. A replay that finds output and LSE in `record` runs none. Raises ValueError
-    for a record of some of the tokens.
+    Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it in one order of
+    layers; backward runs the ring once more. A replay that finds output and LSE in `record` runs no forward ring. Raises
+    ValueError for a record that keeps only some of the tokens.
     """
     if record is not None and not record.is_all_or_nothing:
         raise ValueError(
-            f"attention_output is recomputed for a share of {record.share.recompute:g} of the tokens, which a ring of "
-            f"{ring.num_blocks} blocks cannot do; plan a share of 0 or 1, or a Ulysses group"
+            f"attention_output is to be recomputed for a share of {record.share.recompute:g} of the tokens, but a ring of "
+            f"{ring.num_blocks} blocks can only recompute all or nothing; plan a share of 0 or 1, or a Ulysses group"
         )
-    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTE[0], sinks_H, readers, scores, ring, record, pattern)
+    output: Tensor = _RingAttention.apply(q_1HTD[0], k_1GTD[0], v_1GTE[0], sinks_H, rule, ring, record)
     return output.transpose(0, 1).unsqueeze(0)
 
 
@@ -67,71 +74,63 @@ class _RingAttention(torch.autograd.Function):
         k_GTD: Tensor,
         v_GTE: Tensor,
         sinks_H: Tensor | None,
-        readers: KVReaders,
-        scores: Scores,
+        rule: AttentionRule,
         ring: Ring,
         record: AttentionRecord | None,
-        pattern: AttentionPattern,
     ) -> Tensor:
         own_kv = join_kv(k_GTD, v_GTE)
         kept = record.take() if record is not None else None
         if kept is None:
-            output, lse_HT = _around_the_ring(q_HTD, own_kv, readers, scores, ring, pattern, sinks_H)
+            output, lse_HT = _around_the_ring(q_HTD, own_kv, rule, ring, sinks_H)
             if record is not None:
                 record.put(output.transpose(0, 1), lse_HT)
         else:
             output, lse_HT = kept.out_ShE.transpose(0, 1), kept.lse_hS
         ctx.save_for_backward(q_HTD, own_kv, output, lse_HT, sinks_H)
-        ctx.settings = readers, scores, ring, pattern
+        ctx.settings = rule, ring
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient_HTE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_HTD, own_kv, out_HTE, lse_HT, sinks_H = ctx.saved_tensors
-        readers, scores, ring, pattern = ctx.settings
+        rule, ring = ctx.settings
         wide = lse_HT.dtype
         dq_HTD = torch.zeros_like(q_HTD, dtype=wide)
         own_sum = torch.zeros_like(own_kv, dtype=wide)
-        travelling, direct = own_sum, ring.direct(pattern)
+        travelling, direct = own_sum, ring.direct(rule.pattern)
         for hop, (source, kv) in enumerate(_around(own_kv, ring, direct)):
-            # the gradients of another block travel behind its keys and values, from the first rank that sees these
+            # gradients of another block follow its keys and values around, starting at the first rank that receives these
             is_new = hop == 1 or direct is not None
             total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if is_new else travelling
-            for query, key in ring.tiles(source, pattern):
-                piece = _key_piece(query, key, kv, q_HTD.shape[2], pattern, total)
+            for query, key in ring.tiles(source, rule.pattern):
+                piece = _key_piece(query, key, kv, q_HTD.shape[2], rule.pattern, total)
                 if piece.tiles:
                     rows = query.tokens
-                    of_rows = (gradient_HTE[:, rows], q_HTD[:, rows], out_HTE[:, rows], lse_HT[:, rows])
-                    dq_HTD[:, rows] += rows_backward(*of_rows, (piece,), readers, scores)
+                    row_inputs = (gradient_HTE[:, rows], q_HTD[:, rows], out_HTE[:, rows], lse_HT[:, rows])
+                    dq_HTD[:, rows] += rows_backward(*row_inputs, (piece,), rule)
             if hop and direct is not None:
                 _return(total, own_sum, ring, direct, hop)
             elif hop:
                 travelling = _pass_on(total, ring, source)
         if direct is None:
-            # home again after the last hop
+            # after the last hop the gradients of this block have come home
             for tokens, arrived in zip(ring.departing, ring.travelling[ring.index], strict=True):
                 own_sum[:, tokens] += travelling[:, arrived.tokens]
         dk_GTD, dv_GTE = split_kv(own_sum.to(q_HTD.dtype), q_HTD.shape[2])
-        of_sinks = None if sinks_H is None else sinks_backward(gradient_HTE, out_HTE, lse_HT, sinks_H)
-        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, of_sinks, None, None, None, None, None
+        dsinks_H = None if sinks_H is None else sinks_backward(gradient_HTE, out_HTE, lse_HT, sinks_H)
+        return dq_HTD.to(q_HTD.dtype), dk_GTD, dv_GTE, dsinks_H, None, None, None
 
 
 def _around_the_ring(
-    q_HTD: Tensor,
-    own_kv: Tensor,
-    readers: KVReaders,
-    scores: Scores,
-    ring: Ring,
-    pattern: AttentionPattern,
-    sinks_H: Tensor | None,
+    q_HTD: Tensor, own_kv: Tensor, rule: AttentionRule, ring: Ring, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output [H, T, E] and LSE [H, T] of this rank's queries over all blocks' keys."""
+    """Output [H, T, E] and LSE [H, T] of this rank's queries over the keys of all blocks."""
     out_HTE, lse_HT = no_keys_yet(q_HTD, own_kv.shape[2] - q_HTD.shape[2])
-    for source, kv in _around(own_kv, ring, ring.direct(pattern)):
-        for query, key in ring.tiles(source, pattern):
-            piece, rows = _key_piece(query, key, kv, q_HTD.shape[2], pattern), query.tokens
+    for source, kv in _around(own_kv, ring, ring.direct(rule.pattern)):
+        for query, key in ring.tiles(source, rule.pattern):
+            piece, rows = _key_piece(query, key, kv, q_HTD.shape[2], rule.pattern), query.tokens
             for tile in piece.tiles:
-                merge_tile(out_HTE[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, readers, scores)
+                merge_tile(out_HTE[:, rows], lse_HT[:, rows], q_HTD[:, rows], piece, tile, rule)
     if sinks_H is not None:
         out_HTE, lse_HT = with_sinks(out_HTE, lse_HT, sinks_H)
     return out_HTE.to(q_HTD.dtype), lse_HT
@@ -140,14 +139,14 @@ def _around_the_ring(
 def _key_piece(
     query: Piece, key: Piece, kv_GUW: Tensor, head_dim: int, pattern: AttentionPattern, sums_GUW: Tensor | None = None
 ) -> KeyPiece:
-    """What the queries of a piece see of the keys of another one, which lie in `kv_GUW` as their sums do."""
+    """The tiles in which the `query` piece sees the `key` piece; `key.tokens` locates the latter in `kv_GUW` and `sums_GUW`."""
     tiles = pattern.tiles(query.start, query.num_tokens, key.start, key.num_tokens)
     kv, sums = (() if x is None else split_kv(x[:, key.tokens], head_dim) for x in (kv_GUW, sums_GUW))
     return KeyPiece(kv, tiles, sums)
 
 
 def _around(own_kv: Tensor, ring: Ring, direct: DirectBlocks | None) -> Iterator[tuple[int, Tensor]]:
-    """(block, its keys and values) for every block of the ring: this rank's whole, of the others what arrives."""
+    """(block, keys and values) for every block of the ring: first this rank's own in full, then the keys that others send."""
     yield ring.index, own_kv
     kv = _gathered(own_kv, ring.departing) if direct is None else own_kv
     for hop in range(1, ring.num_blocks):
@@ -161,39 +160,39 @@ def _around(own_kv: Tensor, ring: Ring, direct: DirectBlocks | None) -> Iterator
 
 
 def _return(total: Tensor, own_sum: Tensor, ring: Ring, direct: DirectBlocks, hop: int) -> None:
-    """Sends the gradients of what arrived directly in a hop back; adds what comes back to those of this rank's own keys."""
+    """Sends the gradients of keys received directly in a hop back, and adds the gradients that come back to `own_sum`."""
     following, source = _partners(ring, hop)
-    places = direct.outgoing[following]
-    arrived = _exchange(total, sum(tokens.stop - tokens.start for tokens in places), source, following, ring)
+    sent = direct.outgoing[following]
+    arrived = _exchange(total, sum(tokens.stop - tokens.start for tokens in sent), source, following, ring)
     first = 0
-    for tokens in places:
+    for tokens in sent:
         stop = first + tokens.stop - tokens.start
         own_sum[:, tokens] += arrived[:, first:stop]
         first = stop
 
 
 def _partners(ring: Ring, hop: int) -> tuple[int, int]:
-    """The blocks so many places behind and before this rank's."""
+    """The blocks `hop` positions after and before this rank's: the one it sends to, the one it receives from."""
     return (ring.index + hop) % ring.num_blocks, (ring.index - hop) % ring.num_blocks
 
 
-def _gathered(kv: Tensor, places: tuple[slice, ...]) -> Tensor:
-    return torch.cat([kv[:, tokens] for tokens in places], dim=1) if places else kv[:, :0]
+def _gathered(kv: Tensor, token_ranges: tuple[slice, ...]) -> Tensor:
+    return torch.cat([kv[:, tokens] for tokens in token_ranges], dim=1) if token_ranges else kv[:, :0]
 
 
 def _pass_on(tensor: Tensor, ring: Ring, source: int) -> Tensor:
-    """Sends what belongs to block `source` to the next block; returns what the previous block passes on."""
+    """Passes a tensor of block `source` to the next block, and returns the tensor that the previous block passes on."""
     num_tokens = sent_tokens(ring.travelling[(source - 1) % ring.num_blocks])
     return _exchange(tensor, num_tokens, *_partners(ring, 1), ring)
 
 
 def _exchange(tensor: Tensor, num_tokens: int, to_block: int, from_block: int, ring: Ring) -> Tensor:
-    """Sends a tensor to one block of the ring and returns as many tokens from another one, which has this one to send to."""
+    """Sends a tensor to block `to_block` and returns `num_tokens` tokens from `from_block`, which sends them to this rank."""
     shape = list(tensor.shape)
     shape[1] = num_tokens
     received = tensor.new_empty(shape)
     operations = []
-    # both ends know from the layout where there is nothing to send
+    # both ends know from the layout when there is nothing to send
     if tensor.shape[1]:
         operations.append(dist.P2POp(dist.isend, tensor.contiguous(), ring.ranks[to_block], group=ring.process_group))
     if num_tokens:

@@ -229,7 +229,7 @@ class LentRound(Round):
             index=stages.index(own),
             owner=stages.index(action.stage),
             blocks=tuple(map(block_of, held)),
-            part=Slice(0, span.sequence, span.start, span.stop, group.chunks[last].spans[0].stop),
+            slice_=Slice(0, span.sequence, span.start, span.stop, group.chunks[last].spans[0].stop),
             moves_front=action.chunk == phases.first_back,
         )
         block = Block(context.block.process_group, context.block.index, tokens)

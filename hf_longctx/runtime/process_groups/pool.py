@@ -129,11 +129,11 @@ class GroupPool:
         first = self.stage * self.ranks_per_stage
         return set(range(first, first + self.ranks_per_stage))
 
-    def context(self, group: SequenceGroup, chunk: Chunk, book: KVBook | None = None) -> GroupContext:
-        """This rank's context for a chunk of its group; all chunks of a round share one `book` (None: no chunk is a slice).
+    def context(self, group: SequenceGroup, chunk: Chunk, kv_book: KVBook | None = None) -> GroupContext:
+        """This rank's context for a chunk of its group; all chunks of a micro-batch share one `kv_book` (None: no slices).
 
-        Blocks of two or more ranks exchange on aligned groups of the pool. Rings pass messages on the group of all ranks,
-        so any positions of the stage will do.
+        Blocks of two or more ranks exchange heads on aligned groups of the pool. Rings send messages on the group of all ranks,
+        so their ranks may be at any positions of the stage.
         """
         shape, place = group.shape, group.positions.index(self.position)
         index, inside = divmod(place, shape.ulysses)
@@ -160,7 +160,7 @@ class GroupPool:
                 (piece.num_tokens, ends[chunk.spans[piece.document].sequence] if piece.document < len(chunk.spans) else 1)
                 for piece in rank_pieces(chunk, shape)[place]
             ),
-            book=KVBook() if book is None else book,
+            kv_book=KVBook() if kv_book is None else kv_book,
         )
 
 

@@ -43,6 +43,7 @@ from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.context import visible_tiles
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
+from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.attention.sequence_parallel import packed_attention
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import summed_cross_entropy
@@ -103,7 +104,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         **{f"packed attention, {n}": (partial(check_packed, tokens, device, b), TOLERANCE) for n, b in backends.items()},
         "ring of 2, its tiles in one process": (partial(check_tiles, tokens, device, 2), TOLERANCE),
         "ring of 4, its tiles in one process": (partial(check_tiles, tokens, device, 4), TOLERANCE),
-        "slices, keys and values in the book": (partial(check_slices, tokens, device), TOLERANCE),
+        "slices, keys and values in the K/V book": (partial(check_slices, tokens, device), TOLERANCE),
         "kernel merge_attention": (partial(check_merge, tokens, device), TOLERANCE),
         "kernel sequence_layout, there and back": (partial(check_layout, tokens, device), 0.0),
         "inputs copied on a side stream": (check_copies, 0.0),
@@ -208,19 +209,19 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
     gradient, *inputs = random_heads(tokens, device)
     leaves = [x.requires_grad_() for x in inputs]
     readers = KVReaders.of(HeadShare(0, NUM_HEADS, 0, NUM_KV_HEADS), NUM_HEADS // NUM_KV_HEADS, device)
-    book, outputs = KVBook(), []
+    kv_book, outputs = KVBook(), []
     for sequence, (first, end) in enumerate(pairwise(documents(tokens))):
         length = end - first
         for start, stop in pairwise((0, length // 2, length // 2 + 1, length)):
             q, k, v = (x[:, first + start : first + stop] for x in leaves)
-            part = Slice(0, sequence, start, stop, length)
-            attend = ChunkAttention(readers, Scores(SCALE), (Document(0, stop - start, part),), None, book, "layer")
+            document = Document(0, stop - start, Slice(0, sequence, start, stop, length))
+            attend = ChunkAttention(AttentionRule(readers, Scores(SCALE)), (document,), None, kv_book, "layer")
             outputs.append(attend(q, k, v))
     gradients = gradient.transpose(0, 1).split([out.shape[0] for out in outputs])
-    for out, of_out in reversed(list(zip(outputs, gradients, strict=True))):
-        out.backward(of_out)
+    for out, out_gradient in reversed(list(zip(outputs, gradients, strict=True))):
+        out.backward(out_gradient)
     found = [torch.cat(outputs).detach().transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-    note = f"{book.peak_bytes} bytes in the book, {book.num_bytes} left"
+    note = f"{kv_book.peak_bytes} bytes in the K/V book, {kv_book.num_bytes} left"
     return largest_error(found, reference_attention(tokens, device)), note
 
 

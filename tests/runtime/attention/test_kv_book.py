@@ -24,6 +24,7 @@ from hf_longctx.runtime.attention import chunk
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
+from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.execution.checks import refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
@@ -95,7 +96,7 @@ def test_the_book_equals_keys_and_values_as_leaves(name: str, checkpointed: bool
     assert worst_error((float(result.loss), gradients), expected) <= TOLERANCE
 
 
-# promoted norms: a random search would at times meet a value on the edge between two fp32 numbers
+# norms computed in fp64: in fp32 a random search would sometimes hit a value at the edge between two numbers
 @settings(max_examples=80, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
 @given(random_slicings(), st.sampled_from([None, False, True]))
 def test_random_cuts_chunks_and_orders_match(
@@ -125,7 +126,7 @@ def test_bf16_is_as_near_to_fp64_in_slices_as_without(autocast: bool) -> None:
         result, gradients = lone_step(case, sliced_plan([30, 5], chunks), rows)
         return worst_error((float(result.loss), {name: x.double() for name, x in gradients.items()}), expected)
 
-    # 30 slices of one token have an error of 0.024 to 0.025, one chunk one of 0.026 to 0.028
+    # measured errors: 0.024 to 0.025 for 30 slices of one token, 0.026 to 0.028 for one chunk
     assert error([*([span] for span in cut(0, [1] * 30)), [(1, 0, 5)]]) <= 1.5 * error([[(0, 0, 30), (1, 0, 5)]])
 
 
@@ -162,7 +163,7 @@ def test_sharded_parameters_run_slices(ranks, parameters: Any) -> None:
         assert worst_error(found, expected) <= TOLERANCE
 
 
-# what goes wrong, and what the check must notice
+# planted bugs, which the checks must notice
 def _dropped_gradients() -> Any:
     original = KVBook.gradients
 
@@ -177,7 +178,7 @@ def _stale_entries() -> Any:
     original, first_step = KVBook.write, {}
 
     def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor, **how: Any) -> Any:
-        # as a book would that outlives its step and takes what is there for what it is given
+        # a K/V book that outlives its step and returns the old keys and values instead of the new ones
         return original(
             book, layer, part, *first_step.setdefault((type(layer), layer.layer_idx, part), (k.clone(), v.clone())), **how
         )
@@ -225,10 +226,10 @@ THREE = [[span] for span in cut(0, [11, 12, 7])]
 @pytest.mark.parametrize(
     "words,message",
     [
-        ("0F0 0F1 0F2 0B0 0B1 0B2", r"tokens \[0, 11\) of sequence 0 ran backward when tokens up to 30 had not"),
-        ("0F0 0F1 0F2 0B2 0B0 0B1", r"tokens \[0, 11\) of sequence 0 ran backward when tokens up to 23 had not"),
-        ("0F1 0F0 0F2 0B2 0B1 0B0", r"tokens \[11, 23\) of sequence 0 ran forward when 0 of its sequence were there"),
-        ("0F0 0F2 0F1 0B2 0B1 0B0", r"tokens \[23, 30\) of sequence 0 ran forward when 11 of its sequence were there"),
+        ("0F0 0F1 0F2 0B0 0B1 0B2", r"tokens \[0, 11\) of sequence 0 ran backward while tokens up to 30 had not"),
+        ("0F0 0F1 0F2 0B2 0B0 0B1", r"tokens \[0, 11\) of sequence 0 ran backward while tokens up to 23 had not"),
+        ("0F1 0F0 0F2 0B2 0B1 0B0", r"tokens \[11, 23\) of sequence 0 ran forward after 0 tokens of its sequence"),
+        ("0F0 0F2 0F1 0B2 0B1 0B0", r"tokens \[23, 30\) of sequence 0 ran forward after 11 tokens of its sequence"),
     ],
 )
 def test_a_wrong_order_is_refused_by_name(words: str, message: str) -> None:
@@ -244,9 +245,10 @@ def lone_readers(num_heads: int, num_kv: int) -> KVReaders:
     return KVReaders.of(HeadShare(0, num_heads, 0, num_kv), num_heads // num_kv, CPU)
 
 
-def slice_attention(q: Tensor, k: Tensor, v: Tensor, readers: KVReaders, scale: float, book: KVBook, part: Slice) -> Tensor:
+def slice_attention(q: Tensor, k: Tensor, v: Tensor, readers: KVReaders, scale: float, kv_book: KVBook, slice_: Slice) -> Tensor:
     """Attention of a slice alone in its chunk."""
-    return ChunkAttention(readers, Scores(scale), (Document(0, part.stop - part.start, part),), None, book, "layer")(q, k, v)
+    rule, document = AttentionRule(readers, Scores(scale)), Document(0, slice_.stop - slice_.start, slice_)
+    return ChunkAttention(rule, (document,), None, kv_book, "layer")(q, k, v)
 
 
 def test_a_backward_cannot_be_repeated() -> None:
@@ -254,7 +256,7 @@ def test_a_backward_cannot_be_repeated() -> None:
     book = KVBook()
     out = slice_attention(heads, heads, heads, lone_readers(2, 2), 0.3, book, Slice(0, 0, 0, 5, 5))
     out.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="book of its sequence was closed; a backward cannot be repeated"):
+    with pytest.raises(RuntimeError, match="K/V book has closed its sequence; a backward of slices cannot be repeated"):
         out.sum().backward()
 
 
@@ -264,7 +266,7 @@ def test_a_forward_behind_the_backward_is_refused() -> None:
     parts = {part: torch.randn(2, part.stop - part.start, 8, requires_grad=True) for part in (first, last)}
     outputs = {part: slice_attention(x, x, x, readers, 0.3, book, part) for part, x in parts.items()}
     outputs[last].sum().backward()
-    # the first slice still waits for its backward, so it may be recomputed
+    # the first slice has not run backward yet, so it may be recomputed
     slice_attention(*[parts[first]] * 3, readers, 0.3, book, first)
     with pytest.raises(RuntimeError, match=r"tokens \[5, 8\) of sequence 0 ran forward after its own backward"):
         slice_attention(*[parts[last]] * 3, readers, 0.3, book, last)
@@ -275,7 +277,7 @@ def test_the_book_takes_the_bytes_that_its_docstring_says() -> None:
     plan, rows = sliced_plan(lengths, chunks, words), random_rows(lengths)
     for dtype, element_bytes, gradient_bytes in ((torch.float64, 8, 8), (torch.float32, 4, 4), (torch.bfloat16, 2, 4)):
         result, _ = lone_step(ModelCase(dtype=dtype), plan, rows)
-        # 30 tokens in slices, gradients of the 23 in front of the last slice; whole sequences stay out
+        # 30 tokens in slices, gradients of the 23 tokens before the last slice; whole sequences are not in the K/V book
         assert result.memory.kv_book == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * (30 * element_bytes + 23 * gradient_bytes)
 
 
@@ -330,7 +332,7 @@ def test_evaluation_matches_and_holds_no_gradients() -> None:
 
 def test_slices_keep_no_more_for_backward_than_one_chunk() -> None:
     def kept_bytes(num_slices: int) -> int:
-        """Bytes that autograd keeps, and those of the book after all forwards."""
+        """Bytes that autograd keeps, and bytes in the K/V book, after all forwards."""
         model = patched_model(ModelCase())
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept: dict[int, int] = {}
@@ -349,7 +351,7 @@ def test_slices_keep_no_more_for_backward_than_one_chunk() -> None:
         in_book = NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 96 * 8 if num_slices > 1 else 0
         return sum(kept.values()) + in_book
 
-    # no copy of the front, and keys and values once; a cut costs a few scalars
+    # the front is not copied, keys and values are stored once; each cut costs a few scalars
     whole = kept_bytes(1)
     assert all(kept_bytes(num_slices) <= 1.01 * whole for num_slices in (2, 4, 16))
 
@@ -370,6 +372,6 @@ def test_gradients_of_half_precision_add_up_in_fp32(num_kv: int) -> None:
     ]
     for part, output in reversed(list(zip(lone_slices(sizes), outputs, strict=True))):
         output.backward(gradient[:, part.start : part.stop].transpose(0, 1), inputs=leaves)
-    # as exact as one slice of 512 tokens; sums in bf16 leave errors of k of 1.2 to 1.8 %
+    # as exact as one slice of 512 tokens; summing in bf16 would leave errors of 1.2 to 1.8 % in the gradient of k
     errors = [relative_error(leaf.grad.double(), exact.grad) for leaf, exact in zip(leaves, wide, strict=True)]
     assert max(errors) <= 2**-7, errors

@@ -1,4 +1,4 @@
-"""Ring attention: exact at any degree, balanced in token pairs, no masked tile computed, each KV head sent once a hop."""
+"""Ring attention: exact at any degree, balanced in token pairs, computes no masked tile, sends each KV head once per hop."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def step_with_plain_blocks(plan: Any, rows: Any) -> dict[str, torch.Tensor]:
 
 
 def unweighted_merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    # what nothing was merged into yet is unfilled memory
+    # the output is uninitialised memory until the first tile is merged into it
     unfilled = torch.isneginf(lse).unsqueeze(-1)
     out.copy_(torch.where(unfilled, other, out + other))
     lse.copy_(torch.logaddexp(lse, other_lse))

@@ -1,4 +1,4 @@
-"""Attention over a group of ranks is the plain reference, values and gradients, for any heads and any shards."""
+"""Attention over a group of ranks equals the plain reference, values and gradients, for any heads and any shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_longctx.plan.core.sharding import HeadShare, head_shares
 from hf_longctx.runtime.attention import sequence_parallel
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
 from hf_longctx.runtime.attention.heads import KVReaders
-from hf_longctx.runtime.attention.sequence_parallel import packed_attention, sequence_parallel_attention
+from hf_longctx.runtime.attention.sequence_parallel import LayerCall, packed_attention, sequence_parallel_attention
 
 # H query heads, G KV heads, S tokens of the chunk, D head size; both sides in fp64 with sums of at most some 30 terms
 TOLERANCE = 1e-13
@@ -129,13 +129,13 @@ def attend(context: GroupContext, num_heads: int, num_kv_heads: int, num_tokens:
     cut = slice(start, start + context.num_tokens)
     *inputs, output_gradient = random_inputs(num_heads, num_kv_heads, num_tokens)
     shards = [t[:, cut].clone().requires_grad_() for t in inputs]
-    output = sequence_parallel_attention(*(t[None] for t in shards), SCALE, context)
+    output = sequence_parallel_attention(*(t[None] for t in shards), LayerCall(SCALE), context)
     output.backward(output_gradient[None, cut])
     return (output[0].detach(), *(t.grad for t in shards))
 
 
 def check_shards(parts: list[tuple[Tensor, ...]], expected: list[Tensor]) -> None:
-    """Asserts that the shards of all ranks in order are the reference."""
+    """Asserts that the shards of all ranks, in order, make up the reference."""
     output = torch.cat([part[0] for part in parts])
     gradients = [torch.cat([part[i] for part in parts], dim=1) for i in (1, 2, 3)]
     for name, found, reference_tensor in zip(("output", "q", "k", "v"), [output, *gradients], expected, strict=True):
@@ -208,7 +208,8 @@ def sent_on_rank(num_heads: int, num_kv_heads: int, shards: tuple[int, ...]) -> 
         return original(send, send_sizes, *rest)
 
     with patch.object(sequence_parallel, "_exchange", recording):
-        sequence_parallel_attention(marked(0, num_heads), marked(100, num_kv_heads), marked(200, num_kv_heads), SCALE, context)
+        q, k, v = marked(0, num_heads), marked(100, num_kv_heads), marked(200, num_kv_heads)
+        sequence_parallel_attention(q, k, v, LayerCall(SCALE), context)
     (send, send_sizes), _ = sent
     assert send.numel() == sum(send_sizes)
     return [Counter(block.int().tolist()) for block in send.split(send_sizes)]
@@ -239,6 +240,6 @@ def test_every_call_is_counted() -> None:
 def test_a_shard_other_than_the_plans_is_refused(batch: int, num_tokens: int) -> None:
     heads = torch.zeros(batch, 2, num_tokens, HEAD_DIM)
     with pytest.raises(
-        ValueError, match=f"attention got batch {batch} of {num_tokens} tokens, the plan gives this rank one row of 8"
+        ValueError, match=f"got a batch of {batch} rows with {num_tokens} tokens each, but the plan gives this rank one row of 8"
     ):
-        sequence_parallel_attention(heads, heads, heads, SCALE, block_context(None, 0, (8,), (0, 8)))
+        sequence_parallel_attention(heads, heads, heads, LayerCall(SCALE), block_context(None, 0, (8,), (0, 8)))

@@ -66,7 +66,7 @@ def test_context_of_one_rank() -> None:
 
 def test_shards_that_do_not_cover_the_chunk_are_refused() -> None:
     ring = Ring(None, 0, (0,), ((Piece(0, 0, 8, 0),),), ((),))
-    with pytest.raises(ValueError, match=r"\(7,\) tokens do not add up to the chunk's 8 tokens"):
+    with pytest.raises(ValueError, match=r"\(7,\) tokens do not add up to the 8 tokens of the chunk"):
         GroupContext(Block(None, 0, (7,)), ring, (0, 8))
 
 

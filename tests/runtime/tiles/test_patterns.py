@@ -15,6 +15,7 @@ from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
+from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.tiles.patterns import AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores
 
@@ -80,10 +81,10 @@ def test_a_pattern_has_a_window_or_chunks() -> None:
 
 
 def tokens_held(pattern: AttentionPattern, cuts: list[int], num_forward: int, is_kept: bool, waiting: int | None) -> int:
-    """Tokens whose keys and values, or gradients of these, the book holds, by the definition.
+    """Number of tokens whose keys and values, or their gradients, the K/V kv_book holds, by the definition.
 
-    num_forward: slices that ran forward. is_kept: their backward comes without a replay. waiting: tokens in front of the last
-    slice that ran backward, None before the first.
+    num_forward: slices that have run forward. is_kept: their backward runs without a replay. waiting: tokens before the slice
+    that ran backward last, None before the first backward.
     """
     end = cuts[-1]
 
@@ -142,45 +143,45 @@ def test_slices_and_documents_are_one_masked_softmax(
     expected = torch.cat([masked_softmax(*one, pattern, sinks, softcap) for one in expanded])
     expected_gradients = torch.autograd.grad(expected, leaves, gradient)
 
-    book, runs, outputs = KVBook(), [], []
+    kv_book, runs, outputs = KVBook(), [], []
     token_bytes = 8 * readers.num_kv * (HEAD_DIM + value_dim)
-    cuts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    cuts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     for start, stop in pairwise(cuts):
-        part = Slice(0, 0, start, stop, cuts[-1])
         row = [x[:, start:stop] for x in sequence]
-        places = [Document(0, stop - start, part)]
+        row_documents = [Document(0, stop - start, Slice(0, 0, start, stop, cuts[-1]))]
         if stop == cuts[-1]:
             for document in documents:
                 row = [torch.cat(pair, dim=1) for pair in zip(row, document, strict=True)]
-                places.append(Document(places[-1].stop, row[0].shape[1]))
+                row_documents.append(Document(row_documents[-1].stop, row[0].shape[1]))
         record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
-        attend = ChunkAttention(readers, Scores(SCALE, softcap), tuple(places), record, book, "layer", pattern)
+        rule = AttentionRule(readers, Scores(SCALE, softcap), pattern)
+        attend = ChunkAttention(rule, tuple(row_documents), record, kv_book, "layer")
         runs.append((attend, row, attend(*row, sinks)))
-        assert book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), record is None, None)
+        assert kv_book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), record is None, None)
     found = [torch.zeros_like(leaf) for leaf in leaves]
-    of_outputs = gradient.split([len(output) for _, _, output in runs])
-    for (attend, row, output), of_output, start in zip(runs[::-1], of_outputs[::-1], cuts[-2::-1], strict=True):
+    output_gradients = gradient.split([len(output) for _, _, output in runs])
+    for (attend, row, output), own_gradient, start in zip(runs[::-1], output_gradients[::-1], cuts[-2::-1], strict=True):
         if attend.record is not None:
             attend.record.is_replay = True
             output = attend(*row, sinks)
         outputs.insert(0, output)
-        parts = torch.autograd.grad(output, leaves, of_output, allow_unused=True)
-        found = [total if part is None else total + part for total, part in zip(found, parts, strict=True)]
-        assert book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), attend.record is None, start)
+        added = torch.autograd.grad(output, leaves, own_gradient, allow_unused=True)
+        found = [total if new is None else total + new for total, new in zip(found, added, strict=True)]
+        assert kv_book.num_bytes == token_bytes * tokens_held(pattern, cuts, len(runs), attend.record is None, start)
     assert error_of([torch.cat(outputs), *found], [expected, *expected_gradients]) <= TOLERANCE
 
 
 @settings(max_examples=100)
 @given(patterns, st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_forwards_alone_hold_what_the_next_token_sees(pattern: AttentionPattern, sizes: list[int]) -> None:
-    book, cuts = KVBook(has_backward=False), [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    kv_book, cuts = KVBook(has_backward=False), [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     keys_1TD = torch.arange(float(cuts[-1])).view(1, -1, 1)
     for start, stop in pairwise(cuts):
         own = keys_1TD[:, start:stop]
-        front = book.write("layer", Slice(0, 0, start, stop, cuts[-1]), own, own, pattern, keeps_own=False)
+        front = kv_book.write("layer", Slice(0, 0, start, stop, cuts[-1]), own, own, pattern, keeps_own=False)
         seen = visible(pattern, range(start, stop), range(start)).any(0) if start else torch.zeros(0, dtype=torch.bool)
         found = [key for run in front for key in run.kv_GUW[0, :, 0].tolist()]
         assert found == [float(key) for run in front for key in range(run.first, run.stop)] == seen.nonzero()[:, 0].tolist()
         is_whole = pattern.first_seen(cuts[-1] - 1) == 0
         left = 0 if stop == cuts[-1] else cuts[-1] if is_whole else stop - pattern.first_seen(stop)
-        assert book.num_bytes == 2 * 4 * left
+        assert kv_book.num_bytes == 2 * 4 * left
