@@ -1,9 +1,11 @@
-"""Measures a machine: chunks of a designed grid through the executor, plain exchanges per degree, copies to the host.
+"""Measures a machine for the cost model: a grid of chunks run by the executor, all-to-alls per degree, copies to the host.
 
-Every measurement is collective over the pool's ranks, which all do the same at the same time, as in a step: they share
-memory, links and the host's bus. Rank 0 decides what runs next and when time is up, so ranks never wait for each other
-in different collectives. The first run of everything is thrown away, and of the others the lower quartile counts: what
-disturbs a run makes it longer, often for most of them on a machine that is shared.
+`hf.calibration` calls it for `hf-longctx calibrate`.
+
+Every measurement is collective over the pool's ranks, which all work at once, as in a step: they share memory, links and the
+host's bus. Rank 0 decides what runs next and when time is up, so that ranks never wait for each other in different collectives.
+The first run of everything is discarded. Of the others the lower quartile counts: disturbances only make runs longer, and on a
+shared machine often most of them.
 """
 
 from __future__ import annotations
@@ -27,26 +29,29 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 Value = TypeVar("Value")
 
-# below this many tokens a chunk is all start-up, which more of the same would not tell apart
+# fewest tokens of a probe: the time of smaller chunks is all start-up
 _LEAST_TOKENS = 16
-# up to so many it is hard to tell what grows with tokens
+# probes of up to this many tokens get a larger time limit: among shorter ones it is hard to tell what grows with tokens
 _SHORT_TOKENS = 256
+# runs of each length in the search for the largest probe
 _GROWTH_RUNS = 3
-# of every probe, as long as time allows: noise of a shared machine comes in phases of seconds
+# repetitions of every probe, time permitting: noise on a shared machine comes in phases of seconds
 _NUM_REPEATS = 8
+# repetitions of every exchange, copy or reduction
 _RATE_REPEATS = 6
-# seconds of a probe on average over those of the largest one, as the grid below makes them
+# mean seconds of the probes in `probe_grid` as a fraction of those of the largest
 _MEAN_SHARE = 0.45
 _ALONE = GroupShape(1)
+# bytes per rank of a timed exchange, and of a timed copy to the host
 _EXCHANGED_BYTES = 8 * 2**20
 _COPIED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A chunk of documents of these lengths on groups of one shape, as many as there are ranks for, all at once.
+    """A chunk to time: documents of these lengths on groups of one shape, on as many groups at once as the ranks can form.
 
-    is_held_out: measured like the others, for judging a fit that has not seen it.
+    is_held_out: measured like the others but not fitted, so that the fit can be judged on it.
     """
 
     lengths: tuple[int, ...]
@@ -55,13 +60,13 @@ class Probe:
 
     @property
     def chunk(self) -> Chunk:
-        """The chunk that a group runs."""
+        """The chunk that each group runs."""
         return Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(self.lengths)))
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one probe, undisturbed: lower quartiles over ranks and repeats."""
+    """Seconds of one probe: lower quartiles over ranks and repetitions."""
 
     probe: Probe
     forward_s: float
@@ -71,7 +76,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRate:
-    """An all-to-all of `num_ranks` ranks: seconds of one that moves next to nothing, and what a rank sends a second."""
+    """Speed of an all-to-all of `num_ranks` ranks: seconds of a nearly empty one, and bytes that each rank sends per second."""
 
     num_ranks: int
     message_s: float
@@ -79,15 +84,15 @@ class ExchangeRate:
 
 
 def probe_grid(max_tokens: int, max_length: int, shapes: Sequence[GroupShape]) -> tuple[Probe, ...]:
-    """Chunks that tell tokens from pairs: one long document against packs of short ones, at sizes halved again and again.
+    """Probes that tell the cost of tokens from that of token pairs: one long document, packs of short ones, at halved sizes.
 
-    max_tokens: of a rank. max_length: of a document. `shapes`: of groups of two or more ranks; one rank comes first. Held
-    out are sizes between the others, as one document and as documents of very different lengths.
+    max_tokens: most tokens of a rank. max_length: most tokens of a document. shapes: groups of two or more ranks; one rank comes
+    first. Sizes in between are held out, as one document and as documents of very different lengths.
     """
     probes = []
     sizes = [max_tokens >> halving for halving in range(5) if max_tokens >> halving >= _LEAST_TOKENS]
     for shape in (_ALONE, *shapes):
-        # packs fill a group; one document as long would have too many pairs
+        # packs fill the whole group; a single document that long would have too many pairs
         for size in sizes if shape.degree == 1 else sizes[:3]:
             for count in (1, 8):
                 tokens = shape.degree * size if count > 1 else max(shape.degree * size // 2, size)
@@ -106,15 +111,15 @@ def _equal_lengths(tokens: int, count: int) -> tuple[int, ...]:
 
 
 def _halved_lengths(tokens: int) -> tuple[int, ...]:
-    """Half of the tokens, a quarter, an eighth, and the rest."""
+    """Lengths of a half, a quarter, an eighth and the rest of the tokens."""
     lengths = (tokens // 2, tokens // 4, tokens // 8)
     return (*lengths, tokens - sum(lengths))
 
 
 class ChunkBench:
-    """Runs probes of one model through its executor with random tokens, and stops its own clock at a deadline.
+    """Times probes of one model, run by its executor with random tokens, until a deadline.
 
-    `stop_at_s`: when measuring ends, on rank 0's `time.monotonic`.
+    `stop_at_s`: the deadline, on rank 0's `time.monotonic`.
     """
 
     def __init__(self, executor: StepExecutor, num_layers: int, vocab_size: int, stop_at_s: float) -> None:
@@ -140,10 +145,10 @@ class ChunkBench:
         tokens = _LEAST_TOKENS
         while 2 * tokens <= limit_tokens:
             runs = [self.run(Probe((tokens,))) for _ in range(_GROWTH_RUNS)]
-            # noise only ever adds, and one slow moment must not end the search
+            # take the minimum: noise only adds, and one slow moment must not end the search
             own_s = min(passes["F"] + passes["B"] for passes in runs[1:])
             seconds = min(_gather(self.pool, own_s))
-            # twice the tokens take at least twice as long; short chunks are worth having fewer runs of all
+            # twice the tokens take at least twice as long; for short chunks it is worth doing fewer runs of all probes
             allowed_s = target_s if 2 * tokens > _SHORT_TOKENS else 3 * target_s
             if 2 * seconds > allowed_s or self._is_over():
                 break
@@ -151,9 +156,9 @@ class ChunkBench:
         return tokens
 
     def measure(self, probes: Sequence[Probe]) -> tuple[Timing, ...]:
-        """Timings of all `probes`: some runs of each, then more of what has had the least time, until time is up.
+        """Timings of all `probes`: equally many runs of each, then more of those that got the least time, until time is up.
 
-        One run beside the first is made of each in any case. Collective over the pool.
+        Each gets at least one run besides the first, which is discarded. Collective over the pool.
         """
         seconds: list[list[tuple[float, float]]] = [[] for _ in probes]
         spent_s = [0.0] * len(probes)
@@ -176,19 +181,19 @@ class ChunkBench:
         return tuple(timings)
 
     def reduction_s(self) -> float:
-        """Seconds of the gradient reduction of this model over all ranks, without waiting. Collective over the pool."""
+        """Seconds of this model's gradient reduction over all ranks, without time spent waiting. Collective over the pool."""
         probe = Probe((_LEAST_TOKENS,))
         runs = [_gather(self.pool, self.run(probe, reduce=True)["reduce"]) for _ in range(1 + _RATE_REPEATS)]
-        # the rank that came last did not wait
+        # the rank that arrived last did not wait
         return undisturbed([min(run) for run in runs[1:]])
 
     def _next(self, spent_s: Sequence[float], num_runs: Sequence[int], order: random.Random) -> int:
-        """The probe that all ranks run next, as rank 0 says; -1 when time is up and all are done."""
+        """Index of the probe that all ranks run next, decided by rank 0; -1 if time is up and every probe has run twice."""
 
         def choose() -> int:
             if self._seconds_left() <= 0 and min(num_runs) > 1:
                 return -1
-            # all have about as many runs when time is up, in an order that spreads a slow phase over them
+            # fewest runs first, in random order, so that a slow phase of the machine is spread over all probes
             if min(num_runs) <= _NUM_REPEATS:
                 return min(range(len(num_runs)), key=lambda i: (num_runs[i], order.random()))
             return min(range(len(num_runs)), key=lambda i: spent_s[i])
@@ -202,15 +207,15 @@ class ChunkBench:
         return self.stop_at_s - time.monotonic()
 
     def _prepare(self, probe: Probe) -> tuple[SequenceGroup, ChunkInputs]:
-        """This rank's group and shard; ranks that fill no group run a dummy token alone."""
+        """This rank's group and shard; ranks left over by the groups run a dummy chunk alone."""
         shape, rank = probe.shape, self.pool.rank
-        index, place = divmod(rank, shape.degree)
+        number, index_in_group = divmod(rank, shape.degree)
         chunk = probe.chunk
-        if (index + 1) * shape.degree > self.pool.num_ranks:
-            shape, place, chunk, index = _ALONE, 0, Chunk(0), rank
-        positions = tuple(range(index * shape.degree, (index + 1) * shape.degree))
+        if (number + 1) * shape.degree > self.pool.num_ranks:
+            shape, index_in_group, chunk, number = _ALONE, 0, Chunk(0), rank
+        positions = tuple(range(number * shape.degree, (number + 1) * shape.degree))
         group = SequenceGroup(positions, shape.method, (chunk,), (), shape.ulysses if shape.method == "hybrid" else 0)
-        pieces = rank_pieces(chunk, shape)[place]
+        pieces = rank_pieces(chunk, shape)[index_in_group]
         generator = torch.Generator().manual_seed(rank)
         num_tokens = sum(piece.num_tokens for piece in pieces)
         ids, labels = (torch.randint(0, self.vocab_size, (1, num_tokens), generator=generator) for _ in range(2))
@@ -219,17 +224,17 @@ class ChunkBench:
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile."""
+    """Lower quartile: disturbances only make runs longer, and on a shared machine often most of them."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def target_seconds(num_probes: int, budget_s: float) -> float:
-    """Seconds that the largest probe may take so that all of them can run often enough in `budget_s`."""
+    """Most seconds the largest probe may take so that all probes can be repeated often enough within `budget_s`."""
     return budget_s / ((1 + _NUM_REPEATS) * _MEAN_SHARE * num_probes)
 
 
 def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device) -> tuple[ExchangeRate, ...]:
-    """All-to-alls of every degree, all groups at once, on groups that the pool was made with. Collective over the pool."""
+    """Speed of all-to-alls of every degree, on all groups of the pool at once. Collective over the pool."""
     rates = []
     for degree in degrees:
         first = pool.rank // degree * degree
@@ -246,7 +251,7 @@ def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device
 
             return _typical_s(pool, exchange, device)
 
-        # what a rank keeps for itself is not sent
+        # the block that a rank keeps for itself is not sent
         sent_bytes = _EXCHANGED_BYTES // degree * (degree - 1)
         message_s, seconds = exchange_s(64 * degree), exchange_s(_EXCHANGED_BYTES)
         rates.append(ExchangeRate(degree, message_s, sent_bytes / max(seconds - message_s, 1e-9)))
@@ -254,7 +259,7 @@ def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device
 
 
 def neighbour_rate(pool: GroupPool, device: torch.device) -> float:
-    """Bytes a second that every rank passes on to the next one while it receives as many. Collective over the pool."""
+    """Bytes per second that every rank sends to the next one while receiving as many. Collective over the pool."""
     following, previous = (pool.rank + 1) % pool.num_ranks, (pool.rank - 1) % pool.num_ranks
     send = torch.zeros(_EXCHANGED_BYTES, dtype=torch.uint8, device=device)
     received = torch.empty_like(send)
@@ -269,9 +274,9 @@ def neighbour_rate(pool: GroupPool, device: torch.device) -> float:
 
 
 def copy_rate(pool: GroupPool, device: torch.device) -> float:
-    """Bytes a second of copies between device and pinned host memory, the slower way, all ranks at once.
+    """Bytes per second of copies between device and pinned host memory in the slower direction, on all ranks at once.
 
-    Without a device beside the host: from memory to memory. Collective over the pool.
+    Without an accelerator it copies from memory to memory. Collective over the pool.
     """
     on_device = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     on_host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -279,12 +284,12 @@ def copy_rate(pool: GroupPool, device: torch.device) -> float:
     def copy(target: Tensor, source: Tensor) -> Callable[[], object]:
         return lambda: target.copy_(source, non_blocking=True)
 
-    ways = (copy(on_host, on_device), copy(on_device, on_host))
-    return _COPIED_BYTES / max(_typical_s(pool, way, device) for way in ways)
+    directions = (copy(on_host, on_device), copy(on_device, on_host))
+    return _COPIED_BYTES / max(_typical_s(pool, direction, device) for direction in directions)
 
 
 def _typical_s(pool: GroupPool, function: Callable[[], object], device: torch.device) -> float:
-    """The median over ranks of what `function` takes undisturbed, ranks starting together."""
+    """Median over ranks of the `undisturbed` seconds of `function`, started on all ranks together."""
     seconds = []
     for _ in range(1 + _RATE_REPEATS):
         if pool.everyone is not None:
@@ -303,7 +308,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _gather(pool: GroupPool, value: Value) -> list[Value]:
-    """`value` of every rank on every rank."""
+    """The `value` of every rank, on every rank, in rank order."""
     if pool.control is None:
         return [value]
     values: list[Value] = [value] * pool.num_ranks
@@ -312,7 +317,7 @@ def _gather(pool: GroupPool, value: Value) -> list[Value]:
 
 
 def _from_first(pool: GroupPool, decide: Callable[[], int]) -> int:
-    """What rank 0 decides, on every rank; only rank 0 calls `decide`."""
+    """Rank 0's decision, on every rank; only rank 0 calls `decide`."""
     decision = torch.tensor(decide() if pool.rank == 0 else 0)
     if pool.control is not None:
         dist.broadcast(decision, src=0, group=pool.control)

@@ -1,4 +1,4 @@
-"""What is measured: a grid that tells tokens from pairs and holds some sizes out, on ranks that never wait for each other."""
+"""Measuring: a grid that tells tokens from token pairs and holds some sizes out, on ranks that never wait for each other."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_every_shape_has_long_documents_packs_and_sizes_held_out() -> None:
     for shape in (GroupShape(1), *SHAPES):
         fitted = [probe for probe in grid if probe.shape == shape and not probe.is_held_out]
         held_out = [probe for probe in grid if probe.shape == shape and probe.is_held_out]
-        # pairs per token from those of one long document down to those of short ones, at several sizes
+        # pairs per token range from those of one long document to those of short ones, at several sizes
         density = [FULL.of_chunk(probe.chunk) / probe.chunk.num_tokens for probe in fitted]
         assert max(density) > 8 * min(density)
         sizes = {probe.chunk.num_tokens for probe in fitted}
         assert len(sizes) >= 3
-        # a size that is held out was never fitted, but lies between those that were
+        # a held-out size is never fitted, but lies between sizes that are
         for probe in held_out:
             assert probe.chunk.num_tokens not in sizes and min(sizes) < probe.chunk.num_tokens < max(sizes)
         assert len(held_out) >= 2
@@ -60,7 +60,7 @@ def test_the_largest_chunk_is_chosen_so_that_all_fit_into_the_time() -> None:
     grid = probe_grid(512, 4096, (GroupShape(2, 2), GroupShape(2)))
     budget_s = 30.0
     target_s = target_seconds(len(grid), budget_s)
-    # if time were proportional to tokens, the most optimistic law: eight runs and the first one of every chunk
+    # under the most optimistic law, time proportional to tokens: eight runs, and a first one, of every chunk
     seconds = sum(sum(probe.lengths) / probe.shape.degree / 512 * target_s for probe in grid)
     assert 0.5 * budget_s < 9 * seconds <= 1.2 * budget_s
 
@@ -74,7 +74,7 @@ def tiny_bench(pool: GroupPool, seconds: float) -> ChunkBench:
 
 def measured_on_rank(seconds: float) -> tuple[int, tuple[Timing, ...], float]:
     pool = group_pool()
-    # the pool of the tests has no control group; any CPU group will do
+    # the pools of tests have no control group; any CPU group will do
     pool.control = pool.everyone
     # rank 1's clock is far ahead, which must not matter: rank 0 decides
     bench = tiny_bench(pool, seconds if pool.rank == 0 else -1e6)
@@ -90,7 +90,7 @@ def test_two_ranks_measure_every_chunk_and_agree(ranks) -> None:
     assert tokens == 128 and 0 < reduction_s < 10
     assert tuple(timing.probe for timing in timings) == probe_grid(64, 512, (GroupShape(2, 2), GroupShape(2)))
     assert all(0 < timing.forward_s < 10 and 0 < timing.backward_s < 10 for timing in timings)
-    # all have about as many runs, or more where these are cheap
+    # all have about equally many runs, or more if they are cheap
     assert min(timing.num_repeats for timing in timings) >= 1
 
 
@@ -104,7 +104,7 @@ def test_time_that_is_up_already_still_gives_one_run_of_everything() -> None:
 def rates_on_rank() -> list[float]:
     pool = group_pool()
     pool.control = pool.everyone
-    # groups of 2 leave the third rank out: it waits for nobody
+    # groups of 2 leave the third rank out; it waits for nobody
     pairs, everyone = exchange_rates(pool, (2, 3), CPU)
     assert (pairs.num_ranks, everyone.num_ranks) == (2, 3)
     return [pairs.bytes_per_s, everyone.bytes_per_s, everyone.message_s, neighbour_rate(pool, CPU), copy_rate(pool, CPU)]
@@ -119,7 +119,7 @@ def test_rates_are_positive_and_the_same_on_all_ranks_even_where_groups_leave_on
 def test_one_rank_measures_alone_and_stops_growing_at_the_limit() -> None:
     bench = tiny_bench(GroupPool((1,), timeout_s=1.0), 30.0)
     assert bench.largest_tokens(100, 1e3) == 64
-    # nothing is as fast as this
+    # no machine is this fast
     assert bench.largest_tokens(4096, 1e-9) == 16
     assert copy_rate(bench.pool, CPU) > 0
 
@@ -133,5 +133,5 @@ def test_ranks_that_fill_no_group_run_a_dummy() -> None:
     bench.pool.rank = 1
     group, inputs = bench._prepare(Probe((40, 9), GroupShape(2, 2)))
     assert (group.positions, group.method) == ((0, 1), "ulysses")
-    # the second shard of 49 tokens: 15 of the first document and all of the other one
+    # the second shard of 49 tokens: 15 of the first document and all of the other
     assert inputs.position_ids.tolist() == [[*range(25, 40), *range(9)]]

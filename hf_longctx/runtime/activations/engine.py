@@ -1,17 +1,20 @@
-"""The activation engine: executes an `ActivationPolicy` behind Hugging Face's own checkpointing door, layer by layer.
+"""The activation engine: executes an `ActivationPolicy` layer by layer, through Hugging Face's own activation checkpointing.
 
-A decoder layer's `_gradient_checkpointing_func` becomes torch's non-reentrant checkpoint with a `context_fn`, whose two
-contexts say whether the layer runs for the first time or is replayed (the first run is not no-grad, so grad mode cannot tell).
-They carry one `LayerSlot` per layer and forward, so any number of forwards may be in flight. The attention function finds its
-part of the slot in the chunk's context, MLP and projections on the layer's binding. So, per layer and step:
+`hf.models.activations` makes the engine for a model; the executor asks it for the slots of every chunk.
 
-    attention runs forward once plus the recomputed share of its output, projections to queries, keys and values once plus
-    their recomputed share, norms at most three times, the MLP twice less its kept share (a third time only where the layer
-    saves tensors behind it, as with a norm after the MLP).
+Transformers lets a decoder layer call `_gradient_checkpointing_func` in place of its forward. The engine sets it to torch's
+non-reentrant checkpoint with a `context_fn`, whose two contexts tell whether the layer runs for the first time or is replayed
+(grad mode cannot tell, since the first run is not under no_grad). The contexts carry one `LayerSlot` per layer and forward, so
+any number of forwards may be in flight. The attention function finds its record of the slot in the chunk's context; MLP and
+projections find theirs on the layer's binding. So per layer and step
 
-What a policy leaves to this engine: the layer input is kept; attention output with LSE, the outputs of the projections, and the
-MLP's inner tensors are kept in shares of tokens. What is kept may wait on the host, from where one layer's tensors are fetched
-while the layer behind it is replayed. Layers that keep everything run as they are, and so do those without any gradient.
+    attention runs forward once plus the recomputed share of its output, the query, key and value projections once plus their
+    recomputed share, norms at most three times, and the MLP twice minus its kept share (a third time only if the layer saves
+    tensors after it, as with a norm after the MLP).
+
+Of the tensors that a policy names, the layer input is always kept; attention output with LSE, the outputs of the projections and
+the inner tensors of the MLP are kept for a share of the tokens. Kept tensors may wait on the host; those of a layer are fetched
+while the following layer is replayed. Layers that keep everything, and layers without any gradient, run unchanged.
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ from hf_longctx.runtime.core.binding import bound
 
 @dataclass(frozen=True, slots=True)
 class LayerModules:
-    """A decoder layer whose class has Hugging Face's checkpointing door, with those of its modules that treat tokens alone.
+    """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently.
 
-    projections: the linear modules that make queries, keys and values; none where they are made otherwise. mlp_gives_more: the
-    MLP returns its output as the first of two values, the other of which the layer drops.
+    projections: the linear modules that make queries, keys and values; empty if they are made in another way.
+    mlp_gives_more: the MLP returns two values, its output and one that the layer drops.
     """
 
     layer: nn.Module
@@ -54,39 +57,44 @@ class LayerModules:
 
 
 class LayerSlot:
-    """What one layer does and holds in one forward, until its backward."""
+    """State of one layer in one forward, until its backward: its policy and the tensors it holds.
 
-    def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, before: LayerSlot | None) -> None:
-        self.tile_tokens, self._tier, self._before = tile_tokens, tier, before
+    previous: the slot of the nearest earlier layer with a slot, whose backward comes next.
+    """
+
+    def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, previous: LayerSlot | None) -> None:
+        self.tile_tokens, self._tier, self._previous = tile_tokens, tier, previous
         self.attention = AttentionRecord(policy.share("attention_output"), tier)
         self.projections = ProjectionRecord(policy.share("qkv"), tier)
         self.mlp = TileRecord(policy.share("mlp"), tier)
         self._input_share = policy.share("layer_input")
-        # weak, since the layer's graph owns it: it goes when the layer's backward is done
+        # weak, since the layer's graph owns it and frees it after the layer's backward
         self._input: weakref.ref[SplitTensor] | None = None
         self.whole_input_bytes = 0
 
     @property
     def splits_mlp(self) -> bool:
-        """Whether the MLP is run by us, in tiles or with some tokens kept."""
+        """Whether `tokenwise` runs the MLP, in tiles or with some tokens kept."""
         return self.tile_tokens > 0 or self.mlp.share.recompute < 1
 
     @property
-    def parts(self) -> list[SplitTensor]:
-        """What the slot holds now, but for a layer input that is wholly on the device and the MLP's graphs."""
-        held = None if self._input is None else self._input()
-        return [*self.attention.parts, *self.projections.parts, *([held] if held is not None else [])]
+    def held(self) -> list[SplitTensor]:
+        """Tensors held now, except the graphs of the MLP and a layer input that is wholly on the device."""
+        layer_input = None if self._input is None else self._input()
+        return [*self.attention.held, *self.projections.held, *([layer_input] if layer_input is not None else [])]
 
     @property
     def keeps_qkv(self) -> bool:
+        """Whether queries, keys and values are kept for at least some tokens."""
         return self.projections.share.recompute < 1
 
     @property
     def splits_input(self) -> bool:
+        """Whether the layer input waits on the host for at least some tokens."""
         return self._input_share.host > 0
 
     def pack_input(self, hidden_1TC: Tensor) -> SplitTensor | Tensor:
-        """The layer input as the graph holds it; called once for every tensor among the layer's positional arguments."""
+        """Packs the layer input for the graph; called for every tensor among the layer's positional arguments."""
         if hidden_1TC.dim() != 3 or hidden_1TC.shape[0] != 1:
             return hidden_1TC
         split = SplitTensor(hidden_1TC[0], self._input_share, self._tier)
@@ -94,70 +102,71 @@ class LayerSlot:
         return split
 
     def unpack_input(self, packed: SplitTensor | Tensor) -> Tensor:
-        """The layer input, as its replay begins; what the layer before it will need is sent for."""
+        """Unpacks the layer input when its replay begins, and starts to fetch what the previous layer will need."""
         if isinstance(packed, Tensor):
             return packed
         hidden_TC = packed.fetch()
-        self.prefetch_before()
+        self.prefetch_previous()
         return hidden_TC.unsqueeze(0)
 
-    def prefetch_before(self) -> None:
-        """Starts the copies back of the layer before this one, whose backward comes next."""
-        if self._before is not None:
-            for part in self._before.parts:
-                part.prefetch()
-            for saved in self._before.mlp.on_host:
+    def prefetch_previous(self) -> None:
+        """Starts to copy the tensors of the previous layer back, whose backward comes next."""
+        if self._previous is not None:
+            for tensor in self._previous.held:
+                tensor.prefetch()
+            for saved in self._previous.mlp.on_host:
                 saved.home.prefetch()
 
     def set_replay(self, is_replay: bool) -> None:
+        """Tells all records of the slot whether the layer is being replayed."""
         self.attention.is_replay = self.projections.is_replay = self.mlp.is_replay = is_replay
 
 
 class ChunkActivations:
-    """The slots of one forward of one chunk; it travels in the chunk's context. Layers without a slot keep everything."""
+    """Slots of the layers in one forward of one chunk; travels in the chunk's context. Layers without a slot keep everything."""
 
     def __init__(self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], tier: HostTier | None = None) -> None:
         self._bindings = bindings
         self.num_layers_seen = 0
-        # by the layer's place in the model, of which a part may run
+        # keyed by the layer's index in the whole model, of which only some layers may run
         self.slots: dict[int, LayerSlot] = {}
-        before: LayerSlot | None = None
+        previous: LayerSlot | None = None
         for binding, layer in zip(bindings, policy.layers, strict=False):
             if not layer.keeps_everything:
-                before = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, before)
+                previous = self.slots[binding.index] = LayerSlot(layer, policy.tile_tokens, tier, previous)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the forward of the model; opens the layers' doors.
+        """Context around the forward of the model, inside which its layers run under the policy.
 
-        Raises RuntimeError if layers ran as they were, which would hold more than the policy says.
+        Raises RuntimeError if some layers ran without it, since they hold more than the policy says.
         """
         self.num_layers_seen = 0
-        with ExitStack() as doors:
+        with ExitStack() as stack:
             for binding in self._bindings:
-                doors.enter_context(binding.open_door())
+                stack.enter_context(binding.checkpointing())
             yield
         if self.num_layers_seen != len(self._bindings):
             raise RuntimeError(
                 f"{self.num_layers_seen} of {len(self._bindings)} layers ran under the activation policy; the model must be in "
-                f"training mode and hand the plan to its decoder layers"
+                f"training mode and pass the plan (keyword `longctx`) on to its decoder layers"
             )
 
     def held_bytes(self) -> tuple[int, int]:
         """(device, host) bytes of layer inputs, projections, attention outputs, LSEs and MLP tensors that wait for backward."""
         slots = self.slots.values()
-        parts = [part for slot in slots for part in slot.parts]
-        on_device = sum(slot.whole_input_bytes + slot.mlp.kept_bytes for slot in slots) + sum(p.device_bytes for p in parts)
+        held = [tensor for slot in slots for tensor in slot.held]
+        on_device = sum(slot.whole_input_bytes + slot.mlp.kept_bytes for slot in slots) + sum(x.device_bytes for x in held)
         mlp_host = sum(saved.home.num_bytes for slot in slots for saved in slot.mlp.on_host)
-        return on_device, sum(part.host_bytes for part in parts) + mlp_host
+        return on_device, sum(x.host_bytes for x in held) + mlp_host
 
 
 class ActivationEngine:
-    """Binds itself to the decoder layers of one model; `unbind` puts everything back.
+    """Binds itself to the decoder layers of one model; `unbind` restores them.
 
-    A forward whose context has no activations, or that makes no graph, runs the layers as they were. `tier` takes what policies
-    send to the host; without one they are refused. `head` takes the loss in the tiles of a policy; without one the executor
-    takes it from logits.
+    A forward whose context has no activations, or that makes no graph, runs the layers unchanged. `tier` stores what policies
+    send to the host; without a tier such policies are refused. `head` computes the loss in the tiles of a policy; without a head
+    the executor computes it from whole logits.
     """
 
     def __init__(self, layers: Sequence[LayerModules], tier: HostTier | None = None, head: OutputHead | None = None) -> None:
@@ -165,8 +174,8 @@ class ActivationEngine:
         for modules in layers:
             if not hasattr(type(modules.layer), "gradient_checkpointing"):
                 raise ValueError(
-                    f"{type(modules.layer).__name__} has no gradient_checkpointing door, which recomputation and offload need; "
-                    f"use a model class whose decoder layers derive from transformers' GradientCheckpointingLayer"
+                    f"{type(modules.layer).__name__} does not support gradient_checkpointing, which recomputation and offload "
+                    f"need; use a model class whose decoder layers derive from transformers' GradientCheckpointingLayer"
                 )
         self._bindings = [_LayerBinding(modules, index) for index, modules in enumerate(layers)]
 
@@ -176,19 +185,21 @@ class ActivationEngine:
 
     @property
     def can_keep_qkv(self) -> bool:
-        """Whether a layer that is replayed may keep queries, keys and values."""
+        """Whether all layers may keep queries, keys and values for their replay."""
         return all(binding.modules.projections for binding in self._bindings)
 
     def begin(self, policy: ActivationPolicy, layers: range | None = None) -> ChunkActivations:
-        """Fresh slots for one forward over `layers` of the model (None: all) under `policy`, which `check` must allow."""
+        """New slots for one forward over `layers` of the model (None: all) under `policy`; raises ValueError as `check` does."""
         self.check(policy, layers)
-        return ChunkActivations(policy, self._of(layers), self.tier)
+        return ChunkActivations(policy, self._bindings_of(layers), self.tier)
 
     def check(self, policy: ActivationPolicy, layers: range | None = None) -> None:
-        """Raises ValueError by name for what this version does not execute over `layers` (None: all)."""
-        bindings = self._of(layers)
+        """Raises ValueError, naming chunk and layer, if `policy` cannot be executed over `layers` (None: all)."""
+        bindings = self._bindings_of(layers)
         if len(policy.layers) > len(bindings):
-            raise ValueError(f"the policy has {len(policy.layers)} layers, the model {len(bindings)}; plan for this model")
+            raise ValueError(
+                f"the policy has {len(policy.layers)} layers, but the model has {len(bindings)}; make the plan for this model"
+            )
         for index, (layer, binding) in enumerate(zip(policy.layers, bindings, strict=False)):
             where, modules = f"chunk {policy.chunk}, layer {index}", binding.modules
             refuse_unsupported_policy(layer, where)
@@ -196,15 +207,18 @@ class ActivationEngine:
             if kept > 0 and not modules.projections and not layer.keeps_everything:
                 raise ValueError(
                     f"{where}: {kept:g} of qkv is kept, but {type(modules.layer).__name__} does not make queries, keys and "
-                    f"values by plain linear modules; recompute qkv, or keep everything in this layer"
+                    f"values with plain linear modules; recompute qkv, or keep everything in this layer"
                 )
             if self.tier is None and any(share.host for share in layer.shares):
-                raise ValueError(f"{where}: the plan sends saved tensors to the host, but the engine was given no host memory")
+                raise ValueError(
+                    f"{where}: the plan offloads saved tensors, but the engine was given no host memory; give it a host tier"
+                )
 
-    def _of(self, layers: range | None) -> Sequence[_LayerBinding]:
+    def _bindings_of(self, layers: range | None) -> Sequence[_LayerBinding]:
         return self._bindings if layers is None else self._bindings[layers.start : layers.stop]
 
     def unbind(self) -> None:
+        """Restores the layers and the head."""
         for binding in self._bindings:
             binding.unbind()
         if self.head is not None:
@@ -212,55 +226,59 @@ class ActivationEngine:
 
 
 def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:
-    """Raises ValueError naming the first part of a layer's policy that is not executed yet."""
+    """Raises ValueError naming the first setting of a layer's policy that cannot be executed."""
     for share in policy.shares:
         if share.nvme:
-            raise ValueError(f"{where}: {share.nvme:g} of {share.tensor_class} on NVMe is not executed yet; send it to the host")
+            raise ValueError(f"{where}: {share.nvme:g} of {share.tensor_class} on NVMe is not supported yet; send it to the host")
     if policy.keeps_everything:
         return
     if (recomputed := policy.share("layer_input").recompute) > 0:
         raise ValueError(
-            f"{where}: {recomputed:g} of layer_input is recomputed, but a layer is replayed from its input; keep it, or move it "
-            f"to the host"
+            f"{where}: {recomputed:g} of layer_input is recomputed, but a layer is replayed from its input; keep it, or offload "
+            f"it to the host"
         )
 
 
 class _LayerBinding:
-    """One layer's door and tiles. `current` is the slot of the forward or replay that is running, if any."""
+    """The engine's hold on one layer: its bound MLP, norms, projections and checkpointing function.
+
+    `current`: the slot of the forward or replay that is running, if any.
+    """
 
     def __init__(self, modules: LayerModules, index: int) -> None:
         self.modules, self.index = modules, index
         self.current: LayerSlot | None = None
-        # (module, attribute, what the instance had itself: nothing where the class's own came through)
-        self._before: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
+        # (module, attribute, the instance's own value before; empty if it used that of its class)
+        self._replaced: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
         self._bind_forward(modules.mlp, is_mlp=True)
         for norm in modules.norms:
             self._bind_forward(norm, is_mlp=False)
-        for place, linear in enumerate(modules.projections):
-            self._bind_projection(linear, place)
+        for number, linear in enumerate(modules.projections):
+            self._bind_projection(linear, number)
 
     def unbind(self) -> None:
-        while self._before:
-            module, name, own = self._before.pop()
+        """Restores the layer's modules."""
+        while self._replaced:
+            module, name, own = self._replaced.pop()
             vars(module).pop(name, None)
             vars(module).update((name, value) for value in own)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         own = vars(module)
-        self._before.append((module, name, (own[name],) if name in own else ()))
+        self._replaced.append((module, name, (own[name],) if name in own else ()))
         own[name] = value
 
     @contextmanager
-    def open_door(self) -> Iterator[None]:
-        """Inside, the layer hands its forwards to `_run`. Not longer, since a layer whose door is open drops its cache."""
+    def checkpointing(self) -> Iterator[None]:
+        """Context in which the layer passes its forwards to `_run`; only there, since a checkpointing layer drops its cache."""
         own = vars(self.modules.layer)
-        door = {"gradient_checkpointing": True, "_gradient_checkpointing_func": self._run}
-        before = {name: own[name] for name in door if name in own}
-        own.update(door)
+        settings = {"gradient_checkpointing": True, "_gradient_checkpointing_func": self._run}
+        before = {name: own[name] for name in settings if name in own}
+        own.update(settings)
         try:
             yield
         finally:
-            for name in door:
+            for name in settings:
                 del own[name]
             own.update(before)
 
@@ -272,29 +290,29 @@ class _LayerBinding:
             slot = self.current
             if slot is None or not (slot.splits_mlp if is_mlp else slot.tile_tokens):
                 return run(x)
-            # some mixtures leave out the row
+            # some mixtures of experts return [T, C] without the leading dimension
             alone = (lambda tile: run(tile)[0].view(tile.shape)) if gives_more else run
             output = tokenwise(module, alone, x, slot.tile_tokens, slot.mlp if is_mlp else None)
             return (output, None) if gives_more else output
 
         self._set(module, "forward", bound(module, forward))
 
-    def _bind_projection(self, linear: nn.Linear, place: int) -> None:
+    def _bind_projection(self, linear: nn.Linear, number: int) -> None:
         run = linear.forward
 
         def forward(x: Tensor) -> Tensor:
             slot = self.current
-            return run(x) if slot is None or not slot.keeps_qkv else project(linear, x, slot.projections, place)
+            return run(x) if slot is None or not slot.keeps_qkv else project(linear, x, slot.projections, number)
 
         self._set(linear, "forward", bound(linear, forward))
 
     def _makes_graph(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether anything in the layer has a gradient; it has not below the first of the weights that are trained."""
+        """Whether anything in the layer needs a gradient; layers below the first trained weight do not."""
         tensors = (x for x in (*inputs, *self.modules.layer.parameters()) if isinstance(x, Tensor))
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
     def _run(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """A layer's forward as its class calls it: `function` is a partial that holds every keyword argument."""
+        """Runs a layer's forward; transformers passes it as a partial that holds every keyword argument."""
         assert isinstance(function, partial)
         context = function.keywords.get("longctx")
         if context is not None and context.activations is not None:
@@ -307,8 +325,8 @@ class _LayerBinding:
         keywords = {**function.keywords, "longctx": replace(context, attention_record=slot.attention)}
         layer_forward = partial(function.func, *function.args, **keywords)
         contexts = partial(_both_contexts, self, slot)
-        # nothing in a layer is random: dropout is refused
-        # only the inputs meet these hooks: inside, checkpointing puts its own on top
+        # preserve_rng_state=False: nothing in a layer is random, dropout is refused
+        # the hooks see only the layer inputs: inside the layer checkpointing puts its own hooks on top
         hooks = saved_tensors_hooks(slot.pack_input, slot.unpack_input) if slot.splits_input else nullcontext()
         if not slot.splits_input:
             slot.whole_input_bytes = sum(x.numel() * x.element_size() for x in inputs if isinstance(x, Tensor))
@@ -321,22 +339,22 @@ def _both_contexts(binding: _LayerBinding, slot: LayerSlot) -> tuple[_Inside, _I
 
 
 class _Inside:
-    """Marks a layer as running for the first time or replayed.
+    """Context that marks a layer as running for the first time or as being replayed.
 
-    A class, because torch enters the same replay context again with retain_graph, and leaves it by an exception when it stops
-    the replay early.
+    It is a class because torch enters one replay context several times with retain_graph, and leaves it by an exception when it
+    stops a replay early.
     """
 
     def __init__(self, binding: _LayerBinding, slot: LayerSlot, is_replay: bool) -> None:
         self.binding, self.slot, self.is_replay = binding, slot, is_replay
-        self.before: LayerSlot | None = None
+        self.outer: LayerSlot | None = None
 
     def __enter__(self) -> None:
-        self.before = self.binding.current
+        self.outer = self.binding.current
         self.slot.set_replay(self.is_replay)
         if self.is_replay:
-            self.slot.prefetch_before()
+            self.slot.prefetch_previous()
         self.binding.current = self.slot
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.binding.current = self.before
+        self.binding.current = self.outer

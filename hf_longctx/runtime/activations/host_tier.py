@@ -1,13 +1,15 @@
 """The host tier: saved tensors that wait for their backward in one slab of host memory.
 
-A slab is one allocation, cut into blocks of 64 bytes' multiples: no rounding to powers of two, which torch's own pinned
-allocator does up to 2.11. A freed block is found again by its size, since layers and steps ask for the same sizes; free
-neighbours are merged only when nothing fits.
+The activation engine owns one tier per rank; the records of layers store into it.
 
-Copies go through a `CopyEngine`. On CUDA it has a stream for each direction and never blocks the host or the compute stream;
-on CPU it copies at once. All that matters is the same for both: which copy must follow which. A copy out follows what was
-computed before it. A copy back follows its copy out. A copy out into a block that was used before follows the copy back from
-it. A reader waits for its copy back. A block is free when nobody refers to its `HostTensor` any more.
+A slab is one allocation, cut into blocks whose sizes are multiples of 64 bytes. (Torch's own pinned allocator rounds to powers of
+two, up to 2.11.) A freed block is found again by its size, since layers and steps ask for equal sizes; free neighbours are merged
+only when nothing fits.
+
+Copies go through a `CopyEngine`. On CUDA it has one stream per direction and blocks neither the host nor the compute stream; on
+CPU it copies at once. Both keep one order. A copy to the host follows the computation before it. A copy back follows its copy to
+the host. A copy into a reused block follows the copy back out of that block. A reader waits for its copy back. A block is free
+once nobody refers to its `HostTensor`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from hf_longctx.plan.core.types import TensorShare
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
-# what a copy engine returns for a copy it has been given
+# handle that a copy engine returns for a copy; copies to follow it, or `wait`, are given it
 Ticket = Any
 
 
@@ -38,11 +40,11 @@ class CopyEngine(Protocol):
     def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
 
     def wait(self, ticket: Ticket) -> None:
-        """What is computed from now on sees the copy done."""
+        """Makes everything computed from now on wait for the copy."""
 
 
 class PlainCopies:
-    """Copies at once: for tensors on the CPU."""
+    """Copies at once; for tensors on the CPU."""
 
     def to_host(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
         target.copy_(source)
@@ -55,7 +57,7 @@ class PlainCopies:
 
 
 class StreamCopies:
-    """Copies on one CUDA stream for each direction, behind what the current stream has been given so far."""
+    """Copies on one CUDA stream per direction, after all work given to the current stream so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -75,25 +77,25 @@ class StreamCopies:
             stream.wait_event(ticket)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        # its memory is given to nobody else before the copy is done
+        # keeps torch's allocator from reusing the memory before the copy is done
         on_device.record_stream(stream)
         return stream.record_event()
 
 
 class HostSlab:
-    """One allocation of host memory and its free runs, each with the copies that a copy into it must follow."""
+    """One allocation of host memory and its free runs, each with the copies that must be done before it is overwritten."""
 
     def __init__(self, capacity_bytes: int, is_pinned: bool) -> None:
         self.capacity_bytes = block_bytes(capacity_bytes)
         self.memory = torch.empty(self.capacity_bytes, dtype=torch.uint8)
         self.is_pinned = is_pinned and _pin(self.memory)
         if self.is_pinned:
-            # before the memory itself goes: pages that are given back must not stay locked
+            # unpin before the memory is freed: pages given back to the system must not stay locked
             weakref.finalize(self, _unpin, self.memory.data_ptr())
         self._free = [_Run(0, self.capacity_bytes, ())]
 
     def take(self, num_bytes: int) -> _Run:
-        """A run of at least `num_bytes`: one of just this size if there is one. Raises ValueError if the slab is full."""
+        """A run for `num_bytes`, taken from the smallest free run that fits. Raises ValueError if none does."""
         size = block_bytes(num_bytes)
         if not any(run.num_bytes >= size for run in self._free):
             self._merge()
@@ -102,7 +104,7 @@ class HostSlab:
             free_bytes = sum(run.num_bytes for run in self._free)
             raise ValueError(
                 f"{size / 2**20:.3f} MiB of saved tensors do not fit into a host slab of {self.capacity_bytes / 2**20:.3f} MiB, "
-                f"of which {free_bytes / 2**20:.3f} MiB are free in pieces; give it more host memory (host_gib)"
+                f"of which {free_bytes / 2**20:.3f} MiB are free in smaller pieces; raise host_gib"
             )
         self._free.remove(fitting)
         if rest := fitting.num_bytes - size:
@@ -110,7 +112,7 @@ class HostSlab:
         return _Run(fitting.offset, size, fitting.tickets)
 
     def give(self, run: _Run, tickets: tuple[Ticket, ...]) -> None:
-        """Frees a run that was taken; `tickets` are of the copies that still read it."""
+        """Frees a run; `tickets` belong to the copies that may still read it."""
         self._free.append(_Run(run.offset, run.num_bytes, tickets))
 
     def _merge(self) -> None:
@@ -125,7 +127,7 @@ class HostSlab:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbouring bytes of a slab, and the copies that a copy into them must follow."""
+    """Consecutive bytes of a slab, and the copies that must be done before they are overwritten."""
 
     offset: int
     num_bytes: int
@@ -133,12 +135,12 @@ class _Run:
 
 
 def block_bytes(num_bytes: int) -> int:
-    """What a tensor of `num_bytes` takes of a slab."""
+    """Bytes that a tensor of `num_bytes` takes in a slab."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class HostTier:
-    """The host memory of one rank and the way there. `stored_bytes`: of the tensors that are there now."""
+    """Host memory of one rank, and the copies to and from it. `stored_bytes`: bytes of the tensors stored now."""
 
     def __init__(self, capacity_bytes: int, copies: CopyEngine, is_pinned: bool = False) -> None:
         self.slab, self.copies = HostSlab(capacity_bytes, is_pinned), copies
@@ -146,18 +148,18 @@ class HostTier:
 
     @classmethod
     def on(cls, device: torch.device, capacity_bytes: int) -> HostTier:
-        """The tier for tensors of `device`."""
+        """A tier for tensors of `device`."""
         if device.type == "cuda":
             return cls(capacity_bytes, StreamCopies(device), is_pinned=True)
         return cls(capacity_bytes, PlainCopies())
 
     def store(self, tensor: Tensor) -> HostTensor:
-        """Starts a copy of `tensor` to the host; the caller may drop it at once."""
+        """Starts a copy of `tensor` to the host; the caller may drop `tensor` at once."""
         return HostTensor(self, tensor)
 
 
 class HostTensor:
-    """A tensor in the slab. Its bytes are free when nobody refers to it any more."""
+    """A tensor in the slab; its block is freed when nobody refers to the object any more."""
 
     def __init__(self, tier: HostTier, source: Tensor) -> None:
         self._tier, self._device = tier, source.device
@@ -172,7 +174,7 @@ class HostTensor:
         tier.peak_bytes = max(tier.peak_bytes, tier.stored_bytes)
 
     def prefetch(self) -> None:
-        """Starts the copy back, if it has not been started."""
+        """Starts the copy back to the device, unless it has been started."""
         if self._returning is None:
             target = torch.empty_like(self._home, device=self._device)
             ticket = self._tier.copies.to_device(self._home, target, (self._arrival,))
@@ -180,7 +182,7 @@ class HostTensor:
             self._tickets = (ticket,)
 
     def fetch(self) -> Tensor:
-        """The tensor on its device again, given away: a second call copies again."""
+        """The tensor back on its device. The caller owns it; a second call copies again."""
         self.prefetch()
         assert self._returning is not None
         (target, ticket), self._returning = self._returning, None
@@ -188,14 +190,14 @@ class HostTensor:
         return target
 
     def __del__(self) -> None:
-        # not there if the slab was full
+        # the attribute is missing if the slab was full
         if hasattr(self, "_arrival"):
             self._tier.slab.give(self._run, (self._arrival, *self._tickets))
             self._tier.stored_bytes -= self.num_bytes
 
 
 class SplitTensor:
-    """A saved tensor [T, ...] by tokens, front to back: recomputed (dropped), on the host, on the device."""
+    """A saved tensor [T, ...] split by tokens: the first are dropped (to be recomputed), the next on the host, the rest kept."""
 
     def __init__(self, tensor: Tensor, share: TensorShare, tier: HostTier | None) -> None:
         num_tokens = tensor.shape[0]
@@ -206,10 +208,10 @@ class SplitTensor:
             assert tier is not None
             self._host = tier.store(tensor[host_start:host_stop])
         if host_stop == 0:
-            # detached: an output carries the very node that holds it
+            # detached: an output refers to the autograd node that would hold it
             self._device = tensor.detach()
         elif host_stop < num_tokens:
-            # a copy, since a view would hold the whole storage
+            # a copy, since a view would keep the whole storage alive
             self._device = tensor[host_stop:].detach().clone()
 
     @property
@@ -225,15 +227,15 @@ class SplitTensor:
             self._host.prefetch()
 
     def fetch(self, front: Sequence[Tensor] = ()) -> Tensor:
-        """The tokens from `start` on, on the device, behind those of `front`."""
-        parts = [*front, *([] if self._host is None else [self._host.fetch()])]
+        """The tokens from `start` on, on the device, appended to the tensors of `front`."""
+        pieces = [*front, *([] if self._host is None else [self._host.fetch()])]
         if self._device is not None:
-            parts.append(self._device)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            pieces.append(self._device)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _pin(memory: Tensor) -> bool:
-    """Page-locks the memory for CUDA; False, said once, where the system refuses."""
+    """Page-locks the memory for CUDA; returns False, with a warning, if the system refuses."""
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if error:
         logger.warning(

@@ -1,14 +1,16 @@
-"""Output head and cross-entropy in token tiles, as one autograd node: logits live for one tile, forward and backward.
+"""Output head and cross-entropy in token tiles, as one autograd node: logits exist for one tile only, forward and backward.
 
-The node runs inside the model's own forward, in the place of the head, so that weights are gathered (sharded parameters) or
-wrapped (adapters) as the head finds them. With u the cost of taking all tokens once through the head's weight, it costs
+`hf.models.activations` binds it to a model's output head; the executor asks it for losses and scores.
 
-    3 u with `keep_gradients`: the tile's gradients are computed while its logits are there, and backward scales them. Held
+The node runs inside the model's own forward, in place of the head, so it finds weights gathered (sharded parameters) or wrapped
+(adapters) just as the head does. With u the cost of multiplying all tokens once by the head's weight, it costs
+
+    3 u with `keep_gradients`: a tile's gradients are computed while its logits exist, and backward only scales them. Held
         from forward to backward: [T, C], and the gradients of the head's parameters in at least fp32.
     4 u without: backward runs the tiles again. Held: the head's input.
-    1 u where no graph is made, and for the scores of single tokens (`scoring`).
+    1 u if no graph is made, and for the scores of single tokens (`scoring`).
 
-Tiles without any label token are skipped where the labels are on the host: their loss and gradients are exactly zero.
+Tiles without label tokens are skipped if the labels are on the host: their loss and gradients are exactly zero.
 
 Shapes: T tokens of this rank, t tokens of a tile, C features, V entries of the vocabulary.
 """
@@ -30,36 +32,36 @@ from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES
 
-# nodes of torch that only pass a value on
+# torch's autograd nodes that only pass a value on
 _PASSING = ("ToCopyBackward0", "AliasBackward0", "ViewBackward0")
-# the gradient of the input, and those of the parameters: None for one that the head does not use
+# gradient of the input, gradients of the parameters (None for a parameter that the head does not use)
 Gradients = tuple[Tensor, list[Tensor | None]]
 
 
 @dataclass(slots=True)
 class _Order:
-    """What the head is told for the forward that is running."""
+    """Instructions to the head for the forward that is running."""
 
     shift_labels_1T: Tensor
     tile_tokens: int
     keep_gradients: bool = False
-    # where the scores of tokens go if they are asked for
+    # list that receives the scores of the tokens, if they are wanted
     scores: list[TokenScores] | None = None
     num_calls: int = 0
 
 
 class OutputHead:
-    """Binds itself to the output head of one model; `unbind` puts everything back.
+    """Binds itself to the output head of one model, the module whose output is the logits; `unbind` restores it.
 
-    Bind it after adapters are added: it is the module whose output is the logits. While `summing`, that module returns the
-    summed cross-entropy in their place; else it runs as it was.
+    Create it after adapters are added. While `summing`, the head returns the summed cross-entropy in place of logits; at other
+    times it runs unchanged.
     """
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
         self._order: _Order | None = None
         own = vars(head)
-        # what the instance had itself: nothing where the class's own came through
+        # the instance's own forward; empty if it used that of its class
         self._before = (own["forward"],) if "forward" in own else ()
         run = head.forward
 
@@ -73,23 +75,24 @@ class OutputHead:
         own["forward"] = bound(head, forward)
 
     def unbind(self) -> None:
+        """Restores the head's forward."""
         vars(self.head).pop("forward", None)
         vars(self.head).update(("forward", own) for own in self._before)
 
     @contextmanager
     def summing(self, shift_labels_1T: Tensor, tile_tokens: int, keep_gradients: bool = False) -> Iterator[None]:
-        """Inside, one forward of the model returns the summed cross-entropy, a scalar, in the place of logits.
+        """Context in which one forward of the model returns the summed cross-entropy, a scalar, in place of logits.
 
-        It is that of `summed_cross_entropy`, in tiles of `tile_tokens` tokens (0: one tile). `shift_labels_1T` may be on the
-        host. `keep_gradients`: backward follows at once, so that gradients may wait for it. Raises RuntimeError unless the
-        model calls its head once.
+        The value is that of `summed_cross_entropy`, computed in tiles of `tile_tokens` tokens (0: one tile). `shift_labels_1T`
+        may be on the host. `keep_gradients`: compute gradients in the forward, if backward follows at once. Raises RuntimeError
+        unless the model calls its head exactly once.
         """
         with self._ordered(_Order(shift_labels_1T, tile_tokens, keep_gradients)):
             yield
 
     @contextmanager
     def scoring(self, shift_labels_1T: Tensor, tile_tokens: int) -> Iterator[list[TokenScores]]:
-        """As `summing`, for a forward without gradients; it leaves the scores of its tokens in the list."""
+        """`summing` for a forward without gradients; afterwards the list holds the scores of its tokens."""
         scores: list[TokenScores] = []
         with self._ordered(_Order(shift_labels_1T, tile_tokens, scores=scores)):
             yield scores
@@ -104,26 +107,26 @@ class OutputHead:
             self._order = None
         if order.num_calls != 1:
             raise RuntimeError(
-                f"the model called its output head {order.num_calls} times in one forward, a tiled loss needs one call; keep "
-                f"logits for this model (no tile_tokens)"
+                f"the model called its output head {order.num_calls} times in one forward, but a tiled loss needs exactly one "
+                f"call; keep whole logits for this model (no tile_tokens)"
             )
 
 
 def check_untouched(loss: Tensor) -> None:
-    """Raises ValueError if the model computed something with what its head returned: what it does to logits would be lost.
+    """Raises ValueError if the model changed what its head returned: a change meant for logits would be wrong for the loss.
 
-    It reads the graph, so that a forward without one is not checked.
+    It reads the autograd graph, so a forward without a graph is not checked.
     """
     node = loss.grad_fn
     while node is not None and node.name() != _SummedLoss.__name__ + "Backward":
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            # a wrapper's, as DDP's
+            # a node of a wrapper such as DDP
             if len(node.next_functions) != 1:
                 return
         elif node.name() not in _PASSING:
             raise ValueError(
-                f"the model does something to its logits behind the output head ({node.name()}), which a loss in tiles would "
-                f"leave out; keep logits for this model (no tile_tokens)"
+                f"the model changes its logits after the output head ({node.name()}), which a loss in tiles would leave out; "
+                f"keep whole logits for this model (no tile_tokens)"
             )
         node = node.next_functions[0][0]
 
@@ -131,7 +134,7 @@ def check_untouched(loss: Tensor) -> None:
 def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Tensor:
     if hidden_1TC.shape[:-1] != order.shift_labels_1T.shape:
         raise ValueError(
-            f"the output head gets hidden states of {tuple(hidden_1TC.shape[:-1])} tokens, but there are labels of "
+            f"the output head got hidden states of shape {tuple(hidden_1TC.shape[:-1])}, but labels have shape "
             f"{tuple(order.shift_labels_1T.shape)}; the model must send every token to its head"
         )
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -146,7 +149,7 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
 
 
 def _labelled_tiles(shift_labels_1T: Tensor, tile_tokens: int) -> tuple[slice, ...]:
-    """The tiles that hold label tokens, at least one tile; all of them where only the device knows."""
+    """Tiles that hold label tokens, at least one; all tiles if the labels are on the device, to avoid waiting for it."""
     tiles = tuple(tiles_of(0, shift_labels_1T.shape[1], tile_tokens))
     if shift_labels_1T.device.type != "cpu":
         return tiles
@@ -185,7 +188,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _scaled(total: Tensor | None, slope: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """total * slope in a new tensor of `dtype` (the old one serves a second backward), rounded once."""
+    """total * slope, rounded once, in a new tensor of `dtype`; `total` stays intact for a second backward."""
     return None if total is None else torch.mul(total, slope, out=torch.empty_like(total, dtype=dtype))
 
 
@@ -207,7 +210,7 @@ def _scores_of_tiles(x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[sl
 def _gradients_of_tiles(
     x_1TC: Tensor, labels_1T: Tensor, run: Run, tiles: tuple[slice, ...], parameters: tuple[nn.Parameter, ...]
 ) -> tuple[Tensor, Gradients]:
-    """The loss, and its gradients: those of parameters summed over tiles in at least fp32."""
+    """Loss and gradients; gradients of parameters are summed over tiles in at least fp32."""
     dx_1TC = torch.zeros_like(x_1TC)
     sums: list[Tensor | None] = [None] * len(parameters)
     losses = []
@@ -215,7 +218,7 @@ def _gradients_of_tiles(
         x = x_1TC[:, tile].detach().requires_grad_(True)
         with torch.enable_grad():
             logits_1tV = run(x)
-        # the edge holds no logits
+        # unlike the tensor, the edge does not keep the logits alive
         edge, like = get_gradient_edge(logits_1tV), logits_1tV.dtype
         log_p_tV = _log_softmax(logits_1tV.detach())
         shape = logits_1tV.shape
@@ -224,21 +227,21 @@ def _gradients_of_tiles(
         losses.append(_tile_loss(log_p_tV, index_t1, is_label_t))
         slope_tV = _tile_slope(log_p_tV, index_t1, is_label_t).to(like).view(shape)
         del log_p_tV
-        # as in any backward
+        # autograd runs backward without autocast
         with torch.autocast(x.device.type, enabled=False):
             dx_1TC[:, tile] = add_gradients(sums, x, edge, parameters, slope_tV)
     return torch.stack(losses).sum(), (dx_1TC, sums)
 
 
 def _index(labels_1t: Tensor) -> tuple[Tensor, Tensor]:
-    """[t, 1] the label of each token, 0 where it has none, and [t] whether it has one."""
+    """Label of each token [t, 1], 0 if it has none, and whether it has one [t]."""
     labels_t = labels_1t.reshape(-1)
     is_label_t = labels_t != IGNORE_INDEX
     return labels_t.where(is_label_t, 0).unsqueeze(1), is_label_t
 
 
 def _log_softmax(logits_1tV: Tensor) -> Tensor:
-    """[t, V] in at least fp32."""
+    """Log-probabilities [t, V] in at least fp32."""
     logits_tV = logits_1tV.reshape(-1, logits_1tV.shape[-1])
     return F.log_softmax(logits_tV.float() if logits_tV.dtype in HALF_DTYPES else logits_tV, dim=-1)
 
@@ -248,7 +251,7 @@ def _tile_loss(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tensor
 
 
 def _tile_slope(log_p_tV: Tensor, index_t1: Tensor, is_label_t: Tensor) -> Tensor:
-    """The gradient of the loss by the logits: probabilities less one at the label. It takes the place of `log_p_tV`."""
+    """Gradient of the loss by the logits: probabilities minus one at the label. Overwrites `log_p_tV`."""
     slope_tV = log_p_tV.exp_()
     slope_tV.scatter_add_(1, index_t1, slope_tV.new_full(index_t1.shape, -1.0))
     return slope_tV.masked_fill_(~is_label_t.unsqueeze(1), 0.0)

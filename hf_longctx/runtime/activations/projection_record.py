@@ -1,11 +1,14 @@
-"""Projections whose outputs are kept: the replay takes them from the first run instead of multiplying again.
+"""Keeps outputs of the query, key and value projections, so that a replay takes them from the first run.
 
-The gradients of y = x W' + b need x and W, not y. So the node saves only those two, in both runs, and its backward is that of
-the whole product, whatever part of y was computed.
+The activation engine binds `project` to the projections of a layer and makes one record per layer and forward.
 
-Kept is y itself, before a norm of queries and keys and before the rotary embedding, both of which the replay repeats. It takes
-the bytes of rotated heads, and what lies behind a projection finds it filled: it may save what it likes, such as the input of a
-norm, and attention may exchange it as in the first run. Of an output that is kept in part the *front* tokens are computed again.
+The gradients of y = x W' + b need x and W, not y. So the autograd node saves only those two, in both runs, and its backward is
+that of the whole product however much of y was computed.
+
+The kept tensor is y itself, before the norms of queries and keys and before the rotary embedding, both of which the replay
+repeats. It has as many bytes as the rotated heads. Everything after a projection finds y complete: it may save what it likes,
+such as the input of a norm, and attention may exchange it as in the first run. If only a share is kept, the first tokens are
+computed again.
 
 Shapes: T tokens of this rank, C features in, N out.
 """
@@ -23,9 +26,9 @@ from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 
 
 class ProjectionRecord:
-    """What one layer's projections leave in one forward for its replay, each under its place among them.
+    """Outputs that one layer's projections leave in one forward for its replay, by the index of the projection.
 
-    Filled by the first run, emptied by the first replay: a second one (retain_graph) recomputes. Owned by the layer's slot.
+    The first run fills it, the first replay empties it; a second replay (retain_graph) recomputes. Owned by the layer's slot.
     """
 
     def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
@@ -34,34 +37,35 @@ class ProjectionRecord:
         self._held: dict[int, SplitTensor] = {}
 
     @property
-    def parts(self) -> tuple[SplitTensor, ...]:
+    def held(self) -> tuple[SplitTensor, ...]:
+        """Outputs held now."""
         return tuple(self._held.values())
 
-    def put(self, place: int, y_TN: Tensor) -> None:
-        """Keeps what the share says of a first run's output; a replay's output is not kept."""
+    def put(self, index: int, y_TN: Tensor) -> None:
+        """Keeps the planned share of a first run's output; does nothing in a replay."""
         if not self.is_replay and self.share.cuts(y_TN.shape[0])[0] < y_TN.shape[0]:
-            self._held[place] = SplitTensor(y_TN, self.share, self._tier)
+            self._held[index] = SplitTensor(y_TN, self.share, self._tier)
 
-    def take(self, place: int) -> SplitTensor | None:
-        """What the first run left, given away; None while recording, or if it has been taken."""
-        return self._held.pop(place, None) if self.is_replay else None
+    def take(self, index: int) -> SplitTensor | None:
+        """Hands over what the first run left; None in a first run, or if it has been taken already."""
+        return self._held.pop(index, None) if self.is_replay else None
 
 
-def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, place: int) -> Tensor:
-    """linear(x), [..., C] in, [..., N] out, whose output goes through `record`."""
+def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, index: int) -> Tensor:
+    """linear(x), [..., C] to [..., N], whose output `record` keeps or, in a replay, supplies."""
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
     device = x.device.type
     if torch.is_autocast_enabled(device):
-        # outside of the node, so that gradients are cast back as autocast casts them
+        # cast outside of the node, so that gradients are cast back in the way of autocast
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-    y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight, bias, record, place)
+    y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight, bias, record, index)
     return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does, which leaves fp64 alone."""
+    """Casts in the way of autocast, which leaves fp64 alone."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
@@ -70,17 +74,17 @@ def _multiply(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 class _Projection(torch.autograd.Function):
-    # saves the same tensors recording and replaying: checkpointing compares their number, shapes and dtypes
+    # saves equal tensors in first run and replay, because checkpointing compares their number, shapes and dtypes
     @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None, record: ProjectionRecord, place: int) -> Tensor:
+    def forward(ctx: Any, x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None, record: ProjectionRecord, index: int) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x_TC if needs_weight else None, weight_NC if needs_x else None)
-        kept = record.take(place)
+        kept = record.take(index)
         if kept is not None:
             front = [_multiply(x_TC[: kept.start], weight_NC, bias_N)] if kept.start else []
             return kept.fetch(front)
         y_TN = _multiply(x_TC, weight_NC, bias_N)
-        record.put(place, y_TN)
+        record.put(index, y_TN)
         return y_TN
 
     @staticmethod

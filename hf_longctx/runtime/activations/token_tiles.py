@@ -1,11 +1,14 @@
-"""A module that treats every token alone (an MLP, a norm), in token tiles, as one autograd node that saves its input.
+"""Runs a module that processes tokens independently (an MLP, a norm) in token tiles, as one autograd node that saves its input.
 
-Backward runs each tile forward and backward, so that the module's inner tensors live for one tile. Tiles that a record says
-to keep are run forward once, with their graph, whose saved tensors stay on the device or go to the host.
+The activation engine binds `tokenwise` to MLPs and norms; the output head uses its tiles too.
 
-Replaying under checkpointing, such a node computes nothing and returns an *unfilled* tensor where a record allows it. When it
-is the last of its layer that saves a tensor (only a residual add follows), checkpointing stops the replay inside `apply`, so
-nobody can read it. If control comes back, something later saves tensors that may depend on the output, and it is filled.
+Backward runs each tile forward and backward, so the module's inner tensors live for one tile only. Tiles that a record keeps are
+run forward once, with their graph, whose saved tensors stay on the device or go to the host.
+
+In a replay under activation checkpointing, the node of an MLP with a record computes nothing and returns an uninitialised tensor.
+If it is the last node of its layer that saves a tensor (only a residual add follows), checkpointing stops the replay inside
+`apply`, so nobody can read the output. If control does return, a later node saves tensors that may depend on the output, and only
+then is the output computed.
 
 Shapes: T tokens of this rank, C features.
 """
@@ -24,40 +27,41 @@ from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.host_tier import HostTensor, HostTier
 
 Run = Callable[[Tensor], Tensor]
-# first token, one past the last, input and output of a tile that was run with its graph
+# (first token, one past the last, input edge, output edge) of a tile that was run with its graph
 KeptTile = tuple[int, int, GradientEdge, GradientEdge]
 
 
 class TileRecord:
-    """What a tiled MLP leaves in one forward of one layer: the graphs of the tiles it keeps, and how its output looks."""
+    """What a tiled MLP leaves in one forward of one layer: the graphs of the tiles it keeps, and the form of its output."""
 
     def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
         self.share, self.tier = share, tier
         self.is_replay = False
         self.output_like: Tensor | None = None
         self.graphs: list[KeptTile] = []
-        # of the graphs' saved tensors, without the module's parameters
+        # bytes of the graphs' saved tensors on the device, without the module's parameters
         self.kept_bytes = 0
         self.on_host: list[_OnHost] = []
         self.parameter_storages: frozenset[int] = frozenset()
 
     def cuts(self, num_tokens: int) -> tuple[int, int]:
-        """The first of `num_tokens` tokens whose inner tensors are kept, and the first of which they are on the device."""
+        """First of `num_tokens` tokens whose inner tensors are kept, and first whose inner tensors are on the device."""
         kept_from, _, host_stop = self.share.cuts(num_tokens)
         return kept_from, host_stop
 
     def take_graphs(self) -> list[KeptTile]:
+        """Hands over the graphs; the record is empty afterwards."""
         graphs, self.graphs, self.kept_bytes, self.on_host = self.graphs, [], 0, []
         return graphs
 
     def new_output(self, num_tokens: int) -> Tensor:
-        """An unfilled output like that of the first run."""
+        """Uninitialised output with the dtype, device and features of the first run's."""
         assert self.output_like is not None
         return self.output_like.new_empty((1, num_tokens, self.output_like.shape[-1]))
 
 
 def tokenwise(module: nn.Module, run: Run, x_1TC: Tensor, tile_tokens: int, record: TileRecord | None = None) -> Tensor:
-    """run(x), the forward of `module`, in tiles of `tile_tokens` tokens (0: one tile); [1, T, C] in, [1, T, C'] out."""
+    """run(x), the forward of `module`, in tiles of `tile_tokens` tokens (0: one tile); [1, T, C] to [1, T, C']."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     is_unfilled = record is not None and record.is_replay and record.output_like is not None
     tile_tokens = tile_tokens or x_1TC.shape[1]
@@ -65,7 +69,7 @@ def tokenwise(module: nn.Module, run: Run, x_1TC: Tensor, tile_tokens: int, reco
         record.parameter_storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in module.parameters())
     output: Tensor = _Tokenwise.apply(x_1TC, run, tile_tokens, record, is_unfilled, *parameters)
     if is_unfilled:
-        # reached only where the layer saves more tensors behind this node
+        # reached only if the layer saves more tensors after this node
         with torch.no_grad():
             output.detach().copy_(_run_tiles(x_1TC.detach(), run, tiles_of(0, x_1TC.shape[1], tile_tokens)))
     return output
@@ -102,7 +106,7 @@ class _Tokenwise(torch.autograd.Function):
     def backward(ctx: Any, gradient_1TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x_1TC,) = ctx.saved_tensors
         run, tile_tokens, record, parameters = ctx.settings
-        # given away: with retain_graph a second backward recomputes
+        # taken out of the record: with retain_graph a second backward recomputes
         graphs = record.take_graphs() if record is not None else []
         kept_from = graphs[0][0] if graphs else x_1TC.shape[1]
         dx_1TC = torch.empty_like(x_1TC)
@@ -121,12 +125,12 @@ class _Tokenwise(torch.autograd.Function):
 
 
 def tiles_of(start: int, stop: int, tile_tokens: int) -> Iterator[slice]:
-    """The tokens [start, stop) in slices of `tile_tokens`, the last one shorter."""
+    """Token ranges of `tile_tokens` each that cover [start, stop); the last may be shorter."""
     return (slice(first, min(first + tile_tokens, stop)) for first in range(start, stop, tile_tokens))
 
 
 def _run_tiles(x_1TC: Tensor, run: Run, tiles: Iterable[slice], record: TileRecord | None = None, kept_from: int = 0) -> Tensor:
-    """run(x) tile by tile; tiles from `kept_from` on leave their graphs in the record, if there is one."""
+    """run(x) tile by tile; tiles from token `kept_from` on leave their graphs in the record, if there is one."""
     output: Tensor | None = None
     for tile in tiles:
         keeps = record if tile.start >= kept_from else None
@@ -139,11 +143,11 @@ def _run_tiles(x_1TC: Tensor, run: Run, tiles: Iterable[slice], record: TileReco
 
 
 def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tensor:
-    """run(x) of one tile with its graph, which goes to the record; checkpointing sees nothing of its saved tensors."""
+    """run(x) of one tile with its graph, which goes to the record; its saved tensors are hidden from checkpointing."""
     seen = set(record.parameter_storages)
     num_tokens = tile.stop - tile.start
     tier = record.tier if tile.start < record.cuts(x_1TC.shape[1])[1] else None
-    # with the tensors, so that no address is used twice within the tile
+    # holds the tensors too, so that no address is reused within the tile
     sent: dict[tuple[Any, ...], tuple[_OnHost, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor | _OnHost:
@@ -163,13 +167,13 @@ def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tens
     with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
         x: Tensor = _Entry.apply(x_1TC.new_empty((), requires_grad=True), x_1TC[:, tile])
         y = run(x)
-    # edges hold no tensor, so that the graph keeps what it saved and nothing else
+    # edges refer to no tensor, so that the graph keeps its saved tensors and nothing else
     record.graphs.append((tile.start, tile.stop, get_gradient_edge(x), get_gradient_edge(y)))
     return y.detach()
 
 
 class _OnHost:
-    """A saved tensor on the host, which several nodes may read; it is on the device from the first reader to the last."""
+    """A saved tensor on the host that several nodes may read; back on the device it stays from the first reader to the last."""
 
     def __init__(self, home: HostTensor) -> None:
         self.home, self.num_readers = home, 0
@@ -187,7 +191,10 @@ def _unpack(packed: Tensor | _OnHost) -> Tensor:
 
 
 class _Entry(torch.autograd.Function):
-    """A copy (a view would hold all tokens) that is no leaf, since the edge of a leaf holds the leaf. Never run backward."""
+    """Copies a tile of the input as a non-leaf of the graph; never run backward.
+
+    A view would keep all tokens alive, and the gradient edge of a leaf would keep the leaf alive.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x_1TC: Tensor) -> Tensor:
@@ -201,13 +208,13 @@ def add_gradients(
     parameters: tuple[nn.Parameter, ...],
     gradient: Tensor,
 ) -> Tensor:
-    """The gradient of x from that of y; those of the parameters that y uses are added to `sums`, in at least fp32."""
+    """Gradient of x, given the gradient of y; adds the gradients of the parameters that y uses to `sums`, in at least fp32."""
     ends: Any = (x, *parameters)
     dx, *gradients = torch.autograd.grad(y, ends, gradient, allow_unused=True)
-    for place, found in enumerate(gradients):
+    for index, found in enumerate(gradients):
         if found is None:
             continue
-        total = sums[place]
+        total = sums[index]
         wide = torch.promote_types(found.dtype, torch.float32)
-        sums[place] = found.to(wide) if total is None else total.add_(found)
+        sums[index] = found.to(wide) if total is None else total.add_(found)
     return dx

@@ -1,9 +1,12 @@
-"""Messages between pipeline stages: hidden states forward, their gradients back, at equal positions of the stages.
+"""Messages between pipeline stages: hidden states go forward, their gradients back, between equal positions of the stages.
 
-A plan says who sends what when, so both ends know every shape. Sends do not block: the buffer is kept until the message has
-left. A receive is posted one message ahead of the action that needs it. Between two ranks hidden states and gradients have a
-process group each, and those that interleaving wraps around from the last stage to the first two more: all messages of a group
-go one way and in the order of the plan, so that the streams on which NCCL runs them cannot wait for each other.
+`process_groups.pool` creates the links of a run; the executor makes one `RoundMessages` per micro-batch.
+
+The plan says who sends what and when, so both ends know every shape. Sends do not block: a buffer is kept until its message has
+left. A receive is posted one message ahead of the action that needs it. Between two ranks there is one process group for hidden
+states and one for gradients, and two more for messages that interleaving wraps around between the last stage and the first. All
+messages of a group go in one direction and in the order of the plan, so that the streams on which NCCL runs them cannot wait for
+each other.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from torch import Tensor
 
 from hf_longctx.plan.core.types import Action
 
-# hidden states or gradients, and whether they wrap around
+# (action kind "F" for hidden states or "B" for gradients, whether messages wrap around)
 _Lane = tuple[str, bool]
 _LANES: tuple[_Lane, ...] = (("F", False), ("B", False), ("F", True), ("B", True))
-# a lane and the rank at its other end
+# (lane, rank at its other end)
 _Way = tuple[_Lane, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands in the pipeline: its stage of how many, and how far in ranks the next stage is."""
+    """A rank's location in the pipeline. The next stage is `ranks_per_stage` ranks away."""
 
     rank: int
     stage: int
@@ -36,7 +39,7 @@ class Place:
     ranks_per_stage: int
 
     def peer(self, action: Action) -> tuple[int, bool]:
-        """The other end of a message as a global rank, and whether the message wraps around."""
+        """Global rank at the other end of a message, and whether the message wraps around between last and first stage."""
         stage = self.stage + (1 if action.kind in ("SF", "RB") else -1)
         is_wrap = not 0 <= stage < self.num_stages
         return self.rank + (stage % self.num_stages - self.stage) * self.ranks_per_stage, is_wrap
@@ -44,10 +47,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The process groups of a run's messages, and those of this rank's position on all stages and on the two ends.
+    """Process groups of one rank for messages between stages and for sums over stages.
 
-    lanes: by the rank at the other end. pipe: for the norm of all stages' gradients. ends: the first and the last stage, for
-    the gradients of tied embeddings; None for ranks of other stages.
+    lanes: one group per lane and rank at its other end. pipe: the ranks at this position of all stages, for the gradient norm.
+    ends: those of the first and the last stage, for the gradients of tied embeddings; None for ranks of other stages.
     """
 
     place: Place
@@ -57,7 +60,7 @@ class Links:
 
     @classmethod
     def create(cls, place: Place, timeout: timedelta, device: torch.device) -> Links:
-        """Collective over all ranks, which create every group in one order. `device`: of the messages."""
+        """Creates the links. Collective over all ranks, which create every group in one order. `device`: where messages are."""
         lanes: dict[_Way, dist.ProcessGroup] = {}
         for lane in _LANES:
             for pair in _pairs(place, is_wrap=lane[1]):
@@ -81,9 +84,9 @@ class Links:
         return (*self.lanes.values(), self.pipe, *([self.ends] if self.ends is not None else []))
 
     def _join(self, device: torch.device) -> None:
-        """One message over every link: NCCL joins two ranks at their first, and both must be there."""
+        """Sends one message over every link: NCCL connects two ranks at their first message, when both must take part."""
         for ((kind, is_wrap), peer), group in self.lanes.items():
-            # hidden states go to the next stage, which is the first one where they wrap around
+            # hidden states go to the next stage; where they wrap around, that is the first stage
             is_ahead = (peer < self.place.rank) if is_wrap else (peer > self.place.rank)
             message = dist.isend if is_ahead == (kind == "F") else dist.irecv
             work = message(torch.zeros(1, device=device), peer, group=group)
@@ -92,7 +95,7 @@ class Links:
 
 
 def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
-    """Ranks between which hidden states pass, from the first stage to the last, or from the last to the first."""
+    """(sender, receiver) of hidden states: from each stage to the next, or (`is_wrap`) from the last to the first."""
     last = place.num_stages - 1
     stages = [(last, 0)] if is_wrap else [(stage, stage + 1) for stage in range(last)]
     width = place.ranks_per_stage
@@ -100,9 +103,9 @@ def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
 
 
 class RoundMessages:
-    """The messages of one rank in one round. `shape_of(chunk)`: of its hidden states on this rank.
+    """Messages of one rank in one micro-batch. `shape_of(chunk)`: shape of the chunk's hidden states on this rank.
 
-    Fatal: actions in another order than the one given, on either end.
+    Fatal: either end runs its actions in an order other than the given one.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class RoundMessages:
             self._post(way)
 
     def receive(self, action: Action) -> Tensor:
-        """What `action` receives, once it is there; posts the receive behind it. The tensor is the caller's."""
+        """Waits for the tensor that `action` receives, and posts the next receive. The caller owns the tensor."""
         way = self._way(action)
         expected, work, buffer = self._posted.pop(way)
         assert expected == action, f"{action} ran where {expected} is next"
@@ -134,7 +137,7 @@ class RoundMessages:
         return buffer
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Starts to send `tensor`, which must not be written to until it has left."""
+        """Starts to send `tensor`; nobody may write to it until it has left."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         way, tensor = self._way(action), tensor.detach().contiguous()
@@ -143,7 +146,7 @@ class RoundMessages:
         self._sending.append((work, tensor))
 
     def finish(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all messages have left."""
         while self._sending:
             self._sending.popleft()[0].wait()
 

@@ -1,9 +1,11 @@
-"""Process groups, all created once at start: the mesh of stages and positions, aligned sequence groups, links between stages.
+"""Creates all process groups of a run once, at start: all ranks, aligned sequence groups of each stage, links between stages.
 
-`rank = stage * ranks_per_stage + position`. A sequence group lies inside a stage, at the same positions in all stages.
+The trainer makes one `GroupPool`; the executor asks it for the context of every chunk.
 
-`dist.new_group` is collective: every rank creates every group in the same order, also those it is not in. Groups with
-`use_local_synchronization` hash the number of earlier groups into their name and hang where ranks differ, so none is used.
+`rank = stage * ranks_per_stage + position`. A sequence group lies within a stage, at equal positions in all stages.
+
+`dist.new_group` is collective: every rank must create every group in one order, including groups that it is not in. Groups with
+`use_local_synchronization` are not used: they hash the number of earlier groups into their name and hang if ranks differ in it.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from hf_longctx.runtime.process_groups.links import Links, Place
 
 
 class GroupPool:
-    """Owns the process groups of a run and hands out contexts. Never creates a group after construction.
+    """Owns the process groups of a run and makes contexts of chunks. Creates no group after construction.
 
-    A collective that waits longer than `timeout_s` fails on the waiting ranks; for gloo this bound holds only for groups
-    created with it, so plans, forwards, backwards and the gradient reduction all run on these. (The trainer's own gather
-    of the logged loss runs on the default group, with its time-out.) `lends`: stages may share slices, for which equal
-    positions of neighbouring stages, from the first or up to the last, get groups too.
+    A collective that waits longer than `timeout_s` fails on the waiting ranks. Gloo applies this bound only to groups created
+    with it, so plans, forwards, backwards and the gradient reduction all run on groups of the pool. (The trainer's own gather
+    of the logged loss runs on the default group, with its own time-out.) `lends`: stages may lend ranks to slices of other
+    stages; then equal positions of the stages from any one to the last, and from the first to any one, get groups too.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class GroupPool:
             return
         timeout = timedelta(seconds=timeout_s)
         self.everyone = dist.new_group(timeout=timeout)
-        # NCCL joins ranks at the first use of a group, and rings send messages between some of its ranks only
+        # NCCL connects all ranks at the first use of a group, but rings send messages between some of its ranks only
         is_on_device = torch.cuda.is_available() and dist.get_backend(self.everyone) != "gloo"
         dist.all_reduce(torch.zeros(1, device="cuda" if is_on_device else "cpu"), group=self.everyone)
         self._groups[tuple(range(self.num_ranks))] = self.everyone
@@ -86,11 +88,11 @@ class GroupPool:
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this rank's stage, who hold the same layers; None if it is alone."""
+        """The group of all ranks of this rank's stage, which hold equal layers; None for a single rank."""
         return self.group(tuple(range(self.ranks_per_stage)))
 
     def close(self) -> None:
-        """Gives up all groups, the control group too; nothing may run on them any more, on no rank."""
+        """Destroys all groups, including the control group. No rank may still run anything on them."""
         groups = [*self._groups.values(), *([self.control] if self.control is not None else [])]
         groups += self.links.groups if self.links is not None else ()
         self._groups, self.everyone, self.control, self.links = {}, None, None, None
@@ -98,10 +100,7 @@ class GroupPool:
             dist.destroy_process_group(group)
 
     def group(self, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The handle of the ranks of this rank's stage at `positions`; None for one rank.
-
-        Raises ValueError for a group outside the pool.
-        """
+        """Group of the ranks of this rank's stage at `positions`; None for one rank. Raises ValueError if the pool has none."""
         if len(positions) == 1:
             return None
         first = self.stage * self.ranks_per_stage
@@ -115,12 +114,12 @@ class GroupPool:
         return self._groups[ranks]
 
     def sharing_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
-        """The handle of the ranks at this rank's position of `stages`, in order. Raises ValueError for one outside the pool."""
+        """Group of the ranks at this rank's position of `stages`, in order. Raises ValueError if the pool has none."""
         ranks = tuple(stage * self.ranks_per_stage + self.position for stage in stages)
         if ranks not in self._groups:
             raise ValueError(
-                f"stages {stages} are not a group of this run; create the pool with lends=True, and share slices among all "
-                f"stages from the first one or up to the last one only"
+                f"stages {stages} are not a group of this run; create the pool with lends=True, and share slices only among "
+                f"consecutive stages that include the first or the last one"
             )
         return self._groups[ranks]
 
@@ -135,30 +134,31 @@ class GroupPool:
         Blocks of two or more ranks exchange heads on aligned groups of the pool. Rings send messages on the group of all ranks,
         so their ranks may be at any positions of the stage.
         """
-        shape, place = group.shape, group.positions.index(self.position)
-        index, inside = divmod(place, shape.ulysses)
+        shape, index_in_group = group.shape, group.positions.index(self.position)
+        block, index_in_block = divmod(index_in_group, shape.ulysses)
         pieces = block_pieces(chunk, shape)
         travelling = travelling_pieces(pieces)
         ends = sequence_ends((*group.chunks, chunk))
-        first = index * shape.ulysses
+        first = block * shape.ulysses
         neighbours = group.positions[first : first + shape.ulysses]
-        tokens = even_shards(sum(piece.num_tokens for piece in pieces[index]), shape.ulysses)
+        tokens = even_shards(sum(piece.num_tokens for piece in pieces[block]), shape.ulysses)
+        ring_positions = group.positions[index_in_block :: shape.ulysses]
         return GroupContext(
-            block=Block(self.group(neighbours), inside, tokens),
+            block=Block(self.group(neighbours), index_in_block, tokens),
             ring=Ring(
                 self.everyone,
-                index,
-                tuple(self.stage * self.ranks_per_stage + position for position in group.positions[inside :: shape.ulysses]),
+                block,
+                tuple(self.stage * self.ranks_per_stage + position for position in ring_positions),
                 pieces,
                 travelling,
-                departing_tokens(pieces[index], travelling[index]),
+                departing_tokens(pieces[block], travelling[block]),
             ),
             cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
             known_readers=self._readers,
             slices=slices_of(group, chunk),
             documents=tuple(
                 (piece.num_tokens, ends[chunk.spans[piece.document].sequence] if piece.document < len(chunk.spans) else 1)
-                for piece in rank_pieces(chunk, shape)[place]
+                for piece in rank_pieces(chunk, shape)[index_in_group]
             ),
             kv_book=KVBook() if kv_book is None else kv_book,
         )
@@ -172,7 +172,7 @@ def sum_over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def sharing_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]]:
-    """Ranks of every set of stages that may share a slice, position by position, in creation order."""
+    """Ranks of every set of stages that may share a slice, per position, in the order of creation."""
     spans = [range(first, num_stages) for first in range(num_stages - 1)] + [range(last + 1) for last in range(1, num_stages - 1)]
     return [
         tuple(stage * ranks_per_stage + position for stage in stages) for stages in spans for position in range(ranks_per_stage)
@@ -180,7 +180,7 @@ def sharing_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]
 
 
 def aligned_groups(num_ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Positions of every group of two or more ranks that starts at a multiple of its degree, in creation order."""
+    """Positions of every group of two or more ranks that starts at a multiple of its degree, in the order of creation."""
     return [
         tuple(range(start, start + degree))
         for degree in sorted(degrees)

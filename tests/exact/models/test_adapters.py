@@ -125,14 +125,14 @@ def test_layers_below_the_first_trained_weight_run_as_they_are(name: str, target
     with counted(step.model) as work:
         loss, activations = step.forward((POLICIES[name],) * 2)
         first, second = activations.slots.values()
-        assert first.parts == [] and first.mlp.kept_bytes == first.whole_input_bytes == 0
+        assert first.held == [] and first.mlp.kept_bytes == first.whole_input_bytes == 0
         loss.backward()
     assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=TOLERANCE)
     assert step.error() <= TOLERANCE
     # only the second layer's attention is one that is counted
     front = POLICIES[name].share("attention_output").cuts(NUM_TOKENS)[0]
     assert PAIRS <= work.pairs <= PAIRS + front**2
-    assert second.attention.parts == () and second.projections.parts == ()
+    assert second.attention.held == () and second.projections.held == ()
     del loss
     assert step.engine.tier.stored_bytes == 0
 

@@ -1,4 +1,4 @@
-"""The activation engine: whatever a policy recomputes, loss and gradients are those of plain HF, and no work is done twice.
+"""The activation engine: whatever a policy recomputes, loss and gradients equal plain HF, and no work is done twice.
 
 Counted is what really runs: query-key pairs of attention tiles, and tokens that pass a layer's gate projection.
 """
@@ -44,13 +44,13 @@ PAIRS = sum(n * n for n in LENGTHS)
 
 
 def on_host(recompute: float) -> LayerPolicy:
-    """A replayed layer with half of its input, and half of what is kept of its attention output, on the host."""
+    """A replayed layer with half of its input, and half of the kept attention output, on the host."""
     return replayed(recompute, host=(1 - recompute) / 2, input_host=0.5)
 
 
 @dataclass
 class Work:
-    """Squared rows of attention tiles, per layer the tokens that passed the MLP, and the documents in their packed order."""
+    """Squared rows of attention tiles, tokens that passed the MLP of each layer, and the documents in packed order."""
 
     pairs: int = 0
     documents: list[int] = field(default_factory=list)
@@ -91,7 +91,7 @@ def step(
     tile_tokens: int,
     plan: StepPlan | None = None,
 ) -> tuple[float, Work]:
-    """One step of one rank under the policies, which leaves its gradients on the model; the loss and the work."""
+    """Runs one step of one rank under the policies; leaves gradients on the model and returns the loss and the work."""
     patch_model(model)
     engine = ActivationEngine(layers or layer_modules(model))
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), timeout_s=1.0), CPU)
@@ -110,7 +110,7 @@ def worst_error(model: Any, expected: dict[str, Tensor]) -> float:
 
 
 def run(case: ModelCase, policies: tuple[LayerPolicy, ...], tile_tokens: int, lengths: list[int]) -> Work:
-    """Asserts that the policies give the loss and gradients of plain HF; the work that was done."""
+    """Asserts that the policies give the loss and gradients of plain HF; returns the work that was done."""
     rows = random_rows(lengths)
     expected_loss, expected = reference_step(build_model(case), rows)
     model = build_model(case)
@@ -131,7 +131,7 @@ def test_attention_runs_once_and_the_mlp_twice(family: str, tile_tokens: int) ->
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_recomputed_share_of_attention_is_its_front(family: str) -> None:
     work = run(ModelCase(family, promoted=True), (replayed(0.5), replayed(1.0)), 8, LENGTHS)
-    # packed long ones first: half of 52 tokens are 26 of the document of 31
+    # the longest document is packed first: half of 52 tokens are 26 tokens of the document of 31
     assert work.documents == [31, 13, 7, 1]
     assert work.pairs == 2 * PAIRS + 26**2 + PAIRS
     assert work.mlp_tokens == [2 * 52] * 2
@@ -145,7 +145,7 @@ def test_the_kept_share_of_the_mlp_runs_once(tile_tokens: int) -> None:
 
 def test_layers_that_keep_everything_are_not_replayed() -> None:
     work = run(ModelCase(promoted=True), (LayerPolicy(), replayed()), 8, LENGTHS)
-    # the first layer's attention is not of the kind that is counted
+    # attention of the first layer is torch's own, which is not counted
     assert work.pairs == PAIRS
     assert work.mlp_tokens == [52, 2 * 52]
 
@@ -161,7 +161,7 @@ def test_random_policies_match(data: st.DataObject) -> None:
     shares = st.floats(0, 1).map(lambda share: round(share, 3))
     layers = tuple(replayed(data.draw(shares), mlp=data.draw(shares)) for _ in range(2))
     family = data.draw(st.sampled_from(["llama", "qwen3"]))
-    # never only a token or two, whose queries have gradients that are rounding noise
+    # at least a few tokens: with one or two the gradients of queries are rounding noise
     lengths = [17, *data.draw(st.lists(st.sampled_from([1, 2, 3, 7, 12, 31]), max_size=3))]
     tile_tokens = data.draw(st.sampled_from([0, 1, 5, 16, 100]))
     num_tokens = sum(lengths)
@@ -173,7 +173,7 @@ def test_random_policies_match(data: st.DataObject) -> None:
 
 
 def front_pairs(lengths: list[int], front: int) -> int:
-    """Squares of what the first `front` tokens hold of each document."""
+    """Sum of squares of the tokens that each document has among the first `front` tokens."""
     total = start = 0
     for length in lengths:
         total += max(0, min(length, front - start)) ** 2
@@ -182,7 +182,7 @@ def front_pairs(lengths: list[int], front: int) -> int:
 
 
 class NormedBehind(torch.nn.Module):
-    """An MLP with a norm behind it: the layer saves more tensors after the MLP, as in families with post-norms."""
+    """An MLP followed by a norm: the layer saves tensors after the MLP, as in families with post-norms."""
 
     def __init__(self, mlp: torch.nn.Module, width: int) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def test_half_precision_under_autocast_is_as_close_as_plain() -> None:
     for layer in model.model.layers:
         layer.mlp.up_proj.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
     step(model, None, rows, (replayed(0.5, mlp=0.5),) * 2, 8)
-    # tiles run again in backward, which restores no autocast by itself
+    # backward runs the tiles again, and does not restore autocast by itself
     assert dtypes == {torch.bfloat16}
     for name, parameter in model.named_parameters():
         assert (
@@ -410,7 +410,7 @@ def test_a_copy_of_a_bound_model_runs_on_its_own_weights() -> None:
 
 
 def test_a_model_whose_layers_do_not_pass_the_door_is_refused() -> None:
-    """In evaluation mode layers run as they are: nothing would be recomputed, and nobody told."""
+    """In evaluation mode layers run unchanged: nothing would be recomputed, and nobody would notice."""
     model = build_model(ModelCase(promoted=True))
     patch_model(model)
     engine = ActivationEngine(layer_modules(model))

@@ -1,4 +1,4 @@
-"""The host tier: exact bytes, no block reused too early under any delay of copies, and the gradients of plain HF."""
+"""The host tier: exact bytes, no block reused too early however long copies are delayed, and the gradients of plain HF."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Step(EngineStep):
         super().__init__(tier, lengths, partial(build_model, ModelCase(family, promoted=True)))
 
     def error(self) -> float:
-        """The worst error of the gradients, which are taken away."""
+        """Largest error of the gradients, which are cleared."""
         errors = [relative_error(p.grad, self.expected[name]) for name, p in self.model.named_parameters()]
         self.model.zero_grad()
         return float("nan") if any(error != error for error in errors) else max(errors)
@@ -76,14 +76,14 @@ def test_random_shares_match_and_hold_exactly_the_planned_bytes(data: st.DataObj
         mlp_recompute = data.draw(share)
         hosts = [round(data.draw(share) * (1 - part), 2) for part in (recompute, mlp_recompute)]
         policies.append(split_layer(data.draw(share), recompute, hosts[0], mlp_recompute, hosts[1]))
-    # never only a token or two, whose queries have gradients that are rounding noise
+    # at least a few tokens: with one or two the gradients of queries are rounding noise
     lengths = [17, *data.draw(st.lists(st.sampled_from([1, 2, 7, 31]), max_size=2))]
     step = Step(HostTier(2**20, LateCopies(data.draw(st.booleans()))), lengths)
     loss, activations = step.forward(tuple(policies))
     tokens = sum(lengths)
     on_device, on_host = 0, 0
     for policy in policies:
-        # fp64: 32 features of the input; 32 of the output and an LSE for each of 4 heads; of the MLP its input and 4 * 48
+        # fp64: 32 features of the input; 32 of the output and an LSE for each of 4 heads; for the MLP its input and 4 * 48
         sizes = {"layer_input": 32 * 8, "attention_output": 32 * 8 + 4 * 8, "mlp": (32 + 4 * 48) * 8}
         for name, token_bytes in sizes.items():
             start, _, host_stop = policy.share(name).cuts(tokens)
@@ -119,7 +119,7 @@ def test_a_second_backward_finds_layer_inputs_again() -> None:
 
 
 def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # input, output and LSE of the first layer are on their way before the second layer's backward is over
+    # input, output and LSE of the first layer are being fetched before the second layer's backward is over
     log: list[str] = []
     to_device, unpack = LateCopies.to_device, LayerSlot.unpack_input
     monkeypatch.setattr(LateCopies, "to_device", lambda *arguments: (log.append("back"), to_device(*arguments))[1])
@@ -128,13 +128,13 @@ def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pyte
     loss, _ = step.forward((split_layer(), split_layer()))
     loss.backward()
     assert step.error() <= TOLERANCE
-    # the second layer's own input, and with it the three of the first; nothing of the first is left to send for
+    # fetches the second layer's own input and with it the three tensors of the first; nothing of the first is left to fetch
     assert log.count("back") == 6
     assert log.index("replay") == 0 and "back" not in log[len(log) - log[::-1].index("replay") :]
 
 
 def interleaved_reuse(tier: HostTier) -> tuple[Tensor, Tensor]:
-    """(what was stored, what came back) where a block is given to another tensor while its copy back is under way."""
+    """(what was stored, what came back) if a block is given to another tensor while its copy back is under way."""
     stored = torch.arange(100.0)
     first = tier.store(stored)
     first.prefetch()
@@ -184,7 +184,7 @@ def test_freed_neighbours_are_merged_when_nothing_fits() -> None:
 def test_a_full_slab_says_what_is_missing() -> None:
     tier = HostTier(1024, PlainCopies())
     held = tier.store(torch.zeros(1000, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"do not fit into a host slab of 0.001 MiB.*give it more host memory"):
+    with pytest.raises(ValueError, match=r"do not fit into a host slab of 0.001 MiB.*are free in smaller pieces; raise host_gib"):
         tier.store(torch.zeros(100, dtype=torch.uint8))
     assert tier.stored_bytes == held.num_bytes
 

@@ -1,4 +1,4 @@
-"""The loss in token tiles: that of HF logits and summed cross-entropy, with its gradients, and no logits beyond a tile."""
+"""The loss in token tiles: equals HF logits with summed cross-entropy, with gradients, and makes no logits beyond a tile."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def logits_of(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters' gradients, taken off the model."""
+    """Gradients of the trainable parameters, which are cleared."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 
 
 def plain(model: nn.Module, mask: str = "some", scale: float = 0.37) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of scale * loss by HF logits and summed cross-entropy."""
+    """Loss, and gradients of scale * loss, by HF logits and summed cross-entropy."""
     input_ids, labels = tokens(mask)
     loss = summed_cross_entropy(logits_of(model, input_ids), labels)
     (loss * scale).backward()
@@ -65,7 +65,7 @@ def plain(model: nn.Module, mask: str = "some", scale: float = 0.37) -> tuple[fl
 def tiled(
     model: nn.Module, tile_tokens: int, keep_gradients: bool, mask: str = "some", scale: float = 0.37
 ) -> tuple[float, dict[str, Tensor]]:
-    """The same in tiles."""
+    """Loss, and gradients of scale * loss, in tiles."""
     input_ids, labels = tokens(mask)
     head = OutputHead(output_head(model))
     with head.summing(labels, tile_tokens, keep_gradients):
@@ -94,7 +94,7 @@ def with_bias(model: Any) -> Any:
 
 
 def with_adapters(targets: Any, **settings: Any) -> Any:
-    """A model with adapters on `targets` that are not zero."""
+    """A model with nonzero adapters on `targets`."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(build_model(ModelCase("qwen3")), config, autocast_adapter_dtype=False).double()
@@ -151,7 +151,7 @@ def test_tiles_without_labels_are_not_computed(mask: str, expected: list[int]) -
 
     model.lm_head.forward = counting
     tiled(model, 5, True, mask)
-    # once: gradients are computed with the loss
+    # one run per tile: gradients are computed with the loss
     assert seen == expected
 
 
@@ -192,9 +192,9 @@ def test_half_precision_is_as_close_as_plain(name: str, keep_gradients: bool) ->
     loss, found = tiled(build_model(HALF[name]), 5, keep_gradients)
     plain_loss, rounded = plain(build_model(HALF[name]))
     errors = {n: tuple(relative_error(gradients[n].double(), exact[n]) for gradients in (found, rounded)) for n in exact}
-    # sums of fp32 losses in another order
+    # fp32 losses are summed in another order
     assert loss == pytest.approx(plain_loss, abs=1e-4)
-    # the layers round once more what the head hands them; the head's own gradients are summed in fp32
+    # the layers round the head's input gradient once more; the head's own gradients are summed in fp32
     worst, plain_worst = (max(both[which] for both in errors.values()) for which in (0, 1))
     assert worst <= 1.5 * plain_worst
     heads = [both for parameter, both in errors.items() if "lm_head" in parameter]
@@ -209,16 +209,16 @@ def test_loss_is_fp32_and_one_tile_is_that_of_plain(case: ModelCase) -> None:
         loss = logits_of(model, input_ids)
     logits = logits_of(model, input_ids)
     assert (loss.dtype, logits.dtype) == (torch.float32, torch.bfloat16)
-    # two roundings of an fp32 sum
+    # an fp32 sum is rounded twice
     assert float(loss.detach()) == pytest.approx(float(summed_cross_entropy(logits, labels).detach()), rel=2.0**-22)
 
 
 def small_gradients_of_head(num_tiles: int) -> float:
-    """The gradient of a bf16 weight that all tiles add to: 1 from the first, 2^-9 from each other, rounded away in bf16."""
+    """Gradient of a bf16 weight that all tiles add to: 1 from the first, 2^-9 from each other, which bf16 would round away."""
     head = nn.Linear(1, 2, bias=False, dtype=torch.bfloat16)
     head.weight.data.zero_()
     hidden = torch.full((1, num_tiles, 1), 2.0**-8, dtype=torch.bfloat16)
-    # the slope at the label is -1/2
+    # the gradient by the logit at the label is -1/2
     hidden[0, 0] = 2.0
     bound = OutputHead(head)
     with bound.summing(torch.zeros(1, num_tiles, dtype=torch.int64), 1, True):
@@ -242,12 +242,12 @@ def test_every_run_of_the_head_is_under_autocast(keep_gradients: bool, num_runs:
 
     model.lm_head.forward = forward
     tiled(model, 5, keep_gradients, "none")
-    # the second runs are those of backward, which restores no autocast by itself
+    # the second run of each tile is that of backward, which does not restore autocast by itself
     assert dtypes == [torch.bfloat16] * num_runs
 
 
 class Largest(TorchDispatchMode):
-    """The largest number of elements of any tensor that an operation returns, and of all of them that live at one time."""
+    """Most elements of any tensor that an operation returns, and of all such tensors alive at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,9 +292,9 @@ def test_nothing_larger_than_a_tile_of_logits_is_saved_or_made(frozen: bool, kee
         held = [tensor.numel() for tensor in loss.grad_fn.saved_tensors]
         loss.backward()
     assert made.numel == tile_tokens * vocab
-    # logits and their softmax of one tile and a third for labels and biases, gradients of input and weight
+    # logits and softmax of one tile, a third such tensor for labels and biases, gradients of input and weight
     assert made.live_numel <= 3 * tile_tokens * vocab + 2 * num_tokens * width + 4 * vocab * width
-    # no logits, not even of a tile: its graph holds input and weight
+    # no logits, not even those of a tile: its graph holds input and weight
     assert max(packed) == vocab * width
     weight = [] if frozen else [vocab * width, vocab]
     assert held == ([num_tokens * width, *weight] if keep_gradients else [num_tokens * width, num_tokens])
@@ -310,13 +310,13 @@ def test_a_frozen_head_computes_no_gradient_of_its_weight() -> None:
     bound = OutputHead(head)
     with Largest() as made, bound.summing(labels, 5, True):
         head(hidden).backward()
-    # transposed views of the weight are that large too, so the logits must not be
+    # transposed views of the weight are as large, so logits must be smaller
     assert made.numel == width * vocab
     assert head.weight.grad is None and hidden.grad is not None
 
 
 def in_order(words: str, lengths: list[int], tile_tokens: int, num_ranks: int, parameters: Parameters) -> StepPlan:
-    """One group of all ranks with a chunk per sequence, in the order of `words`, every loss tiled and nothing recomputed."""
+    """One group of all ranks with one chunk per sequence, in the order of `words`; every loss in tiles, nothing recomputed."""
     plan = plan_of([[(num_ranks, tuple(range(len(lengths))))]], lengths, num_ranks, parameters=parameters)
     (group,) = plan.micro_batches[0].groups
     chunks = tuple(Chunk(i, (span,)) for i, span in enumerate(group.chunks[0].spans))
@@ -345,11 +345,11 @@ def test_the_model_must_call_its_head_once() -> None:
     with pytest.raises(RuntimeError, match="called its output head 2 times"), head.summing(labels, 4):
         logits_of(model, input_ids), logits_of(model, input_ids)
     with (
-        pytest.raises(ValueError, match=r"hidden states of \(1, 1\) tokens, but there are labels of \(1, 23\)"),
+        pytest.raises(ValueError, match=r"hidden states of shape \(1, 1\), but labels have shape \(1, 23\)"),
         head.summing(labels, 4),
     ):
         model(input_ids=input_ids, logits_to_keep=1)
-    # and is itself again
+    # afterwards the head runs unchanged
     assert logits_of(model, input_ids).shape == (1, NUM_TOKENS, VOCAB_SIZE)
 
 
@@ -374,5 +374,5 @@ def test_a_scale_of_logits_is_found_in_the_graph() -> None:
     input_ids, labels = tokens()
     with OutputHead(output_head(model)).summing(labels, 4):
         loss = logits_of(model, input_ids)
-    with pytest.raises(ValueError, match=r"does something to its logits behind the output head \(DivBackward0\)"):
+    with pytest.raises(ValueError, match=r"changes its logits after the output head \(DivBackward0\)"):
         check_untouched(loss)

@@ -1,4 +1,4 @@
-"""Kept queries, keys and values: nothing is multiplied twice, bytes are as planned, gradients are those of plain HF.
+"""Kept queries, keys and values: nothing is multiplied twice, bytes are as planned, gradients equal plain HF.
 
 Counted is what really runs: tokens that a projection multiplies by its weights while an engine keeps its output.
 """
@@ -41,7 +41,7 @@ def share(name: Any, recompute: float = 0.0, host: float = 0.0) -> TensorShare:
 
 
 def keeping(recompute: float = 0.0, host: float = 0.0) -> LayerPolicy:
-    """A replayed layer that keeps attention outputs and, but for shares, queries, keys and values."""
+    """A replayed layer that keeps attention outputs and queries, keys and values, except for these shares."""
     return LayerPolicy((share("qkv", recompute, host), share("mlp", 1.0)))
 
 
@@ -55,7 +55,7 @@ def tier(out_is_late: bool = False) -> HostTier:
 
 
 def biased(family: str = "llama") -> Any:
-    """A builder whose projections have biases where the family allows them."""
+    """A model builder whose projections have biases if the family allows them."""
 
     def build() -> Any:
         model = build_model(ModelCase(family, promoted=True))
@@ -68,7 +68,7 @@ def biased(family: str = "llama") -> Any:
     return build
 
 
-# norms on queries and keys, biases, neither
+# families with norms on queries and keys, with biases, with neither
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 @pytest.mark.parametrize("recompute,host", [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.5, 0.0), (0.5, 0.25), (0.25, 0.75)])
 def test_projections_multiply_once_and_the_recomputed_share_again(family: str, recompute: float, host: float) -> None:
@@ -78,7 +78,7 @@ def test_projections_multiply_once_and_the_recomputed_share_again(family: str, r
         loss.backward()
     assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=TOLERANCE)
     assert step.error() <= TOLERANCE
-    # of each layer q, k and v, once whole; with nothing kept the engine leaves projections alone
+    # q, k and v of each layer, once in full; if nothing is kept, the engine leaves projections alone
     again = round(recompute * NUM_TOKENS)
     assert work.projected == (0 if recompute == 1 else 2 * 3 * (NUM_TOKENS + again))
     assert work.pairs == 2 * PAIRS
@@ -89,14 +89,14 @@ def test_projections_multiply_once_and_the_recomputed_share_again(family: str, r
 @given(st.data())
 def test_random_shares_of_all_classes_match_and_hold_the_planned_bytes(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(["llama", "qwen3", "qwen2"]))
-    # never only a token or two, whose queries have gradients that are rounding noise
+    # at least a few tokens: with one or two the gradients of queries are rounding noise
     lengths = [17, *data.draw(st.lists(st.sampled_from([1, 2, 3, 7, 31]), max_size=3))]
     step = EngineStep(tier(data.draw(st.booleans())), lengths, biased(family))
     layers = tuple(random_layer(data) for _ in range(2))
     tokens = sum(lengths)
     with counted(step.model) as work:
         loss, activations = step.forward(layers, data.draw(st.sampled_from([0, 1, 5, 16, 100])))
-        # layers that keep everything have no slot, and none of the bytes that an engine counts
+        # layers that keep everything have no slot, so none of their bytes are counted by the engine
         split = tuple(layer for layer in layers if not layer.keeps_everything)
         planned = held_bytes(model_spec(step.model), ActivationPolicy(0, 0, split), len(split), tokens)
         assert activations.held_bytes() == planned
@@ -113,7 +113,7 @@ def test_random_shares_of_all_classes_match_and_hold_the_planned_bytes(data: st.
 
 
 def random_layer(data: st.DataObject) -> LayerPolicy:
-    """Shares of hundredths, for every class but the layer input also recomputed; often the ends 0 and 1."""
+    """Shares in hundredths, also recomputed ones for every class except the layer input; often the ends 0 and 1."""
     hundredths = st.one_of(st.sampled_from([0, 100]), st.integers(0, 100))
     shares = []
     for name in ("layer_input", "attention_output", "qkv", "mlp"):
@@ -153,9 +153,9 @@ def test_what_is_kept_is_the_storage_that_is_counted() -> None:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for slot in activations.slots.values()
-        for tensor in (part._device for part in slot.projections.parts)
+        for tensor in (held._device for held in slot.projections.held)
     }
-    # fp64: 32 features of queries, 16 of keys and of values
+    # fp64: 32 features for queries, 16 each for keys and values
     assert sum(storages.values()) == 2 * NUM_TOKENS * 8 * (32 + 2 * 16)
 
 
@@ -167,7 +167,7 @@ def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pyte
     step = EngineStep(tier(), LENGTHS)
     step.forward((keeping(0.0, 0.5),) * 2)[0].backward()
     assert step.error() <= TOLERANCE
-    # before the last layer reads its own q, k and v, those of the first are sent for
+    # before the last layer reads its own q, k and v, those of the first layer are being fetched
     assert log == ["back", "back", "back", "read", "back", "read", "back", "read", "back", "read", "read", "read"]
 
 
@@ -210,7 +210,7 @@ def test_half_precision_gives_the_very_gradients_of_recomputation(weights: torch
     kept, again = gradients(keeping(0.0, 0.5)), gradients(keeping(1.0))
     for name, gradient in again.items():
         assert kept[name].dtype == gradient.dtype == weights
-        # the same numbers are multiplied in the same precision, so only the order of sums may differ
+        # equal numbers are multiplied in equal precision, so only the order of sums may differ
         assert relative_error(kept[name].double(), gradient.double()) <= 0.02, name
 
 
@@ -248,7 +248,7 @@ def test_a_fused_projection_is_kept_too() -> None:
 
 
 class Doubled(torch.nn.Linear):
-    """A linear module whose forward is not torch's."""
+    """A linear module with a forward of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -265,7 +265,7 @@ def test_a_projection_of_another_make_is_refused_by_name_and_recomputed_rightly(
     assert not step.engine.can_keep_qkv
     with pytest.raises(ValueError, match=r"0\.75 of qkv is kept, but LlamaDecoderLayer does not make queries"):
         step.forward((keeping(0.25),) * 2)
-    # the rest of a policy is executed as ever
+    # the rest of the policy is executed as before
     step.forward((LayerPolicy(), keeping(1.0)))[0].backward()
     assert step.error() <= TOLERANCE
 

@@ -1,4 +1,4 @@
-"""The group pool: which groups exist, that they join the right ranks, and what is said about others."""
+"""The group pool: which groups exist, that they join the right ranks, and how requests for others are refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_shards_that_do_not_cover_the_chunk_are_refused() -> None:
 
 
 def sums_of_ranks(groups: list[tuple[int, ...]]) -> list[int]:
-    """For every group in turn, the sum of its members' ranks as this rank's handle finds it, or -1 outside it."""
+    """For every group in turn: the sum of its members' ranks, computed through this rank's handle; -1 outside the group."""
     pool = group_pool()
     sums = []
     for positions in groups:
@@ -118,7 +118,7 @@ def test_contexts_know_their_block_and_their_ring(ranks) -> None:
     everyone = (0, 1, 2, 3)
     assert ranks(4).run(context_facts, "ulysses") == [(rank, (2, 2, 2, 2), 0, (rank,)) for rank in everyone]
     assert ranks(4).run(context_facts, "ring") == [(0, (2,), rank, everyone) for rank in everyone]
-    # blocks (0, 1) and (2, 3); heads of the first rank of each travel between 0 and 2, of the second between 1 and 3
+    # blocks (0, 1) and (2, 3): heads of each block's first rank travel between 0 and 2, those of the second between 1 and 3
     assert ranks(4).run(context_facts, "hybrid") == [
         (0, (2, 2), 0, (0, 2)),
         (1, (2, 2), 0, (1, 3)),
@@ -141,7 +141,7 @@ def test_no_group_is_made_after_construction(ranks) -> None:
 
 
 def collectives_of_a_new_pool() -> list[bool]:
-    """For every collective of a new pool: whether it is on the group of all ranks that rings send on."""
+    """For every collective of a new pool: whether it runs on the group of all ranks, over which rings send."""
     calls: list[dist.ProcessGroup] = []
     original = dist.all_reduce
 
@@ -157,5 +157,5 @@ def collectives_of_a_new_pool() -> list[bool]:
 
 
 def test_all_ranks_meet_on_their_group_before_some_send_messages_on_it(ranks) -> None:
-    # NCCL: a batch of messages between some ranks is undefined as a group's first use
+    # NCCL: the first use of a group must not be a batch of messages between only some of its ranks
     assert ranks(2).run(collectives_of_a_new_pool) == [[True]] * 2
