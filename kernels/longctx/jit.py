@@ -1,4 +1,7 @@
-"""Triton where it is installed. CPU builds of torch come without it; a kernel then imports, and raises when launched."""
+"""Triton's decorator and helpers for the kernels of this package, with a stand-in on machines without Triton.
+
+CPU builds of torch come without Triton: a kernel's module can then be imported, and raises ImportError when a kernel is launched.
+"""
 
 # arguments of Triton kernels have no Python types
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -20,17 +23,17 @@ except ImportError as error:
 
 
 class _Unavailable:
-    """Stands for a kernel on a machine without Triton."""
+    """Stand-in for a kernel on a machine without Triton."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        raise ImportError(f"kernel {self.name} needs triton, which this machine does not have: pip install triton") from _missing
+        raise ImportError(f"kernel {self.name} needs triton, which is not installed here: pip install triton") from _missing
 
 
 def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a Triton kernel; a new value of an argument named in `unspecialized` never compiles it again."""
+    """Decorates a Triton kernel; new values of the arguments named in `unspecialized` never cause another compilation."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         if triton is None:
@@ -41,30 +44,30 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def pack(values: Sequence[int]) -> tuple[int, ...]:
-    """Integers as a kernel argument whose values never compile the kernel again; the kernel reads them by `unpack`.
+    """Packs integers as a kernel argument whose values never cause another compilation; the kernel reads them with `unpack`.
 
-    Triton compiles anew for an integer that is 1 or a multiple of 16, and inside a tuple nothing can switch that off:
-    a table of 8 sizes would have thousands of variants. Odd numbers from 3 on have one.
+    Triton compiles special variants for integers that are 1 or a multiple of 16, and inside a tuple nothing can switch that off:
+    a table of 8 sizes would have thousands of variants. Odd numbers from 3 on have a single variant.
     """
     return tuple(2 * value + 3 for value in values)
 
 
 @jit()
 def unpack(value):
-    """The integer that `pack` made `value` of, as int64."""
+    """Inverse of `pack` for one value, as int64."""
     return (value.to(tl.int64) - 3) >> 1
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least `number` and 1."""
+    """Smallest power of two that is at least `number` and at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Launches inside go to the tensor's device; nothing to do for a CPU tensor (Triton's interpreter)."""
+    """Context in which kernels are launched on the tensor's device; does nothing for CPU tensors (Triton's interpreter)."""
     return torch.cuda.device_of(tensor)
 
 
 def wide_type(dtype: torch.dtype) -> Any:
-    """Triton's name of the dtype in which values of `dtype` are summed."""
+    """Triton dtype in which values of `dtype` are summed."""
     return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,16 +1,18 @@
-"""The data layout around the two Ulysses exchanges, every value read once and written once.
+"""Data layout before and after the two Ulysses exchanges; every value is read once and written once.
+
+`runtime.attention.sequence_parallel` calls it for every layer of a group of several ranks.
 
 Forward, on each rank of a group:  scatter_heads -> all-to-all -> join_tokens -> attention -> scatter_tokens -> all-to-all
--> join_heads. Backward runs the adjoints in the other order. A flat buffer holds one block per rank of the group:
+-> join_heads. Backward runs the adjoints in reverse order. A flat buffer holds one block per rank of the group:
 
-    scatter_heads  to rank r    [query heads of r, then KV heads of r, then values of r; T own tokens; D]
-    join_tokens    from rank r  [own query heads, then KV heads, then values; tokens of r; D]
+    scatter_heads  to rank r    [query heads of r, then keys of r's KV heads, then their values; T own tokens; D]
+    join_tokens    from rank r  [own query heads, then keys of own KV heads, then their values; tokens of r; D]
     scatter_tokens to rank r    [tokens of r, own heads, D]
     join_heads     from rank r  [T own tokens, heads of r, D]
 
-The last three only cut or join along one dimension, so both joins are one operation: parts [rows, sum of sizes, D] from
-blocks [all rows, size, D]. It and its inverse are each other's gradient. The gradient of scatter_heads adds up the copies
-of a KV head, in at least fp32 and rounded once, in rank order.
+The last three only cut or join along one dimension. So both joins are one operation, which makes tensors [rows, sum of sizes, D]
+from flat blocks [all rows, size, D]; it and its inverse are each other's gradient. The gradient of scatter_heads sums the copies
+of a KV head in rank order, in at least fp32, and rounds once.
 
 Shapes: H query heads, G KV heads, N heads of any kind, T tokens of this rank, S tokens of the chunk, D head size. Tensors
 may have any strides, flat buffers are contiguous, all offsets are int64.
@@ -31,6 +33,7 @@ from torch import Tensor
 from hf_longctx.kernels import reference
 from hf_longctx.kernels.jit import device_of, jit, next_power_of_2, pack, tl, unpack, wide_type
 
+# values that one program works on
 _TILE_VALUES = 4096
 
 
@@ -40,9 +43,9 @@ def _heads_kernel(
     DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr, IS_SUM: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_T tokens of one head of q, k or v, to all of its copies in `flat`, or (IS_SUM) the sum of them.
+    """One program: BLOCK_T tokens of one head of q, k or v, copied to all its copies in `flat`, or (IS_SUM) their sum.
 
-    table, per part and rank: (first head, one past the last, place of the first in `flat`, in heads).
+    table, for each of q, k, v and each rank: (first head, one past the last, offset of the first in `flat`, counted in heads).
     """
     head = (tl.program_id(0) // num_blocks).to(tl.int64)
     tokens = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -88,9 +91,9 @@ def _blocks_kernel(
     NUM_PARTS: tl.constexpr, NUM_BOUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M places of the middle dimension of one row, from the flat blocks, or (IS_SPLIT) to them.
+    """One program: BLOCK_M indices of the middle dimension of one row, from the flat blocks, or (IS_SPLIT) to them.
 
-    row_bounds: where each part begins and the last ends in the rows of a block. bounds: the same of the blocks in the middle.
+    row_bounds: bounds of the tensors (`parts`) along the rows of a block. bounds: bounds of the blocks along the middle.
     """
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     middle = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -118,23 +121,23 @@ def _bounds(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def _tiling(num_places: int, head_dim: int) -> tuple[int, int, int]:
-    """(blocks along a dimension of `num_places`, places per block, values per place as a power of two)."""
+def _tiling(num_indices: int, head_dim: int) -> tuple[int, int, int]:
+    """(blocks along a dimension of `num_indices`, indices per block, values per index as a power of two)."""
     block_d = next_power_of_2(head_dim)
-    block = max(1, min(_TILE_VALUES // block_d, next_power_of_2(num_places)))
-    return -(-num_places // block), block, block_d
+    block = max(1, min(_TILE_VALUES // block_d, next_power_of_2(num_indices)))
+    return -(-num_indices // block), block, block_d
 
 
 def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> list[int]:
-    """(first head, one past the last, place of the first in the flat buffer) of every rank, for q, then k, then v."""
+    """(first head, one past the last, offset of the first in the flat buffer) of every rank, for q, then k, then v."""
     ranges = [list(pairwise(q_bounds)), list(zip(kv_ranges[::2], kv_ranges[1::2], strict=True))]
-    parts: list[list[int]] = [[], [], []]
-    place = 0
+    tables: list[list[int]] = [[], [], []]
+    offset = 0
     for queries, keys in zip(*ranges, strict=True):
-        for part, (first, stop) in zip(parts, (queries, keys, keys), strict=True):
-            part += [first, stop, place]
-            place += stop - first
-    return parts[0] + parts[1] + parts[2]
+        for table, (first, stop) in zip(tables, (queries, keys, keys), strict=True):
+            table += [first, stop, offset]
+            offset += stop - first
+    return tables[0] + tables[1] + tables[2]
 
 
 def _launch_heads(
@@ -158,7 +161,7 @@ def _launch_heads(
 def launch_scatter_heads(
     q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]
 ) -> Tensor:
-    """`reference.scatter_heads` by the Triton kernel."""
+    """Does the work of `reference.scatter_heads` with the Triton kernel."""
     num_heads = _num_scattered(q_bounds, kv_ranges)
     flat = torch.empty(num_heads * q_HTD.shape[1] * q_HTD.shape[2], dtype=q_HTD.dtype, device=q_HTD.device)
     _launch_heads((q_HTD, k_GTD, v_GTD), flat, q_bounds, kv_ranges, is_sum=False)
@@ -168,7 +171,7 @@ def launch_scatter_heads(
 def launch_sum_heads(
     flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_kv: int, num_tokens: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.sum_heads` by the Triton kernel."""
+    """Does the work of `reference.sum_heads` with the Triton kernel."""
     heads = (q_bounds[-1], num_kv, num_kv)
     q, k, v = (torch.empty((num, num_tokens, head_dim), dtype=flat.dtype, device=flat.device) for num in heads)
     _launch_heads((q, k, v), flat.contiguous(), q_bounds, kv_ranges, is_sum=True)
@@ -191,14 +194,14 @@ def _launch_blocks(parts: Sequence[Tensor], flat: Tensor, sizes: Sequence[int], 
 
 
 def launch_join_blocks(flat: Tensor, sizes: Sequence[int], rows: Sequence[int], head_dim: int) -> list[Tensor]:
-    """`reference.join_blocks` by the Triton kernel."""
+    """Does the work of `reference.join_blocks` with the Triton kernel."""
     parts = [torch.empty((num, sum(sizes), head_dim), dtype=flat.dtype, device=flat.device) for num in rows]
     _launch_blocks(parts, flat.contiguous(), sizes, is_split=False)
     return parts
 
 
 def launch_split_blocks(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """`reference.split_blocks` by the Triton kernel."""
+    """Does the work of `reference.split_blocks` with the Triton kernel."""
     num_values = sum(part.shape[0] for part in parts) * sum(sizes) * parts[0].shape[2]
     flat = torch.empty(num_values, dtype=parts[0].dtype, device=parts[0].device)
     _launch_blocks(parts, flat, sizes, is_split=True)
@@ -206,7 +209,7 @@ def launch_split_blocks(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor
 
 
 def _num_scattered(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> int:
-    """Heads in the flat buffer of `scatter_heads`, every copy counted."""
+    """Number of heads in the flat buffer of `scatter_heads`, counting every copy."""
     return q_bounds[-1] + 2 * (sum(kv_ranges[1::2]) - sum(kv_ranges[::2]))
 
 
@@ -296,28 +299,28 @@ _split_blocks.register_autograd(
 
 
 def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
-    """The flat send buffer: for rank 0, 1, ...: its query heads, its KV heads, its values, each [heads, T, D]. Differentiable.
+    """Flat send buffer: per rank its query heads, then keys and values of its KV heads, each [heads, T, D]. Differentiable.
 
-    Rank r has query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]); a KV head may go
-    to several ranks, and its gradient is the sum over them. Raises ValueError if the ranges do not fit the tensors.
+    Rank r gets query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]). A KV head may go to
+    several ranks; its gradient is the sum over them. Raises ValueError if the ranges do not fit the tensors.
     """
     num_q, num_kv = q_HTD.shape[0], k_GTD.shape[0]
     if q_HTD.shape[1:] != k_GTD.shape[1:] or k_GTD.shape != v_GTD.shape or not q_HTD.dtype == k_GTD.dtype == v_GTD.dtype:
-        parts = ", ".join(f"{list(part.shape)} {part.dtype}" for part in (q_HTD, k_GTD, v_GTD))
-        raise ValueError(f"q, k and v are {parts}; they need the same dtype, tokens and head size, and k the heads of v")
+        found = ", ".join(f"{list(x.shape)} {x.dtype}" for x in (q_HTD, k_GTD, v_GTD))
+        raise ValueError(f"q, k and v are {found}; they must agree in dtype, tokens and head size, and k and v in heads too")
     if q_bounds[0] != 0 or q_bounds[-1] != num_q or any(start > stop for start, stop in pairwise(q_bounds)):
         raise ValueError(f"q_bounds {list(q_bounds)} must rise from 0 to the {num_q} query heads")
     ranges = list(zip(kv_ranges[::2], kv_ranges[1::2], strict=False))
     if len(kv_ranges) != 2 * (len(q_bounds) - 1) or not all(0 <= start <= stop <= num_kv for start, stop in ranges):
         raise ValueError(
-            f"kv_ranges {list(kv_ranges)} must be a start and a stop within the {num_kv} KV heads for each of the "
-            f"{len(q_bounds) - 1} ranks"
+            f"kv_ranges {list(kv_ranges)} must hold, for each of the {len(q_bounds) - 1} ranks, a start and a stop within the "
+            f"{num_kv} KV heads"
         )
     return _scatter_heads(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges))
 
 
 def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [num_q, S, D], k and v [num_kv, S, D] of all tokens, from one flat block per rank; contiguous and differentiable.
+    """q [num_q, S, D], k and v [num_kv, S, D] of all tokens, from one flat block per rank; contiguous. Differentiable.
 
     Rank r sent [num_q + 2 num_kv, tokens[r], D]. Raises ValueError if the buffer has another size.
     """
@@ -327,13 +330,13 @@ def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int
 
 
 def scatter_tokens(out_ShD: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The flat send buffer [tokens[r], h, D] for rank 0, 1, ... of the heads of all tokens. Differentiable.
+    """Flat send buffer: per rank r a block [tokens[r], h, D] of this rank's heads. Differentiable.
 
-    The tokens of a rank are consecutive rows, so this is the input itself where that is contiguous, and one copy elsewhere.
-    Raises ValueError if the tokens do not add up.
+    The tokens of a rank are consecutive rows, so a contiguous input is returned as it is, and any other is copied once. Raises
+    ValueError if the tokens do not add up to those of the input.
     """
     if sum(tokens) != out_ShD.shape[0]:
-        raise ValueError(f"ranks hold {list(tokens)} tokens, {sum(tokens)} in all, but attention returned {out_ShD.shape[0]}")
+        raise ValueError(f"ranks hold {list(tokens)} tokens, {sum(tokens)} in total, but attention returned {out_ShD.shape[0]}")
     return out_ShD.reshape(-1)
 
 
@@ -348,4 +351,4 @@ def join_heads(received: Tensor, heads: Sequence[int], num_tokens: int, head_dim
 
 def _check_flat(flat: Tensor, num_values: int, layout: str) -> None:
     if flat.dim() != 1 or flat.numel() != num_values:
-        raise ValueError(f"the buffer has shape {list(flat.shape)}; {layout} need one dimension of {num_values} values")
+        raise ValueError(f"the buffer has shape {list(flat.shape)}; {layout} need a flat buffer of {num_values} values")

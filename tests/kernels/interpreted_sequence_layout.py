@@ -36,7 +36,7 @@ JOINS = [
 
 
 def with_dtypes(cases: list[Any]) -> list[tuple[Any, torch.dtype]]:
-    """Every case in bf16 and in one more dtype, in turn."""
+    """Every case in bf16 and in one more dtype, which rotates."""
     return [(case, dtype) for i, case in enumerate(cases) for dtype in (torch.bfloat16, DTYPES[1 + i % 3])]
 
 
@@ -47,7 +47,7 @@ def poison() -> Iterator[None]:
 
 
 def strided(rows: int, middle: int, head_dim: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """A random tensor [rows, middle, D] that lies as [middle, rows, D + 1] in memory."""
+    """A random tensor [rows, middle, D] that is stored as [middle, rows, D + 1]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(middle, rows, head_dim + 1, generator=generator).to(dtype)[:, :, 1:].transpose(0, 1)
 
@@ -68,7 +68,7 @@ def test_sum_heads_is_the_reference(case: tuple[list[int], list[int], int, int, 
     found = op.launch_sum_heads(flat, q_bounds, kv_ranges, num_kv, num_tokens, head_dim)
     expected = reference.sum_heads(flat, q_bounds, kv_ranges, num_kv, num_tokens, head_dim)
     for one, other in zip(found, expected, strict=True):
-        # the same sums in the same order; where the interpreter rounds to half precision it truncates
+        # equal sums in equal order; the interpreter truncates when it rounds to half precision
         rtol = torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
         assert one.is_contiguous()
         torch.testing.assert_close(one, other, rtol=rtol, atol=0)

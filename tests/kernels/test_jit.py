@@ -1,4 +1,4 @@
-"""Kernels on machines without Triton, and integers that never compile a kernel again."""
+"""Kernels on machines without Triton, and integers that never cause another compilation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import sys
 sys.modules["triton"] = None
 import torch
 from hf_longctx.kernels import merge_attention, sequence_layout
-parts = [torch.ones(1, 2, 4)], [torch.zeros(1, 2)]
-assert torch.equal(merge_attention.merge_attention(*parts)[0], parts[0][0])
+own, other = (torch.zeros(1, 2, 4), torch.full((1, 2), -torch.inf)), (torch.ones(1, 2, 4), torch.zeros(1, 2))
+merge_attention.accumulate_attention_(*own, *other)
+assert torch.equal(own[0], other[0])
 assert torch.equal(sequence_layout.join_heads(torch.ones(8), [1, 1], 1, 4), torch.ones(1, 2, 4))
 try:
-    merge_attention.launch_merge(*parts)
+    merge_attention.launch_accumulate(*own, *other)
 except ImportError as error:
     assert "needs triton" in str(error), error
 else:
@@ -29,7 +30,7 @@ else:
 
 
 def test_packed_integers_are_neither_one_nor_even() -> None:
-    # Triton compiles a kernel anew for an argument that is 1 or a multiple of 16
+    # Triton compiles another variant for an argument that is 1 or a multiple of 16
     assert all(value != 1 and value % 2 for value in pack(range(100)))
     assert [(value - 3) >> 1 for value in pack([0, 1, 16, 2**29])] == [0, 1, 16, 2**29]
 

@@ -1,4 +1,4 @@
-"""Merged parts against attention computed in one piece; the kernels against the reference."""
+"""Accumulated partial results against attention computed in one piece; the kernel against the reference."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import pytest
 import torch
 from helpers.measures.triton_runs import compile_only, memory_instructions, needs_triton
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.kernels import merge_attention as op
-from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_attention
+from hf_longctx.kernels.merge_attention import accumulate_attention_
 
 # both sides work in fp64 on sums of at most a dozen terms
 TOLERANCE = 1e-14
 
+Result = tuple[Tensor, Tensor]
 
-def attention(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, visible_TS: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE of attention over the visible keys; 0 and -inf where there are none."""
+
+def attention(q_HTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, visible_TS: Tensor) -> Result:
+    """Output and LSE of attention over the visible keys; 0 and -inf for tokens that see none."""
     scores_HTS = (q_HTD @ k_HSD.transpose(1, 2)).masked_fill(~visible_TS, float("-inf"))
     is_blind_T1 = ~visible_TS.any(1, keepdim=True)
     weights_HTS = scores_HTS.masked_fill(is_blind_T1, 0.0).softmax(-1).masked_fill(is_blind_T1, 0.0)
@@ -30,92 +31,72 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def parts_of(num_parts: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor]]:
+def results_of(num_results: int, dtype: torch.dtype = torch.float64) -> list[Result]:
+    """Random partial results of 2 heads, 5 tokens and head size 3."""
     wide = torch.promote_types(dtype, torch.float32)
-    outputs = [random(2, 5, 3, seed=i).to(dtype) for i in range(num_parts)]
-    return outputs, [random(2, 5, seed=10 + i).to(wide) for i in range(num_parts)]
+    return [(random(2, 5, 3, seed=i).to(dtype), random(2, 5, seed=10 + i).to(wide)) for i in range(num_results)]
+
+
+def nothing_yet(dtype: torch.dtype = torch.float64) -> Result:
+    """An accumulator that has seen no key, with an uninitialised output."""
+    return torch.full((2, 5, 3), float("nan"), dtype=dtype), torch.full((2, 5), float("-inf"), dtype=dtype)
+
+
+def accumulated(results: list[Result], dtype: torch.dtype = torch.float64) -> Result:
+    total = nothing_yet(dtype)
+    for result in results:
+        accumulate_attention_(*total, *result)
+    return total
 
 
 @pytest.mark.parametrize("bounds", [[0, 9], [0, 4, 9], [0, 0, 9], [0, 1, 2, 8, 9]], ids=str)
-def test_merged_parts_are_attention_over_all_keys_with_its_gradients(bounds: list[int]) -> None:
-    num_heads, num_tokens, head_dim = 3, 6, 5
-    # token t sees keys 0 to t + 1 but for token 0, which sees none
+def test_accumulated_results_are_attention_over_all_keys(bounds: list[int]) -> None:
+    num_heads, num_tokens, head_dim = 2, 5, 3
+    # token t sees keys 0 to t + 1, except token 0, which sees none
     visible_TS = torch.ones(num_tokens, bounds[-1], dtype=torch.bool).tril(1)
     visible_TS[0] = False
-    weights = random(num_heads, num_tokens, head_dim, seed=7)
-    gradients = []
-    for is_merged in (False, True):
-        lengths = (num_tokens, bounds[-1], bounds[-1])
-        q, k, v = (random(num_heads, n, head_dim, seed=i).requires_grad_() for i, n in enumerate(lengths))
-        if is_merged:
-            pieces = [slice(start, stop) for start, stop in pairwise(bounds) if stop > start]
-            parts = [attention(q, k[:, keys], v[:, keys], visible_TS[:, keys]) for keys in pieces]
-            out, lse = merge_attention([part[0] for part in parts], [part[1] for part in parts])
-        else:
-            out, lse = attention(q, k, v, visible_TS)
-        loss = (out * weights).sum() + (lse[:, 1:] ** 2).sum()
-        gradients.append([out, lse, *torch.autograd.grad(loss, (q, k, v))])
-    for expected, found in zip(*gradients, strict=True):
-        # the gradients are sums of about a hundred terms
-        torch.testing.assert_close(found, expected, rtol=0, atol=10 * TOLERANCE)
+    q, k, v = (random(num_heads, n, head_dim, seed=i) for i, n in enumerate((num_tokens, bounds[-1], bounds[-1])))
+    pieces = [slice(start, stop) for start, stop in pairwise(bounds) if stop > start]
+    found = accumulated([attention(q, k[:, keys], v[:, keys], visible_TS[:, keys]) for keys in pieces])
+    for ours, expected in zip(found, attention(q, k, v, visible_TS), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4])
-def test_gradients_are_those_of_finite_differences(num_parts: int) -> None:
-    outputs, lses = parts_of(num_parts)
-    inputs = [part.requires_grad_() for part in (*outputs, *lses)]
-    assert torch.autograd.gradcheck(lambda *x: merge_attention(x[:num_parts], x[num_parts:]), inputs)
+def test_a_result_without_keys_is_ignored_whatever_it_holds() -> None:
+    results = results_of(3)
+    results[1][0][:, 2:], results[1][1][:, 2:] = float("nan"), float("-inf")
+    found, expected = accumulated(results), accumulated([results[0], results[2]])
+    for ours, without in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:, 2:], without[:, 2:], rtol=0, atol=TOLERANCE)
 
 
-def test_a_part_without_keys_is_ignored_whatever_it_holds() -> None:
-    outputs, lses = parts_of(3)
-    outputs[1][:, 2:], lses[1][:, 2:] = float("nan"), float("-inf")
-    results = []
-    for chosen in ((0, 1, 2), (0, 2)):
-        leaves = [part.clone().requires_grad_() for part in (*[outputs[i] for i in chosen], *[lses[i] for i in chosen])]
-        out, lse = merge_attention(leaves[: len(chosen)], leaves[len(chosen) :])
-        ((out[:, 2:] ** 2).sum() + (lse[:, 2:] ** 2).sum()).backward()
-        results.append((out[:, 2:].detach(), lse[:, 2:].detach(), *(leaves[i].grad for i in (0, len(chosen) - 1))))
-        if len(chosen) == 3:
-            assert (leaves[1].grad == 0).all() and (leaves[4].grad == 0).all()
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-
-
-def test_without_any_key_the_output_is_zero_and_no_gradient_is_nan() -> None:
-    outputs, lses = parts_of(2)
-    for lse in lses:
+def test_without_any_key_the_output_is_zero() -> None:
+    results = results_of(2)
+    for _, lse in results:
         lse[0, 3] = float("-inf")
-    leaves = [part.requires_grad_() for part in (*outputs, *lses)]
-    out, lse = merge_attention(outputs, lses)
+    out, lse = accumulated(results)
     assert (out[0, 3] == 0).all() and lse[0, 3] == float("-inf") and lse.isinf().sum() == 1
-    (out.sum() + lse.sum()).backward()
-    for leaf in leaves:
-        assert not leaf.grad.isnan().any() and (leaf.grad[0, 3] == 0).all()
+    assert not out.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_only_the_output_is_rounded(dtype: torch.dtype) -> None:
-    outputs, lses = parts_of(3, dtype)
-    out, lse = merge_attention(outputs, lses)
-    exact, exact_lse = merge_attention([part.double() for part in outputs], [part.double() for part in lses])
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
+def test_half_precision_results_are_not_rounded_again(dtype: torch.dtype) -> None:
+    results = results_of(3, dtype)
+    exact = accumulated([(out.double(), lse.double()) for out, lse in results])
+    for found, expected in zip(accumulated(results, torch.float32), exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_parts_accumulate_to_their_merge_in_any_memory(dtype: torch.dtype) -> None:
-    outputs, lses = parts_of(4, dtype)
-    lses[2][1, 3] = float("-inf")
-    expected, expected_lse = merge_attention([part.to(lses[0].dtype) for part in outputs], lses)
+def test_views_are_accumulated_in_place_and_nothing_else_changes(dtype: torch.dtype) -> None:
+    results = results_of(4, dtype)
+    results[2][1][1, 3] = float("-inf")
+    wide = results[0][1].dtype
+    expected, expected_lse = accumulated(results, wide)
     # the middle tokens of a longer row, and an output that nobody has written yet
-    whole, whole_lse = (
-        torch.full((2, 9, 3), float("nan"), dtype=lses[0].dtype),
-        torch.full((2, 9), float("-inf"), dtype=lses[0].dtype),
-    )
+    whole, whole_lse = torch.full((2, 9, 3), float("nan"), dtype=wide), torch.full((2, 9), float("-inf"), dtype=wide)
     out, lse = whole[:, 2:7], whole_lse[:, 2:7]
-    for other, other_lse in zip(outputs, lses, strict=True):
+    for other, other_lse in results:
         accumulate_attention_(out, lse, other.transpose(0, 1).contiguous().transpose(0, 1), other_lse)
     eps = torch.finfo(out.dtype).eps
     torch.testing.assert_close(out, expected, rtol=8 * eps, atol=8 * eps)
@@ -124,68 +105,42 @@ def test_parts_accumulate_to_their_merge_in_any_memory(dtype: torch.dtype) -> No
 
 
 def test_no_tokens_are_fine() -> None:
-    out, lse = merge_attention([torch.zeros(2, 0, 3)] * 2, [torch.zeros(2, 0)] * 2)
+    out, lse = torch.zeros(2, 0, 3), torch.zeros(2, 0)
+    accumulate_attention_(out, lse, out.clone(), lse.clone())
     assert out.shape == (2, 0, 3) and lse.shape == (2, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_operators_keep_the_rules_of_torch(num_parts: int, dtype: torch.dtype) -> None:
-    outputs, lses = parts_of(num_parts, dtype)
-    leaves = [part.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for part in outputs]
-    torch.library.opcheck(op._merge, (leaves, [lse.requires_grad_() for lse in lses]))
-    with torch.no_grad():
-        merged, lse = merge_attention(outputs, lses)
-        torch.library.opcheck(op._merge_backward, (merged, lse, outputs, lses, lse))
-        torch.library.opcheck(op._accumulate, (outputs[0].float(), lses[0], outputs[-1].clone(), lses[-1].clone()))
-
-
-def merged_sum(*parts: Tensor) -> Tensor:
-    half = len(parts) // 2
-    out, lse = merge_attention(parts[:half], parts[half:])
-    return (out**2).sum() + lse.sin().sum()
-
-
-def test_it_compiles_and_checkpoints_with_the_same_gradients() -> None:
-    compiled = torch.compile(merged_sum, backend="aot_eager", fullgraph=True)
-    ways = (merged_sum, compiled, lambda *parts: checkpoint(merged_sum, *parts, use_reentrant=False))
-    outputs, lses = parts_of(3)
-    leaves = [part.requires_grad_() for part in (*outputs, *lses)]
-    eager, *others = (torch.autograd.grad(way(*leaves), leaves) for way in ways)
-    for gradients in others:
-        assert all(torch.equal(found, expected) for found, expected in zip(gradients, eager, strict=True))
+def test_the_operator_keeps_the_rules_of_torch(dtype: torch.dtype) -> None:
+    (out, lse), (other, other_lse) = results_of(2, dtype)
+    torch.library.opcheck(op._accumulate, (out.float(), lse, other, other_lse))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda outs, lses: (outs, lses[:1]), "2 outputs and 1 LSEs"),
-        (lambda outs, lses: ([], []), "0 outputs"),
-        (lambda outs, lses: ([outs[0], outs[1][:, :2]], lses), r"\[2, 2, 3\]"),
-        (lambda outs, lses: (outs, [lses[0], lses[1].transpose(0, 1)]), r"LSE \[5, 2\]"),
-        (lambda outs, lses: ([outs[0], outs[1].float()], lses), "torch.float32"),
-        (lambda outs, lses: (outs, [lses[0], lses[1].float()]), "a LSE of torch.float32"),
+        (lambda other, lse: (other[:, :2], lse), r"shape \[2, 2, 3\]"),
+        (lambda other, lse: (other, lse.transpose(0, 1)), r"LSE of shape \[5, 2\]"),
     ],
 )
-def test_parts_that_do_not_fit_are_named(change, message) -> None:
+def test_results_that_do_not_fit_are_named(change, message) -> None:
+    own, other = results_of(2)
     with pytest.raises(ValueError, match=message):
-        merge_attention(*change(*parts_of(2)))
+        accumulate_attention_(*own, *change(*other))
 
 
-def test_a_sum_in_half_precision_is_refused() -> None:
-    outputs, lses = parts_of(2, torch.bfloat16)
-    with pytest.raises(ValueError, match="both must be float32"):
-        accumulate_attention_(outputs[0], lses[0], outputs[1], lses[1])
+def test_an_output_in_half_precision_is_refused() -> None:
+    own, other = results_of(2, torch.bfloat16)
+    with pytest.raises(ValueError, match="make both float32, or both float64"):
+        accumulate_attention_(*own, *other)
 
 
 @needs_triton
-def test_kernels_compile_for_hopper_with_wide_memory_access(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_compiles_for_hopper_with_wide_memory_access(monkeypatch: pytest.MonkeyPatch) -> None:
     ptx = compile_only(op, monkeypatch)
-    outputs, lses = [torch.zeros(4, 32, 128, dtype=torch.bfloat16)] * 2, [torch.zeros(4, 32)] * 2
-    op.launch_merge(outputs, lses)
-    op.launch_merge_backward(outputs[0], lses[0], outputs, lses, lses[0])
-    op.launch_accumulate(outputs[0].float(), lses[0], outputs[1], lses[1])
-    assert len(ptx) == 3
+    out, lse = torch.zeros(4, 32, 128, dtype=torch.bfloat16), torch.zeros(4, 32)
+    op.launch_accumulate(out.float(), lse, out, lse.clone())
+    assert len(ptx) == 1
     for found in map(memory_instructions, ptx):
         # 16 bytes per instruction for outputs; LSEs are one value per token
         assert {kind.split(".")[0] for kind in found if kind.endswith("v4.b32")} == {"ld", "st"}, found

@@ -38,7 +38,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def heads(num_heads: int, num_kv: int, num_tokens: int) -> list[Tensor]:
-    """q, k, v [heads, T, D] as a projection leaves them: transposed views."""
+    """q, k, v [heads, T, D] as transposed views, the layout that a projection leaves."""
     numbers = (num_heads, num_kv, num_kv)
     return [random(num_tokens, num, HEAD_DIM, seed=i).transpose(0, 1) for i, num in enumerate(numbers)]
 
@@ -93,7 +93,7 @@ def test_scattered_tokens_are_rows_and_copied_only_when_they_must_be() -> None:
 
 
 def exchange(sent: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
-    """An all-to-all among the entries of a list: sizes[i][j] values go from i to j."""
+    """An all-to-all among the entries of a list: sizes[i][j] values go from entry i to entry j."""
     blocks = [buffer.split(size) for buffer, size in zip(sent, sizes, strict=True)]
     return [torch.cat(received) for received in zip(*blocks, strict=True)]
 
@@ -123,7 +123,7 @@ def test_a_whole_group_gets_its_heads_of_all_tokens_and_everything_back(
     for output, shard in zip(outputs, shards, strict=True):
         assert torch.equal(output, shard[0].transpose(0, 1))
     (loss + sum((output**4).sum() for output in outputs)).backward()
-    # every rank that reads a KV head adds its gradient
+    # each rank that reads a KV head adds a gradient
     readers = [[r for r in range(len(tokens)) if kv_ranges[2 * r] <= head < kv_ranges[2 * r + 1]] for head in range(num_kv)]
     count = torch.tensor([len(found) for found in readers]).view(-1, 1, 1)
     weight = torch.tensor([sum(found) + len(found) for found in readers]).view(-1, 1, 1)
@@ -143,7 +143,7 @@ def test_gradients_are_those_of_finite_differences_twice() -> None:
 
 
 def test_copies_of_a_head_add_up_in_full_precision() -> None:
-    # 257 copies of 1 are 257 in fp32 but stay 256 when every sum is rounded to bf16; 256 + 4 is exact in bf16
+    # 257 copies of 1 sum to 257 in fp32, but to 256 if every sum is rounded to bf16; 256 + 4 is exact in bf16
     q_bounds, kv_ranges = list(range(261)), [0, 1] * 260
     q, k, v = torch.zeros(260, 1, 1, dtype=torch.bfloat16), *torch.zeros(2, 1, 1, 1, dtype=torch.bfloat16)
     k.requires_grad_()
@@ -164,7 +164,7 @@ def test_operators_keep_the_rules_of_torch(dtype: torch.dtype) -> None:
 
 
 def way_there(q: Tensor, k: Tensor, v: Tensor, flat: Tensor) -> Tensor:
-    """Everything of a layer in one function, each rank of two being alike."""
+    """All layout operations of one layer in one function, for two ranks that are alike."""
     sent = scatter_heads(q, k, v, [0, 2, 4], [0, 1, 1, 2])
     found, *_ = join_tokens(sent, [1] * q.shape[1], 4, 2, HEAD_DIM)
     back = join_heads(flat, [1, 2], q.shape[1], HEAD_DIM)
@@ -191,13 +191,13 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             scatter_heads(q, k, v, bounds, ranges)
-    with pytest.raises(ValueError, match="same dtype"):
+    with pytest.raises(ValueError, match="must agree in dtype"):
         scatter_heads(q, k, v.float(), [0, 4], [0, 2])
-    with pytest.raises(ValueError, match="one dimension of 72"):
+    with pytest.raises(ValueError, match="a flat buffer of 72 values"):
         join_tokens(torch.zeros(71), [1, 2], 4, 2, HEAD_DIM)
-    with pytest.raises(ValueError, match="one dimension of 18"):
+    with pytest.raises(ValueError, match="a flat buffer of 18 values"):
         join_heads(torch.zeros(2, 9), [1, 1], 3, HEAD_DIM)
-    with pytest.raises(ValueError, match="3 in all, but attention returned 4"):
+    with pytest.raises(ValueError, match="3 in total, but attention returned 4"):
         scatter_tokens(torch.zeros(4, 1, 1), [1, 2])
 
 
@@ -212,7 +212,7 @@ def test_kernels_compile_for_hopper_with_wide_memory_access(monkeypatch: pytest.
     op.launch_split_blocks(joined, [30, 3])
     assert len(ptx) == 4
     for found in map(memory_instructions, ptx):
-        # 16 bytes per instruction, everywhere
+        # every access moves 16 bytes per instruction
         assert {(kind.split(".")[0], kind.split(".")[-2:] == ["v4", "b32"]) for kind in found} == {("ld", True), ("st", True)}, (
             found
         )

@@ -54,10 +54,8 @@ def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
     own = options.tokens // degree
     q = torch.randn(own, num_heads, head_dim, device=device, dtype=torch.bfloat16).transpose(0, 1)
     k, v = torch.randn(2, own, num_kv, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
-    outputs = [q.contiguous(), q.flip(1).contiguous()]
-    lses = [torch.randn(num_heads, own, device=device) for _ in outputs]
-    merged = reference.merge_attention(outputs, lses)
-    both = (outputs, lses)
+    lse, other_lse = torch.randn(2, num_heads, own, device=device)
+    partial_results = (q.float().contiguous(), lse, q.flip(1).contiguous(), other_lse)
     q_bounds, kv_ranges = head_tables(num_heads, num_kv, degree)
     num_q, num_read = q_bounds[1], kv_ranges[1]
     tokens = [own] * degree
@@ -68,11 +66,8 @@ def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
     shares = [stop - start for start, stop in pairwise(q_bounds)]
     back = torch.randn(own * num_heads * head_dim, device=device, dtype=torch.bfloat16)
     whole = reference.join_blocks(back, shares, [own], head_dim)
-    summed = (merged[0].float(), merged[1].clone(), outputs[1], lses[1])
     found = [
-        ("merge_attention", (outputs, lses), bytes_of(both, merged)),
-        ("merge_attention_backward", (merged[0], merged[1], outputs, lses, merged[1]), bytes_of(merged, both, both, merged[1])),
-        ("accumulate_attention_", summed, bytes_of(summed, summed[:2])),
+        ("accumulate_attention_", partial_results, bytes_of(partial_results, partial_results[:2])),
         ("scatter_heads", (q, k, v, q_bounds, kv_ranges), bytes_of(q, k, v, sent)),
         ("sum_heads", (sent, q_bounds, kv_ranges, num_kv, own, head_dim), bytes_of(q, k, v, sent)),
         ("join_blocks (tokens)", (received, tokens, rows, head_dim), 2 * bytes_of(received)),
@@ -94,8 +89,6 @@ def head_tables(num_heads: int, num_kv: int, degree: int) -> tuple[list[int], li
 def functions_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Looks up (launcher of the kernel, reference) of an operation."""
     launchers: dict[str, Callable[..., Any]] = {
-        "merge_attention": merge_attention.launch_merge,
-        "merge_attention_backward": merge_attention.launch_merge_backward,
         "accumulate_attention_": merge_attention.launch_accumulate,
         "scatter_heads": sequence_layout.launch_scatter_heads,
         "sum_heads": sequence_layout.launch_sum_heads,

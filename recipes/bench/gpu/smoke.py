@@ -28,7 +28,7 @@ from transformers import TrainingArguments
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.models.attention import num_attention_layers, patch_model
 from hf_longctx.kernels import reference
-from hf_longctx.kernels.merge_attention import accumulate_attention_, merge_attention
+from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
@@ -37,6 +37,7 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.planner import build_plan
+from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
 from hf_longctx.recipes.bench.gpu.smoke_memory import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Check, document_model, memory_checks
 from hf_longctx.recipes.bench.one_document import largest_error
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
@@ -105,7 +106,7 @@ def checks(tokens: int, device: torch.device) -> dict[str, Check]:
         "ring of 2, its tiles in one process": (partial(check_tiles, tokens, device, 2), TOLERANCE),
         "ring of 4, its tiles in one process": (partial(check_tiles, tokens, device, 4), TOLERANCE),
         "slices, keys and values in the K/V book": (partial(check_slices, tokens, device), TOLERANCE),
-        "kernel merge_attention": (partial(check_merge, tokens, device), TOLERANCE),
+        "kernel accumulate_attention_": (partial(check_merge, tokens, device), TOLERANCE),
         "kernel sequence_layout, there and back": (partial(check_layout, tokens, device), 0.0),
         "inputs copied on a side stream": (check_copies, 0.0),
         "planned step, bf16 weights, fp32 gradients": (partial(check_step, device), 0.1),
@@ -147,7 +148,7 @@ def reference_attention(tokens: int, device: torch.device) -> list[Tensor]:
     """Output and gradients of q, k and v in fp32, computed with plain matrices."""
     gradient, *inputs = random_heads(tokens, device, torch.float32)
     leaves = [x.requires_grad_() for x in inputs]
-    out = reference.packed_causal_attention(*leaves, torch.tensor(documents(tokens)), SCALE)
+    out = packed_causal_attention(*leaves, torch.tensor(documents(tokens)), SCALE)
     out.backward(gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -227,12 +228,15 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
 
 def check_merge(tokens: int, device: torch.device) -> tuple[float, str]:
     """Checks the merge of three partial results, one of which saw no key, against the reference in fp32."""
-    parts = [random_heads(tokens, device)[1] * scale for scale in (1.0, 0.5, 2.0)]
-    lses = [part.float().sum(-1) for part in parts]
+    outputs = [random_heads(tokens, device)[1] * scale for scale in (1.0, 0.5, 2.0)]
+    lses = [output.float().sum(-1) for output in outputs]
     lses[2] = torch.full_like(lses[2], float("-inf"))
-    found = merge_attention(parts, lses)
-    expected = reference.merge_attention([part.float().cpu() for part in parts], [lse.cpu() for lse in lses])
-    return largest_error([x.cpu() for x in found], list(expected)), ""
+    found = [outputs[0].float(), lses[0].clone()]
+    expected = [x.clone().cpu() for x in found]
+    for other, other_lse in zip(outputs[1:], lses[1:], strict=True):
+        accumulate_attention_(*found, other, other_lse)
+        reference.accumulate_attention_(*expected, other.cpu(), other_lse.cpu())
+    return largest_error([x.cpu() for x in found], expected), ""
 
 
 def check_layout(tokens: int, device: torch.device) -> tuple[float, str]:

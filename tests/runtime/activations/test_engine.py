@@ -341,13 +341,13 @@ def test_what_is_not_executed_is_refused_by_name(name: str) -> None:
 
 def test_a_policy_of_another_model_is_refused() -> None:
     engine = ActivationEngine(layer_modules(build_model(ModelCase())))
-    with pytest.raises(ValueError, match="3 layers, the model 2"):
+    with pytest.raises(ValueError, match="3 layers, but the model has 2"):
         engine.check(ActivationPolicy(0, 0, (LayerPolicy(),) * 3))
 
 
 def test_a_ring_recomputes_attention_wholly_or_not_at_all(ranks) -> None:
     plan = plan_of([[(2, (0,))]], [23], 2, ulysses=1)
-    with pytest.raises(RankFailure, match="a ring of 2 blocks cannot"):
+    with pytest.raises(RankFailure, match="a ring of 2 blocks can only recompute all or nothing"):
         run_step(ranks(2), ModelCase(), same_policy(plan, replayed(0.5), tile_tokens=0), random_rows([23]))
 
 

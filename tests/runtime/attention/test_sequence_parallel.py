@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.kernels.reference import packed_causal_attention
 from hf_longctx.plan.core.sharding import HeadShare, head_shares
+from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
 from hf_longctx.runtime.attention import sequence_parallel
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
 from hf_longctx.runtime.attention.heads import KVReaders

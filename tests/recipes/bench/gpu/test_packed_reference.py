@@ -1,4 +1,4 @@
-"""The plain reference of packed attention against the definition, written out token by token."""
+"""The reference of packed attention against the definition, written out token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_longctx.kernels.reference import packed_causal_attention
+from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
 
 # both sides work in fp64; the sums are at most 12 terms long
 TOLERANCE = 1e-14
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 def test_no_gradient_crosses_a_document_or_goes_to_the_future() -> None:
     q, k, v = (t.requires_grad_() for t in heads(2, 1, 9))
     found = packed_causal_attention(q, k, v, torch.tensor([0, 4, 9]), 0.3)
-    # token 6 is the third of the second document: it sees tokens 4, 5 and 6
+    # token 6 is the third token of the second document: it sees tokens 4, 5 and 6
     found[:, 6].sum().backward()
     for gradient in (k.grad, v.grad):
         seen = gradient.abs().sum(dim=(0, 2)) > 0
