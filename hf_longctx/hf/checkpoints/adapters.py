@@ -1,4 +1,4 @@
-"""Loading of saved adapters."""
+"""Loads saved adapters into a model; the trainer calls it on resume, `checkpoints.staged` for pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters
 
 @torch.no_grad()
 def load_adapters(model: Any, folder: str) -> None:
-    """Copies the adapters of a folder into those of `model`, which may be sharded or one stage of them.
+    """Copies the adapters saved in `folder` into those of `model`, which may be sharded or one pipeline stage.
 
-    Every rank reads its own. Raises ValueError for a folder without safetensors of adapters, or without a weight of the model's.
+    Every rank reads its own weights. Raises ValueError if the folder has no adapters in safetensors, or lacks a weight.
     """
     targets, file = adapter_parameters(model), Path(folder) / ADAPTER_FILE
     if not file.exists():
         raise ValueError(f"{folder} has no {file.name}; resume adapters from a checkpoint of adapters")
     with safe_open(file, framework="pt", device="cpu") as reader:
         if missing := sorted(set(targets) - set(reader.keys())):
-            raise ValueError(f"{file} lacks {len(missing)} weights of this model's adapters, {missing[0]} first")
+            raise ValueError(
+                f"{file} lacks {len(missing)} weights of this model's adapters, {missing[0]} first; resume with the "
+                f"config of the saved adapters"
+            )
         for name, target in targets.items():
             target.copy_(sharded_like(target, reader.get_tensor(name)))

@@ -1,7 +1,8 @@
 """Checkpoints of sharded models: weights as one ordinary Hugging Face checkpoint, optimizer states as shards.
 
-Both can be read at any number of ranks. Sharded optimizer states go through torch.distributed.checkpoint by parameter name,
-one file per rank in the folder `optimizer_shards`, which every rank must be able to read on resume.
+The trainer calls it to save and resume; `checkpoints.staged` builds on it. Both can be read on any number of ranks. Sharded
+optimizer states are written by torch.distributed.checkpoint under parameter names, one file per rank in the folder
+`optimizer_shards`, which every rank must be able to read on resume.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter] | None = None) -> dict[str, Tensor]:
-    """Whole weights by name, on the CPU of ranks with `is_kept`, empty on others; tied weights are one tensor.
+    """Whole weights by name on the CPU of ranks with `is_kept`, an empty mapping on others; tied weights are one tensor.
 
-    `only`: these parameters and nothing else. Collective over all ranks; one weight at a time is whole on every device.
+    `only`: gather these parameters and nothing else. Collective over all ranks; one weight at a time is whole on every device.
     """
     owners = dict(model.named_parameters(remove_duplicate=False))
     wanted = None if only is None else {id(parameter) for parameter in only}
@@ -51,8 +52,8 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
 def load_weights(model: nn.Module, folder: str) -> None:
     """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads them and keeps its shards.
 
-    Those with other names or shapes in files are read by transformers, into a whole second model on every rank's CPU. Raises
-    ValueError for a folder without safetensors or with other weights than the model's.
+    If some weights have other names or shapes in files, transformers reads them into a whole second model on every rank's CPU.
+    Raises ValueError for a folder without safetensors or with weights of another model.
     """
     if renamed_weights(model):
         _copy_converted(model, folder)
@@ -61,7 +62,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
 
 
 def renamed_weights(model: Any) -> list[str]:
-    """Weights of `model` that transformers fuses or renames when it reads them from files, as those of experts."""
+    """Weights of `model` that transformers fuses or renames when it reads them from files, such as those of experts."""
     weights = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in model.state_dict().items()}
     return sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys())
 
@@ -83,9 +84,10 @@ def _copy_converted(model: Any, folder: str) -> None:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part: bool) -> None:
-    """As `load_weights`; `also` names weights of `model` that stand in the checkpoint under another name.
+    """Copies weights by name from a checkpoint into `model`, as `load_weights` does.
 
-    `is_part`: `model` is one of the checkpoint's stages, so tensors that it has no place for are left where they are.
+    `also`: name in the checkpoint to name in the model, for weights whose names differ. `is_part`: `model` is one pipeline stage,
+    so tensors that it does not have are skipped. Raises ValueError for missing weights, and without `is_part` for unknown ones.
     """
     targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     targets.update((name, targets[own]) for name, own in also.items())
@@ -97,7 +99,7 @@ def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part
                     if is_part:
                         continue
                     raise ValueError(
-                        f"{folder} has a weight {name}, which the model has not; resume with the model it was saved from"
+                        f"{folder} has a weight {name}, but the model does not; resume with the model it was saved from"
                     )
                 targets[name].copy_(sharded_like(targets[name], reader.get_tensor(name)))
                 loaded.add(id(targets[name]))
@@ -107,10 +109,10 @@ def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part
 
 
 def checkpoint_files(folder: str) -> list[Path]:
-    """The safetensors files of a Hugging Face checkpoint; ValueError if one is missing."""
+    """Safetensors files of a Hugging Face checkpoint; raises ValueError if one is missing."""
     index, single = Path(folder) / INDEX_FILE, Path(folder) / WEIGHTS_FILE
     files = [single]
-    # as in transformers, a single file goes before an index
+    # like transformers, prefer a single file to an index
     if index.exists() and not single.exists():
         files = [Path(folder) / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     for file in files:
@@ -120,17 +122,17 @@ def checkpoint_files(folder: str) -> list[Path]:
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Writes every rank's shards of the optimizer's states and settings. Collective over all ranks."""
+    """Writes every rank's shards of the optimizer's states, and its settings. Collective over all ranks."""
     save_shards(optimizer_states(model, optimizer), checkpoint_id=Path(folder) / SHARDS_FOLDER)
 
 
 def has_optimizer_shards(folder: str) -> bool:
-    """Whether `save_optimizer` wrote to this checkpoint."""
+    """Whether this checkpoint has optimizer shards from `save_optimizer`."""
     return (Path(folder) / SHARDS_FOLDER).is_dir()
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Reads what `save_optimizer` wrote, at any number of ranks, sharded or not. Collective over all ranks."""
+    """Reads what `save_optimizer` wrote, on any number of ranks, sharded or not. Collective over all ranks."""
     states = optimizer_states(model, optimizer)
     load_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
     set_optimizer_states(model, optimizer, states)
@@ -144,21 +146,21 @@ def optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def set_optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
-    """Gives the optimizer what `optimizer_states` returned."""
+    """Sets states and settings of the optimizer from the mapping of `optimizer_states`."""
     with _without_empty_groups(optimizer):
         set_optimizer_state_dict(model, optimizer, states, options=_BY_NAME)
 
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hides groups without parameters, as of norms under adapters, since states by parameter name cannot tell them."""
-    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    """Hides groups without parameters (such as norms under adapters), which states by parameter name cannot describe."""
+    empty = [(index, group) for index, group in enumerate(optimizer.param_groups) if not group["params"]]
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     try:
         yield
     finally:
-        for place, group in empty:
-            optimizer.param_groups.insert(place, group)
+        for index, group in empty:
+            optimizer.param_groups.insert(index, group)
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
@@ -174,7 +176,7 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
 
 
 def sharded_like(target: Tensor, whole: Tensor) -> Tensor:
-    """`whole` on the target's device, cut as the target is; every rank holds it already, so nothing is sent."""
+    """Cuts `whole` like `target`, on its device; every rank holds the whole tensor already, so nothing is sent."""
     if not isinstance(target, DTensor):
         return whole
     return distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

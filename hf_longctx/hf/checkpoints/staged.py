@@ -1,8 +1,11 @@
-"""One ordinary Hugging Face checkpoint out of stages, and stages back out of it, at any number of them.
+"""Saves pipeline stages as one ordinary Hugging Face checkpoint, and loads stages from one, for any number of stages.
 
-The first rank of every stage writes its weights, as transformers names and shapes them in files, into a folder of its own; rank
-0 then puts the files in their places under one index. Until the last rename what lay there before can be loaded, so a rank that
-dies while it writes takes nothing along. Of tied embeddings the first stage's weight, and its optimizer state, stand for both.
+The trainer calls it to save and resume runs with stages.
+
+The first rank of every stage writes its weights, named and shaped as transformers does in files, into a folder of its own. Rank 0
+then moves the files to their final names under one index. Until the last rename the previous checkpoint can still be loaded, so a
+rank that dies while writing destroys nothing. Tied embeddings are saved once, with the weight and optimizer state of the first
+stage.
 """
 
 from __future__ import annotations
@@ -45,10 +48,10 @@ _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
 def save_stages(
     stage: StageModel, folder: str, ranks_per_stage: int, control: dist.ProcessGroup | None, max_shard_size: str = "5GB"
 ) -> None:
-    """Writes the model of all stages to `folder`, where `from_pretrained` reads it; of adapters, the adapters alone.
+    """Writes the model of all stages to `folder`, readable by `from_pretrained`; for a model with adapters only these.
 
-    Collective over all ranks, which must see the same folder. Raises RuntimeError on every rank if some rank could not write;
-    the folder's old checkpoint is then as it was.
+    Collective over all ranks, which must see one shared folder. Raises RuntimeError on every rank if some rank could not write;
+    the previous checkpoint in the folder is then unchanged.
     """
     rank = dist.get_rank() if control is not None else 0
     is_writer = rank % ranks_per_stage == 0
@@ -74,10 +77,10 @@ def save_stages(
 
 
 def load_stage_weights(stage: StageModel, folder: str) -> None:
-    """Copies the weights of a whole checkpoint, or of one of adapters, that are this stage's into its model.
+    """Copies this stage's weights from a checkpoint of a whole model, or of adapters, into its model.
 
-    Every rank reads its own. Raises ValueError for a folder without safetensors, or without a weight of this stage, and for a
-    model whose weights have other shapes in files.
+    Every rank reads its own. Raises ValueError for a folder without safetensors or without a weight of this stage, and for a
+    model whose weights have other names or shapes in files.
     """
     if is_adapted(stage.model):
         return load_adapters(stage.model, folder)
@@ -90,22 +93,22 @@ def _check_shapes(model: Any) -> None:
     """Raises ValueError if transformers fuses or renames weights of the model when it reads them from files."""
     if fused := renamed_weights(model):
         raise ValueError(
-            f"{fused[0]} has other names or shapes in files, which cannot be read back by stages yet; start anew from the "
+            f"{fused[0]} has another name or shape in files, which stages cannot read back yet; start a new run from the "
             f"checkpoint's weights with load_pipeline_stage, or resume with stages=1"
         )
 
 
 def save_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
-    """Writes the optimizer's states of all stages by parameter name, once each. Collective over all ranks."""
+    """Writes the optimizer states of all stages by parameter name, each once. Collective over all ranks."""
     states = optimizer_states(stage.model, optimizer)
     if stage.tied and stage.stage:
-        # the first stage's are the same
+        # the first stage writes equal states of the tied weight
         states = {key: value for key, value in states.items() if not _is_of(key, stage.tied)}
     save_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
 
 
 def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
-    """Reads what `save_stage_optimizer` or a run without stages wrote as shards, at any number of stages and ranks.
+    """Reads optimizer shards of `save_stage_optimizer`, or of a run without stages, on any number of stages and ranks.
 
     Collective over all ranks.
     """
@@ -121,7 +124,7 @@ def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None
 
 
 def _embedding_name(stage: StageModel) -> str:
-    """The name that the first stage's part of a tied weight has; the same model class has it in the same place."""
+    """Name of the tied weight on the first stage, which has one class and so equal names; empty without a tied weight."""
     if not stage.tied:
         return ""
     pieces = find_pieces(stage.model)
@@ -130,17 +133,17 @@ def _embedding_name(stage: StageModel) -> str:
 
 
 def _is_of(key: str, parameter: str) -> bool:
-    """Whether a flat optimizer state is of `parameter`: `state.NAME.exp_avg`, `param_groups.NAME.lr`."""
+    """Whether a key of flat optimizer states (`state.NAME.exp_avg`, `param_groups.NAME.lr`) belongs to `parameter`."""
     return f".{parameter}." in key
 
 
 def _partial(folder: str, stage: int) -> Path:
-    """Where a stage writes, on the file system of the checkpoint, so that renames are enough."""
+    """Folder that a stage writes to, on the checkpoint's file system, so that renames suffice."""
     return Path(folder) / f"stage-{stage}.partial"
 
 
 def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_size: str) -> None:
-    """Writes one stage. Not `save_pretrained` for a whole model: it writes on the first of all ranks alone."""
+    """Writes the weights of one stage. `save_pretrained` cannot: without adapters it writes on global rank 0 only."""
     if is_adapted(model):
         model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)
         return
@@ -150,7 +153,7 @@ def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_s
     split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_file({name: weights[name].contiguous() for name in names}, partial / file, metadata={"format": "pt"})
-    # as save_pretrained; a sharded model's class is named after the plain one
+    # what save_pretrained writes; the class of a sharded model is named FSDP plus the plain name
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.save_pretrained(str(partial))
@@ -163,13 +166,15 @@ def _raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str
         # writing may take longer than the control group waits; the default group is patient
         dist.barrier()
     if errors := [found for found in gather_objects(error, control) if found]:
-        raise RuntimeError(f"the checkpoint in {folder} could not be written, what was there before is left: {'; '.join(errors)}")
+        raise RuntimeError(
+            f"the checkpoint in {folder} could not be written; the previous one is unchanged. Errors: {'; '.join(errors)}"
+        )
 
 
 def _join(partials: list[Path], folder: Path) -> None:
-    """Moves what the stages wrote into its place; the step that makes it the folder's checkpoint is one rename."""
+    """Moves the files of all stages to their final names; a single rename makes them the folder's checkpoint."""
     if missing := [partial for partial in partials if not partial.is_dir()]:
-        raise FileNotFoundError(f"{missing[0]} is not there; the ranks of all stages must write to one shared folder")
+        raise FileNotFoundError(f"{missing[0]} does not exist; the ranks of all stages must write to one shared folder")
     if (partials[0] / ADAPTER_FILE).exists():
         _join_adapters(partials, folder)
     else:
@@ -179,13 +184,13 @@ def _join(partials: list[Path], folder: Path) -> None:
 
 
 def _join_weights(partials: list[Path], folder: Path) -> None:
-    """One index over the files of all stages. The configs come before it: they are the same unless the model is another one."""
+    """Writes one index over the files of all stages, after the configs, which are unchanged unless the model has changed."""
     files = [file for partial in partials for file in sorted(partial.glob("*.safetensors"))]
     width = len(files)
     names = [f"model-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
     index_file = folder / INDEX_FILE
     if index_file.exists() and {*json.loads(index_file.read_text())["weight_map"].values()} & {*names}:
-        # not over the shards of the checkpoint that is there; others are left from one that was never finished
+        # do not overwrite shards of the existing checkpoint; shards under other names are left over from an unfinished one
         names = [f"model-new-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
     weight_map: dict[str, str] = {}
     num_bytes = 0
@@ -199,7 +204,7 @@ def _join_weights(partials: list[Path], folder: Path) -> None:
     index = partials[0] / "index.tmp"
     index.write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": weight_map}, indent=2) + "\n")
     index.replace(index_file)
-    # a single file goes before an index, so this is the step where there was one
+    # a single file takes precedence over an index; if there was one, removing it is the decisive step
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)
     for file in folder.glob("model*.safetensors"):
         if _SHARD.fullmatch(file.name) and file.name not in names:
@@ -219,7 +224,7 @@ def _join_adapters(partials: list[Path], folder: Path) -> None:
 
 
 def _join_targets(files: list[Path]) -> None:
-    """Gives the first config the targets of all: a stage that was loaded alone names its own layers for "all-linear"."""
+    """Gives the first adapter config the target modules of all stages: for "all-linear" a stage names only its own layers."""
     configs = [json.loads(file.read_text()) for file in files]
     targets = [config["target_modules"] for config in configs]
     if all(isinstance(names, list) for names in targets):
@@ -228,6 +233,6 @@ def _join_targets(files: list[Path]) -> None:
 
 
 def _tensor_bytes(file: Path) -> int:
-    """Bytes of the tensors in a safetensors file: what follows the header, whose length stands in the first eight bytes."""
+    """Bytes of the tensors in a safetensors file: all after the header, whose length is in the first eight bytes."""
     with file.open("rb") as opened:
         return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")

@@ -1,4 +1,7 @@
-"""Agreement between ranks before work starts: gather small host-side values, raise together or not at all."""
+"""Agreement between ranks on the CPU: gather small values, and raise an error on all ranks or on none.
+
+Every start-up check of `hf` uses it before work starts, and the trainer to explain collectives that broke.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ import torch.distributed as dist
 from hf_longctx.hf.ranks.lost_ranks import RollCall
 from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
-# the launch's, which all runs of a process share
+# roll call of this launch, shared by all runs of the process
 _roll_call: RollCall | None = None
 
 
 def control_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """A CPU group of all ranks for messages about the run, separate from every group that moves tensors of the model.
+    """Creates a CPU group of all ranks for messages about the run, apart from the groups that move tensors of the model.
 
-    From then on `explain_lost_ranks` can name ranks.
+    Once it has been called, `explain_lost_ranks` can name ranks. None for a single rank. Collective over all ranks.
     """
     global _roll_call
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -31,7 +34,7 @@ def control_group(timeout_s: float) -> dist.ProcessGroup | None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
+    """The `value` of every rank, on every rank, in rank order."""
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -45,7 +48,7 @@ def count_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
 
 
 def raise_together(problems: list[str], group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError with all ranks' problems on every rank if any rank has one, so that no rank waits for another."""
+    """Raises ValueError on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another."""
     lines: dict[str, list[int]] = {}
     for rank, found in enumerate(gather_objects(problems, group)):
         for problem in found:
@@ -61,7 +64,7 @@ def raise_together(problems: list[str], group: dist.ProcessGroup | None) -> None
 
 
 def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> list[str]:
-    """One problem per setting whose value is not the same on all ranks; every rank gets the same list."""
+    """One problem per setting whose value differs between ranks; every rank gets an equal list."""
     everyone = gather_objects({name: repr(value) for name, value in settings.items()}, group)
     problems = []
     for name in sorted(set().union(*everyone)):
@@ -74,9 +77,9 @@ def differing_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | N
 
 @contextmanager
 def explain_lost_ranks(step: int, rank: int, timeout_s: float) -> Iterator[None]:
-    """Turns the backend's message about a broken or timed-out collective into what happened and where to look.
+    """Context that turns a backend's error about a broken or timed-out collective into one that names the lost ranks.
 
-    Waits for up to `timeout_s` until it is known which ranks are lost.
+    After such an error it waits up to `timeout_s` to learn which ranks are lost.
     """
     try:
         yield
@@ -87,5 +90,5 @@ def explain_lost_ranks(step: int, rank: int, timeout_s: float) -> Iterator[None]
         who = " and ".join(f"rank {one}" for one in lost) or "another rank"
         raise RuntimeError(
             f"step {step} could not finish on rank {rank}: {who} died or did not answer within {timeout_s:g} s; its own "
-            f"traceback, printed first, says why. If it is only slow, raise collective_timeout_s"
+            f"traceback, printed earlier, says why. If it is only slow, raise collective_timeout_s"
         ) from error

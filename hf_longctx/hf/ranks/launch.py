@@ -1,4 +1,4 @@
-"""Environment variables that a launcher sets."""
+"""Reads the environment variables that torchrun and accelerate set; `hf.config` and the start-up checks use them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     Degrees = list[int] | Literal["all"]
     Stages = int | Literal["auto"]
 else:
-    # the words of a command line: `HfArgumentParser` takes one type per setting
+    # on a command line these settings are words: `HfArgumentParser` takes one type per setting
     Degrees = list[str]
     Stages = str
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """What the launcher told this process; accelerate hands its YAML over in variables that it acts on by itself."""
+    """The launcher's settings for this process; accelerate passes its YAML on in variables."""
 
     num_ranks: int
     ranks_per_node: int
@@ -30,7 +30,7 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """From the variables that torchrun and accelerate set; one plain rank where they are missing."""
+        """Reads the variables of torchrun and accelerate; defaults to one plain rank where they are missing."""
 
         def text(name: str, default: str) -> str:
             return os.environ.get(name, default).lower()
@@ -43,7 +43,7 @@ class LaunchEnvironment:
             compile_backend=text("ACCELERATE_DYNAMO_BACKEND", "no"),
             uses_fsdp=text("ACCELERATE_USE_FSDP", "false") == "true",
             uses_deepspeed=text("ACCELERATE_USE_DEEPSPEED", "false") == "true",
-            # version 2 says true or false, version 1 a strategy
+            # FSDP version 2 sets true or false, version 1 the name of a strategy
             fsdp_reshard=text("FSDP_RESHARD_AFTER_FORWARD", text("FSDP_SHARDING_STRATEGY", "true")),
             fsdp_offload=text("FSDP_OFFLOAD_PARAMS", "false") == "true",
         )

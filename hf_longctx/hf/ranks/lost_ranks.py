@@ -1,7 +1,8 @@
-"""Which ranks are lost when a step cannot finish: those that do not notice it too.
+"""Names the ranks that died: those that do not report when a step fails.
 
-Every rank leaves its host and process number in the launch's store when a run starts, and a word there when its step breaks. Who
-leaves none in time, or is a process of this host that has ended, is lost.
+`agreement.explain_lost_ranks` uses it. When a run starts, every rank writes its host and process number to the launcher's store;
+when a step breaks, it writes a report there. A rank is lost if it does not report in time, or if it is a process of this host
+that has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CONNECT_S = 5.0
 
 
 class RollCall:
-    """A rank's door to the words of the others."""
+    """One rank's access to the reports of all ranks."""
 
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
@@ -29,7 +30,7 @@ class RollCall:
 
     @classmethod
     def of_launch(cls) -> RollCall | None:
-        """On the store that the launcher's environment names; None where it names none or nobody answers there."""
+        """Roll call on the store named in the launcher's environment; None if it names none or nobody answers there."""
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if not address or not port:
             return None
@@ -42,32 +43,32 @@ class RollCall:
             return None
 
     def lost(self, step: int, timeout_s: float) -> list[int]:
-        """Ranks that do not say within `timeout_s` that `step` broke for them too; empty if all do or the store is gone."""
+        """Ranks that do not report within `timeout_s` that `step` broke for them too; empty if the store is gone."""
         try:
             return self._lost(step, timeout_s)
         except RuntimeError:
-            # it went with the process that held it
+            # the store died with the process that held it
             return []
 
     def _lost(self, step: int, timeout_s: float) -> list[int]:
-        self._store.set(_word_key(step, self._rank), "")
+        self._store.set(_report_key(step, self._rank), "")
         until_s = time.monotonic() + timeout_s
         missing = [rank for rank in range(self._num_ranks) if rank != self._rank]
         while True:
-            missing = [rank for rank in missing if not self._store.check([_word_key(step, rank)])]
+            missing = [rank for rank in missing if not self._store.check([_report_key(step, rank)])]
             if all(map(self._has_ended, missing)) or time.monotonic() > until_s:
                 return missing
             time.sleep(_POLL_S)
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether it is a process of this host that is no more."""
+        """Whether the rank is a process of this host that has ended."""
         if not self._store.check([_process_key(rank)]):
             return False
         host, number = self._store.get(_process_key(rank)).decode().rsplit(" ", 1)
         if host != _host():
             return False
         try:
-            # a zombie has ended, though nobody has asked for its exit code yet
+            # a zombie has ended, although nobody has read its exit code yet
             return bool(psutil.Process(int(number)).status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
@@ -77,7 +78,7 @@ def _process_key(rank: int) -> str:
     return f"longctx/process/{rank}"
 
 
-def _word_key(step: int, rank: int) -> str:
+def _report_key(step: int, rank: int) -> str:
     return f"longctx/broken/{step}/{rank}"
 
 

@@ -223,8 +223,8 @@ def test_autocast_leaves_double_precision_alone() -> None:
 def test_kept_outputs_are_in_the_precision_of_autocast() -> None:
     step = EngineStep(tier(), LENGTHS, half_precision(torch.float32, True))
     _, activations = step.forward((keeping(),) * 2)
-    parts = [part for slot in activations.slots.values() for part in slot.projections.parts]
-    assert {part._device.dtype for part in parts} == {torch.bfloat16}
+    held = [tensor for slot in activations.slots.values() for tensor in slot.projections.held]
+    assert {tensor._device.dtype for tensor in held} == {torch.bfloat16}
 
 
 def test_a_fused_projection_is_kept_too() -> None:
