@@ -138,7 +138,7 @@ def test_groups_of_rings_refuse_slices_by_name(method: str) -> None:
     if method == "ulysses":
         refuse_unsupported(plan.for_rank(0))
         return
-    message = f"chunk 1 is a slice of a sequence in a {method} group; slices are executed in local and ulysses groups only"
+    message = f"chunk 1 is a slice of a sequence in a {method} group; only local and ulysses groups execute slices"
     with pytest.raises(ValueError, match=message):
         refuse_unsupported(plan.for_rank(0))
 
