@@ -196,7 +196,7 @@ def _fitted(setting: Setting, room: PipelineRoom, chunks: Sequence[Chunk]) -> tu
         group = room.for_group(setting.group(numbered, "1f1b"))
     except ValueError:
         return None, math.inf
-    return group, room.judge(group).group_s
+    return group, room.trial(group).seconds
 
 
 def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[float, list[tuple[int, int]]]:

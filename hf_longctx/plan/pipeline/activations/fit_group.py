@@ -8,10 +8,12 @@ seconds is taken, of those whose bytes fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hf_longctx.plan.activations.added_seconds import group_seconds, one_slot
+from hf_longctx.plan.activations.fit import Trial, first_fitting, search_room
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slots import Slot, layer_slots
 from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
@@ -34,12 +36,23 @@ from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 from hf_longctx.plan.prediction.planning import Planning
 
-# how many slices are tried, as far as SPPO's bounds allow them
-_SLICE_COUNTS = (2, 4, 8, 16, 32, 64)
-# how often a program is solved again with less room, where what works beside its policy takes more than it was told
-_ATTEMPTS = 4
-# groups of one plan for which programs are solved and slices tried; for more, the greedy order of layer-first policies is taken
-_MOST_PROGRAMS = 24
+
+@dataclass(frozen=True, slots=True)
+class FitConstants:
+    """Constants of the search for room.
+
+    slice_counts: numbers of slices that are tried, as far as SPPO's bounds allow them. attempts: solutions of one program, each
+    with less room, where the prediction exceeds what the program counted. most_programs: different groups in one step for which
+    programs are solved and slices tried; for more, the greedy order chooses layer-first policies.
+    """
+
+    slice_counts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    attempts: int = 4
+    most_programs: int = 24
+
+
+# repeat `recipes/bench/cpu/memory.py` and `recipes/bench/papers/sppo.py` when one of these changes
+_SEARCH = FitConstants()
 
 # shares of all slots to policies of all chunks
 _Policies = Callable[[Sequence[tuple[TensorShare, ...]]], tuple[ActivationPolicy, ...]]
@@ -107,7 +120,7 @@ class RoomMaker:
 
     @property
     def _solves(self) -> bool:
-        return len(self._known) < _MOST_PROGRAMS
+        return len(self._known) < _SEARCH.most_programs
 
     def for_group(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
         """The group with what it needs to fit; raises ValueError where nothing does."""
@@ -126,28 +139,31 @@ class RoomMaker:
         return replace(found, positions=group.positions, chunks=chunks)
 
     def _choose(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
-        options = list(self._layer_first(group))
-        # a rank without sequences runs a dummy chunk, of which there is nothing to cut
+        tiled = self._with(group, (ActivationPolicy(0, tile_tokens=self.budget.tile_tokens),))
+        found = first_fitting([lambda: [self._trial(tiled)], *self._ways(group, *self._layer_way(group))])
+        # a rank without sequences runs a dummy chunk, which cannot be cut
         is_sliceable = group.shape.num_blocks == 1 and bool(group.chunks[0].spans)
-        if allows_slices and is_sliceable and (self._solves or not options):
-            options += self._slice_first(group)
-        if not options:
+        if allows_slices and is_sliceable and (self._solves or not found):
+            for sliced in self._sliced(group):
+                found += first_fitting(self._ways(sliced, *self._slice_way(sliced)))
+        if not found:
             (chunk,) = group.chunks
             raise ValueError(
                 f"{chunk.num_tokens} tokens on {group.degree} ranks do not fit beside the model in "
                 f"{self.budget.device_bytes / 2**30:.2f} GiB of a device and {self.budget.host_bytes / 2**30:.2f} GiB of the "
-                f"host for each, whatever is computed again; allow larger degrees, shorter sequences or more host memory "
-                f"(host_gib), or set tile_tokens"
+                f"host for each rank, even if every layer is recomputed; allow larger degrees, shorter sequences or more host "
+                f"memory (host_gib), or set tile_tokens"
             )
-        return min(options, key=lambda option: group_seconds(self.costs, option))
+        return min(found, key=lambda trial: trial.seconds).group
 
-    def _layer_first(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
-        """Everything kept but logits, or else what the program chooses for every layer."""
-        tiled = self._with(group, (ActivationPolicy(0, tile_tokens=self.budget.tile_tokens),))
-        if self._fits(tiled):
-            yield tiled
-            return
-        yield from self._solved(group, *self._layer_way(group))
+    def _ways(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies) -> list[Callable[[], list[Trial]]]:
+        """The program's policies, or else those of the least memory: with the host, and without, since copies take room too."""
+
+        def programmed() -> list[Trial]:
+            solved = self._program(group, slots, policies)
+            return [] if solved is None else [solved]
+
+        return [programmed, lambda: [self._trial(self._lean(group, host)) for host in (self.budget.host_bytes, 0)]]
 
     def _layer_way(self, group: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
         """Slots of the one chunk's layers, and the policy that their shares make."""
@@ -160,16 +176,15 @@ class RoomMaker:
 
         return layer_slots(self.costs, chunk, group.shape), policies
 
-    def _slice_first(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
-        """The longest sequence in slices, one slot of the program for each chunk."""
+    def _sliced(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
+        """The group with its longest sequence in ever more slices."""
         (chunk,) = group.chunks
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
         pairs = self.costs.model.attention_pairs()
         rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s, pairs)
         longest = max(span.num_tokens for span in chunk.spans)
-        for count in (count for count in _SLICE_COUNTS if count in slice_counts(longest, group.degree)):
-            sliced = sliced_group(group, count, rates)
-            yield from self._solved(sliced, *self._slice_way(sliced))
+        counts = slice_counts(longest, group.degree)
+        return (sliced_group(group, count, rates) for count in _SEARCH.slice_counts if count in counts)
 
     def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
         """A slot of all layers for each chunk, and the policies that their shares make."""
@@ -184,45 +199,36 @@ class RoomMaker:
         return [one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], policies
 
     def reason(self, group: SequenceGroup) -> str:
-        """Why the policies of a group that was chosen are as they are: its program is solved again, and says so."""
+        """Why a fitted group has its policies: the program is solved again and explains itself."""
         slots, policies = self._slice_way(group) if len(group.chunks) > 1 else self._layer_way(group)
         solved = self._program(group, slots, policies, explains=True)
-        return solved[1] if solved else "layer inputs alone are kept: the program found nothing else that fits"
+        return solved.reason if solved else "layer inputs alone are kept: the program found nothing else that fits"
 
-    def _solved(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies) -> Iterator[SequenceGroup]:
-        """The group under the cheapest policies that fit; under those that need the least where the program finds none."""
-        if (solved := self._program(group, slots, policies)) is not None:
-            yield solved[0]
-            return
-        # what arrives from the host takes room too, so that less may need more
-        options = self._lean(group, self.budget.host_bytes), self._lean(group, 0)
-        yield from (option for option in options if self._fits(option))
-
-    def _program(
-        self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies, explains: bool = False
-    ) -> tuple[SequenceGroup, str] | None:
-        """The group under what the program chooses, and its reason if it `explains`; None where nothing that it finds fits."""
-        lean = self._lean(group, 0)
-        needed = self._bytes(lean)
-        # what works beside saved tensors is about the same whatever the policy
+    def _program(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies, explains: bool = False) -> Trial | None:
+        """The group under the program's policies, with its reason if it `explains`; None where nothing that it finds fits."""
+        needed = self._bytes(self._lean(group, 0))
+        # workspace beside saved tensors hardly depends on the policy
         room_bytes = float(self.budget.device_bytes - (needed.peak - needed.saved))
         # the host has no more than its slab, and shares are cut at whole tokens: one for the cut, one for an uneven shard
         model, num_chunks = self.costs.model, len(group.chunks)
         token_bytes = num_chunks * model.num_layers * sum(class_bytes(model, name) for name in TENSOR_CLASSES)
         host_bytes = max(0.0, self.budget.host_bytes - 2.0 * token_bytes)
         rate = self.costs.cluster.hardware.copy_bytes_per_s
-        for _ in range(_ATTEMPTS):
+
+        def propose(room_bytes: float) -> Trial | None:
             try:
                 limits = MemoryLimits(max(0.0, room_bytes), host_bytes, rate)
                 choice = choose_policy(slots, limits, explains=explains, solves=self._solves)
             except ValueError:
-                break
-            option = self._with(group, policies(choice.shares))
-            over_bytes = self._bytes(option).peak - self.budget.device_bytes
-            if over_bytes <= 0:
-                return option, choice.reason
-            room_bytes = min(room_bytes, choice.outcome.device_bytes) - over_bytes
-        return None
+                return None
+            trial = self._trial(self._with(group, policies(choice.shares)))
+            return replace(trial, counted_bytes=choice.outcome.device_bytes, reason=choice.reason)
+
+        def next_room(room_bytes: float, trial: Trial) -> float | None:
+            (over_bytes,) = trial.over_bytes
+            return None if trial.fits else min(room_bytes, trial.counted_bytes) - over_bytes
+
+        return search_room(propose, next_room, room_bytes, _SEARCH.attempts)
 
     def _lean(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
         """The group with layer inputs kept alone, as many as `host_bytes` hold on the host."""
@@ -238,8 +244,10 @@ class RoomMaker:
         (stage,) = group.stages
         return replace(group, stages=(replace(stage, activations=policies),))
 
-    def _fits(self, group: SequenceGroup) -> bool:
-        return self._bytes(group).peak <= self.budget.device_bytes
+    def _trial(self, group: SequenceGroup) -> Trial:
+        """The group against the budget; its seconds count only where it fits."""
+        over_bytes = self._bytes(group).peak - self.budget.device_bytes
+        return Trial(group, group_seconds(self.costs, group) if over_bytes <= 0 else math.inf, (float(over_bytes),))
 
     def _bytes(self, group: SequenceGroup) -> RoundBytes:
         # ranks of a group hold as much as the first, which holds the most

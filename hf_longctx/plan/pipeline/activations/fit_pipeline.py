@@ -1,17 +1,17 @@
-"""The pass that makes room in pipelines: what a stage cannot hold is recomputed or offloaded, and the judge has the last word.
+"""The pass that makes room in pipelines: stages that cannot hold everything recompute or offload, until the prediction fits.
 
-A group that fits as it is stays as it is. For another one the loss runs in tiles, and if that does not do, the program of
-`joint_program.py` chooses for every chunk and stage. It knows workspaces and copies only roughly, so its answer counts when
-the judge has run it and found it within the limits; what it is over is taken off the room, and the program is solved again. The
-program without offload is asked too where copies turn out to be in the way. What is left when nothing of that fits: every layer
-of every chunk recomputed, on the host what goes there.
+A group that fits as it is stays as it is. Otherwise these ways are tried, in this order, until one fits: the loss in tiles alone;
+the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. The program
+knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the prediction is
+over the limit. Where copies turn out to delay the pipeline, the program is also solved without offloading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+from hf_longctx.plan.activations.fit import Trial, first_fitting, search_room
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Action, LayerPolicy, SequenceGroup, StagePlan, StepPlan
@@ -24,16 +24,32 @@ from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns, run_pipeline
 from hf_longctx.plan.prediction.planning import Planning
 
-# how often a program is solved again with less room, where the judge finds more bytes than it was told, or with more
-_ATTEMPTS = 6
-# free bytes of every stage, of its limit, with which it is solved again with more room; how much of them it gets then
-_WORTH, _REGAIN = 0.02, 0.8
-# how much a stage's room shrinks for what it is over, and beside that, of its limit
-_SHRINK, _MARGIN = 1.2, 0.002
-# of a group's seconds that a better solution of the program is not worth a search
-_TOLERANCE = 0.001
-# seconds beyond what the program counts at which the one without offload is asked too
-_SLACK = 1.005
+
+@dataclass(frozen=True, slots=True)
+class FitConstants:
+    """Constants of the search for room.
+
+    attempts: solutions of one program, each with another room. worth: share of the limit that must be free on every stage to try
+    again with more room; regain: how much of the free bytes is given back then. shrink: how many times the excess of a stage is
+    taken off its room, and margin: share of the limit that is taken off besides, since copies that wait for each other add up.
+    tolerance: share of a group's seconds below which a better solution is not searched for. slack: factor on the seconds that
+    the program counted, beyond which it is solved without offloading too.
+    """
+
+    attempts: int = 6
+    worth: float = 0.02
+    regain: float = 0.8
+    shrink: float = 1.2
+    margin: float = 0.002
+    tolerance: float = 0.001
+    slack: float = 1.005
+
+
+# repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_SEARCH = FitConstants()
+
+# bytes of every stage for what chunks save and work with, and bytes of the host
+_Room = tuple[tuple[float, ...], float]
 
 
 def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
@@ -52,24 +68,10 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     return replace(plan, micro_batches=micro_batches)
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """A group, its seconds alone, and by how many bytes each stage is over its limit."""
-
-    group: SequenceGroup
-    group_s: float
-    over_bytes: tuple[float, ...]
-    over_host_bytes: float
-
-    @property
-    def fits(self) -> bool:
-        return max(self.over_bytes) <= 0 and self.over_host_bytes <= 0
-
-
 class PipelineRoom:
-    """Makes room for the groups of one step; groups alike are solved once.
+    """Makes room for the groups of one plan; equal groups are solved once.
 
-    keeps_attention: recomputed layers keep attention's output wherever that fits.
+    keeps_attention: recomputed layers keep the attention output wherever that fits.
     """
 
     def __init__(
@@ -85,95 +87,95 @@ class PipelineRoom:
         states = [ByteModel(costs.model).stage_states(stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.known_runs = KnownRuns() if known is None else known
-        self._known: dict[object, tuple[StagePlan, ...]] = {}
+        self.predictions = KnownRuns() if known is None else known
+        self._solved: dict[object, tuple[StagePlan, ...]] = {}
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
         """The group with the policies that it needs to fit; raises ValueError where nothing fits."""
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
         key = group.shape, spans, tuple(stage.actions for stage in group.stages)
-        if key not in self._known:
-            self._known[key] = self._choose(group).stages
-        return replace(group, stages=self._known[key])
+        if key not in self._solved:
+            self._solved[key] = self._choose(group).stages
+        return replace(group, stages=self._solved[key])
 
-    def judge(self, group: SequenceGroup) -> _Judged:
-        """What the group alone takes."""
-        runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.known_runs)
-        over = tuple(float(run.peak_bytes - self.limit_bytes) for run in runs)
-        host = max(run.host_bytes for run in runs)
-        return _Judged(group, max(run.times[-1][1] for run in runs), over, float(host - self.budget.host_bytes))
+    def trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
+        """The predicted run of the group alone, against the limits."""
+        runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.predictions)
+        return Trial(
+            group,
+            seconds=max(run.times[-1][1] for run in runs),
+            over_bytes=tuple(float(run.peak_bytes - self.limit_bytes) for run in runs),
+            over_host_bytes=float(max(run.host_bytes for run in runs) - self.budget.host_bytes),
+            counted_s=counted_s,
+        )
 
     def _choose(self, group: SequenceGroup) -> SequenceGroup:
-        if self.judge(group).fits:
+        if self.trial(group).fits:
             return group
-        tiled = self.judge(with_layers(group, {}, self.budget.tile_tokens))
-        if tiled.fits:
-            return tiled.group
-        options = list(self._options(tiled))
-        if not options:
+        tiled = self.trial(with_layers(group, {}, self.budget.tile_tokens))
+        found = first_fitting(
+            [
+                lambda: [tiled],
+                *(partial(self._programmed, tiled, keeps) for keeps in ((True, False) if self.keeps_attention else (False,))),
+                *(partial(self._lean, tiled.group, *settings) for settings in self._lean_settings()),
+            ]
+        )
+        if not found:
             raise ValueError(self._nothing_fits(tiled.group))
-        return min(options, key=lambda option: option.group_s).group
+        return min(found, key=lambda trial: trial.seconds).group
 
-    def _options(self, tiled: _Judged) -> Iterator[_Judged]:
-        for keeps_attention in (True, False) if self.keeps_attention else (False,):
-            cells = GroupCells(
-                tiled.group,
-                self.costs,
-                self.budget.tile_tokens,
-                keeps_attention,
-                self.known_runs.byte_model(self.costs.model),
-                self.budget.host_bytes > 0,
-            )
-            found = [self._accepted(cells, tiled.group_s, self.budget.host_bytes)]
-            # copies cost nothing in the program, and may be in the way all the same
-            if self.budget.host_bytes and (found[0] is None or found[0][0].group_s > _SLACK * (tiled.group_s + found[0][1])):
-                found.append(self._accepted(cells, tiled.group_s, 0))
-            if options := [solved[0] for solved in found if solved is not None]:
-                yield from options
-                return
-        for option in self._lean(tiled.group):
-            if option.fits:
-                yield option
-                return
+    def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
+        """The program's answers that fit: with offloading, and without it where copies delay the pipeline."""
+        cells = GroupCells(
+            tiled.group,
+            self.costs,
+            self.budget.tile_tokens,
+            keeps_attention,
+            self.predictions.byte_model(self.costs.model),
+            self.budget.host_bytes > 0,
+        )
+        both = self._solve(cells, tiled.seconds, self.budget.host_bytes)
+        found = [both]
+        # copies cost nothing in the program, but may delay the pipeline all the same
+        if self.budget.host_bytes and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + both.counted_s)):
+            found.append(self._solve(cells, tiled.seconds, 0))
+        return [trial for trial in found if trial is not None]
 
-    def _accepted(self, cells: GroupCells, group_s: float, host_bytes: float) -> tuple[_Judged, float] | None:
-        """The fastest that the judge accepts, and the seconds that the program counted for it; None if that is nothing.
+    def _solve(self, cells: GroupCells, plain_s: float, host_bytes: float) -> Trial | None:
+        """The fastest answer of the program whose prediction fits. plain_s: seconds of the group with everything kept."""
+        group, tokens, tolerance_s = cells.group, max(cells.tokens), _SEARCH.tolerance * plain_s
 
-        Room is taken away from stages that are over their limit, and given to all where there is some left.
-        """
-        group, tokens = cells.group, max(cells.tokens)
+        def propose(room: _Room) -> Trial | None:
+            choice = choose_jointly(cells.cells, cells.moments(room[0]), room[1], tolerance_s)
+            return None if choice is None else self.trial(cells.under(choice), choice.cost_s)
+
+        def next_room(room: _Room, trial: Trial) -> _Room | None:
+            device_bytes, host_bytes = room
+            if trial.fits:
+                # recomputation that more room may save
+                if trial.counted_s <= 5 * tolerance_s or max(trial.over_bytes) > -_SEARCH.worth * self.limit_bytes:
+                    return None
+                taken = [_SEARCH.regain * over for over in trial.over_bytes]
+            else:
+                margin_bytes = _SEARCH.margin * self.limit_bytes
+                taken = [_SEARCH.shrink * over + margin_bytes if over > 0 else 0.0 for over in trial.over_bytes]
+                host_bytes -= max(0.0, trial.over_host_bytes)
+            return tuple(num_bytes - less for num_bytes, less in zip(device_bytes, taken, strict=True)), host_bytes
+
         messages = [message_bytes(self.costs.model, stage, len(group.stages), tokens) for stage in group.stages]
-        room = [num_bytes - sent for num_bytes, sent in zip(self.room_bytes, messages, strict=True)]
-        best: tuple[_Judged, float] | None = None
-        for _ in range(_ATTEMPTS):
-            choice = choose_jointly(cells.cells, cells.moments(room), host_bytes, _TOLERANCE * group_s)
-            if choice is None:
-                break
-            judged = self.judge(cells.under(choice))
-            if judged.fits:
-                if best is None or judged.group_s < best[0].group_s:
-                    best = judged, choice.cost_s
-                # what recomputation may still win back
-                if choice.cost_s <= 5 * _TOLERANCE * group_s or max(judged.over_bytes) > -_WORTH * self.limit_bytes:
-                    break
-                room = [num_bytes - _REGAIN * over for num_bytes, over in zip(room, judged.over_bytes, strict=True)]
-                continue
-            if best is not None:
-                break
-            # a little more than it is over, since copies that wait for each other add up
-            less = [_SHRINK * over + _MARGIN * self.limit_bytes if over > 0 else 0.0 for over in judged.over_bytes]
-            room = [num_bytes - taken for num_bytes, taken in zip(room, less, strict=True)]
-            host_bytes -= max(0.0, judged.over_host_bytes)
-        return best
+        free_bytes = tuple(num_bytes - sent for num_bytes, sent in zip(self.room_bytes, messages, strict=True))
+        return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
 
-    def _lean(self, group: SequenceGroup) -> Iterator[_Judged]:
-        """Every layer recomputed, the least device memory last."""
-        for keeps_attention in (True, False):
-            for host_bytes in dict.fromkeys((0, self.budget.host_bytes)):
-                yield self.judge(self._lean_group(group, host_bytes, keeps_attention))
+    def _lean_settings(self) -> list[tuple[int, bool]]:
+        """Host bytes, and whether attention is kept, for every layer recomputed; the least device memory last."""
+        return [(host, keeps) for keeps in (True, False) for host in dict.fromkeys((0, self.budget.host_bytes))]
+
+    def _lean(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> list[Trial]:
+        """Every layer of every chunk recomputed."""
+        return [self.trial(self._lean_group(group, host_bytes, keeps_attention))]
 
     def _lean_group(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> SequenceGroup:
-        # a chunk's part of the host is its part of the most tokens in flight
+        # a chunk's share of the host is its share of the most tokens times layers in flight
         tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
 
         def layer_tokens(action: Action) -> int:
@@ -181,7 +183,7 @@ class PipelineRoom:
 
         in_flight = max(most_in_flight(stage.actions, layer_tokens) for stage in group.stages)
         layers = {}
-        # layers alike are one object, which is counted once
+        # equal layers share one object, so that their bytes are counted once
         known: dict[tuple[int, int], tuple[LayerPolicy, ...]] = {}
         for stage in group.stages:
             for chunk, num_tokens in zip(group.chunks, tokens, strict=True):
@@ -195,7 +197,8 @@ class PipelineRoom:
         return with_layers(group, layers, self.budget.tile_tokens)
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
-        least = min(self._lean(group), key=lambda judged: max(judged.over_bytes))
+        leanest = (trial for settings in self._lean_settings() for trial in self._lean(group, *settings))
+        least = min(leanest, key=lambda trial: max(trial.over_bytes))
         place = max(range(len(least.over_bytes)), key=lambda stage: least.over_bytes[stage])
         needed = self.limit_bytes + least.over_bytes[place]
         return (
