@@ -100,8 +100,3 @@ def test_planted_order_of_exchanges_is_noticed() -> None:
         assert "UnusedReplacement" not in str(noticed.value)
     finally:
         pool.close()
-
-
-def test_the_check_itself_passes_on_the_planted_layout(ranks) -> None:
-    num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]
-    check_layout_step(ranks(num_ranks), ModelCase(), layout, lengths)
