@@ -304,7 +304,7 @@ def test_one_micro_batch_holds_everything_at_a_cost_near_the_best(lengths: list[
 def test_one_micro_batch_that_memory_does_not_hold_is_refused_with_the_numbers() -> None:
     config = PlannerConfig(100, (1, 2, 4), one_micro_batch=True)
     with pytest.raises(
-        ValueError, match=r"450 tokens in 3 sequences \(the longest has 150\) fit no single micro-batch on 4 ranks"
+        ValueError, match=r"450 tokens in 3 sequences \(the longest has 150\) do not fit one micro-batch on 4 ranks"
     ):
         plan_step(3, [150, 150, 150], cost_model("attention", 4), config)
 

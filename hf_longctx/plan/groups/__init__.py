@@ -1,1 +1,1 @@
-"""Sequences of a step placed on sequence groups of different sizes (FlexSP)."""
+"""Assign the sequences of a step to micro-batches and sequence groups of different sizes (FlexSP)."""

@@ -1,17 +1,20 @@
-"""The sorted sequences of a step into micro-batches: consecutive runs (pieces), cut by tokens or by predicted cost.
+"""Cut the sorted sequences of a step into micro-batches (pieces), evenly by tokens or by predicted cost.
 
-By tokens is FlexSP's blaster (arXiv 2412.01523, section 4.2): few micro-batches, each with sequences of like length and an
-equal share of memory. Where one long sequence decides how long its micro-batch takes, that leaves slack: cuts by cost give
-such a micro-batch more of the shorter sequences, as far as memory goes.
+The greedy planner groups the most promising of these cuts. Cutting by tokens is FlexSP's blaster (arXiv 2412.01523, section
+4.2): few micro-batches, each with sequences of similar length and an equal share of the memory. If one long sequence decides
+how long its micro-batch takes, the other groups of this micro-batch wait; cuts by cost give it more of the shorter sequences,
+as far as memory allows.
 
-Memory goes less far than tokens say: sequences of like length fill groups badly. So a sequence is counted with what it
-wastes, "lumped": a group of the smallest degree that holds it, or of the next, shared by as many of its kind as fit.
+Sequences of similar length cannot fill groups completely, so memory holds fewer of them than their tokens say. Cuts by cost
+therefore count "lumped" tokens, which include the waste: a group of the smallest degree that holds the sequence, or of the
+next degree, divided by the number of such sequences that fit into it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,19 +23,33 @@ from hf_longctx.plan.groups.bounds import least_work
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
 _ROUNDING = 1e-12
-# how much of the time groups of few and of many sequences are expected to use, and how much of the memory lumped sequences
-# may fill, in several moods
-_FEW_SEQUENCES = 96
-_TIME_SHARES = ((0.96, 0.96), (0.88, 0.98))
-_EXPECTED_SHARES = (0.9, 0.97)
-_ROOM_SHARES = (1.08, 1.0, 0.92)
-_MOST_CUT_PLACES = 240
+
+
+@dataclass(frozen=True, slots=True)
+class _CutSearch:
+    """Constants of the cuts, chosen with `recipes/bench/cpu/planner.py` (tables times and problems).
+
+    Groups of few sequences are less even than groups of many, so shares of time come in pairs (few, many). few_sequences: a
+    micro-batch with fewer sequences counts as few. time_shares: shares of the ranks' time that groups use; cuts are searched for
+    every pair. expected_shares: the pair with which cuts are compared. room_shares: shares of the memory that lumped tokens may
+    fill; cuts are searched for each. most_positions: most positions at which a cut by cost may lie.
+    """
+
+    few_sequences: int = 96
+    time_shares: tuple[tuple[float, float], ...] = ((0.96, 0.96), (0.88, 0.98))
+    expected_shares: tuple[float, float] = (0.9, 0.97)
+    room_shares: tuple[float, ...] = (1.08, 1.0, 0.92)
+    most_positions: int = 240
+
+
+_SEARCH = _CutSearch()
 
 
 def candidate_cuts(problem: GroupingProblem, trials: int, num_ranks: int, time_aware: bool) -> list[list[Piece]]:
-    """Cuts of the (descending) sequences into micro-batches whose tokens fit `num_ranks` ranks, for `trials` numbers of them.
+    """Cuts of the sequences, sorted longest first, into micro-batches whose tokens fit `num_ranks` ranks.
 
-    The numbers start from the fewest that fit. One sequence per micro-batch is the last resort.
+    There is a cut by tokens for each of `trials` numbers of micro-batches, starting at the fewest that fit, then (`time_aware`)
+    cuts by cost. The last resort is one sequence per micro-batch.
     """
     tokens = np.array(problem.lengths, dtype=np.float64)
     room = float(problem.capacity * num_ranks)
@@ -40,7 +57,7 @@ def candidate_cuts(problem: GroupingProblem, trials: int, num_ranks: int, time_a
     tried = 0
     for number in range(max(1, math.ceil(tokens.sum() / room)), len(tokens) + 1):
         if cut := _balanced(tokens, number, room):
-            # a long sequence may leave more micro-batches nothing to balance, so the same cut may come again
+            # if one long sequence decides the balance, a larger number may give the same cut again
             cuts[tuple(cut)] = None
             tried += 1
         if tried == trials:
@@ -51,25 +68,31 @@ def candidate_cuts(problem: GroupingProblem, trials: int, num_ranks: int, time_a
 
 
 def expected_s(problem: GroupingProblem, pieces: list[Piece], num_ranks: int) -> FloatArray:
-    """What every piece is likely to take: as long as its longest sequence, or as its work spread over groups that are not
-    quite even, and longer where lumped sequences overfill the memory."""
+    """Seconds that each micro-batch will probably take, to compare cuts before grouping them.
+
+    This is the time of its longest sequence, or that of its work on groups that are not quite even, whichever is longer; more
+    if its lumped tokens exceed the memory.
+    """
     work = least_work(problem)
     cheapest = work.min(axis=0)
     sums, lumped = (np.concatenate([[0.0], np.cumsum(measure)]) for measure in (cheapest, _lumped_tokens(problem)))
     expected = np.empty(len(pieces))
-    for place, (start, stop) in enumerate(pieces):
+    for index, (start, stop) in enumerate(pieces):
         fits = np.isfinite(work[:, start])
         rank_seconds = sums[stop] - sums[start] + work[fits, start] - cheapest[start]
-        spread_s = rank_seconds / (num_ranks * (_EXPECTED_SHARES[0] if stop - start < _FEW_SEQUENCES else _EXPECTED_SHARES[1]))
+        spread_s = rank_seconds / (num_ranks * _SEARCH.expected_shares[stop - start >= _SEARCH.few_sequences])
         overfull = max(1.0, float(lumped[stop] - lumped[start]) / (problem.capacity * num_ranks))
-        # on the degree that serves the longest sequence and all others best
+        # the longest sequence runs on the degree that serves it and the rest best
         makespan_s = float(np.maximum(problem.seconds[fits, start], spread_s).min())
-        expected[place] = makespan_s * overfull + min(problem.group_s)
+        expected[index] = makespan_s * overfull + min(problem.group_s)
     return expected
 
 
-def consecutive_chunks(lengths: Sequence[int], number: int) -> list[int]:
-    """Ends of at most `number` consecutive chunks with the least maximum of tokens; exact, by bisection on that maximum."""
+def micro_batch_ends(lengths: Sequence[int], number: int) -> list[int]:
+    """Ends of at most `number` micro-batches of consecutive sequences whose largest has as few tokens as possible.
+
+    Exact, by bisection on the tokens of the largest.
+    """
     sums = np.cumsum(lengths)
 
     def cut(most: int) -> list[int]:
@@ -87,7 +110,7 @@ def consecutive_chunks(lengths: Sequence[int], number: int) -> list[int]:
 
 
 def _lumped_tokens(problem: GroupingProblem) -> FloatArray:
-    """Tokens of room that every sequence takes with its like."""
+    """Tokens of memory that every sequence takes if its group holds only sequences of its length."""
     tokens, rooms = np.array(problem.lengths), np.array(problem.degrees) * problem.capacity
     smallest = np.searchsorted(rooms, tokens)
     shares = [rooms[np.minimum(smallest + larger, len(rooms) - 1)] for larger in (0, 1)]
@@ -96,7 +119,7 @@ def _lumped_tokens(problem: GroupingProblem) -> FloatArray:
 
 
 def _balanced(tokens: FloatArray, number: int, room: float) -> list[Piece]:
-    """At most `number` consecutive runs with the least maximum of tokens, none above `room`; empty if there are none."""
+    """At most `number` pieces with the least maximum of tokens, none above `room`; empty if that is impossible."""
     sums = np.cumsum(tokens)
 
     def cut(limit: float) -> list[Piece]:
@@ -119,60 +142,60 @@ def _balanced(tokens: FloatArray, number: int, room: float) -> list[Piece]:
 
 
 def _cuts_by_cost(problem: GroupingProblem, num_ranks: int) -> list[list[Piece]]:
-    """Cuts with the least predicted sum of makespans, by dynamic programming over places where a cut may lie."""
+    """Cuts with the least predicted sum of makespans, by dynamic programming over the positions where a cut may lie."""
     lengths = np.array(problem.lengths, dtype=np.float64)
-    places = _cut_places(lengths)
+    positions = _cut_positions(lengths)
     work = least_work(problem)
     cheapest = work.min(axis=0)
     sums, tokens, lumped = (
-        np.concatenate([[0.0], np.cumsum(measure)])[places] for measure in (cheapest, lengths, _lumped_tokens(problem))
+        np.concatenate([[0.0], np.cumsum(measure)])[positions] for measure in (cheapest, lengths, _lumped_tokens(problem))
     )
-    first = np.minimum(places, len(lengths) - 1)
+    first = np.minimum(positions, len(lengths) - 1)
     room = float(problem.capacity * num_ranks)
     rank_seconds = sums - sums[:, None]
-    count = places - places[:, None]
+    count = positions - positions[:, None]
     found = []
-    for few, many in _TIME_SHARES:
-        time_shares = np.where(count < _FEW_SEQUENCES, few, many)
-        # a piece takes at least as long as its longest sequence, on the degree that serves both best
+    for few, many in _SEARCH.time_shares:
+        time_shares = np.where(count < _SEARCH.few_sequences, few, many)
+        # a piece takes at least as long as its longest sequence, which runs on the degree that serves it and the rest best
         makespans = np.full(rank_seconds.shape, np.inf)
         for k in range(len(problem.degrees)):
             alone = np.where(np.isfinite(work[k][first]), problem.seconds[k][first], np.inf)
             dearer = np.where(np.isfinite(work[k][first]), work[k][first] - cheapest[first], np.inf)
             spread = (rank_seconds + dearer[:, None]) / (num_ranks * time_shares)
             makespans = np.minimum(makespans, np.maximum(alone[:, None], spread))
-        for share in _ROOM_SHARES:
+        for share in _SEARCH.room_shares:
             # a single sequence always has room
             is_full = ((lumped - lumped[:, None] > share * room) | (tokens - tokens[:, None] > room)) & (count > 1)
             costs = np.where((count <= 0) | is_full, np.inf, makespans + min(problem.group_s))
-            found.append(_cheapest_path(costs, places))
+            found.append(_cheapest_path(costs, positions))
     return found
 
 
-def _cut_places(lengths: FloatArray) -> IntArray:
-    """Where cuts may lie: around each of the longest sequences, and at equal steps of tokens behind them."""
+def _cut_positions(lengths: FloatArray) -> IntArray:
+    """Positions where cuts may lie: before each of the longest sequences, and after them at equal distances in tokens."""
     count = len(lengths)
-    if count < _MOST_CUT_PLACES:
+    if count < _SEARCH.most_positions:
         return np.arange(count + 1)
-    half = _MOST_CUT_PLACES // 2
+    half = _SEARCH.most_positions // 2
     sums = np.concatenate([[0.0], np.cumsum(lengths)])
     rest = np.searchsorted(sums, np.linspace(sums[half], sums[-1], half))
     return np.unique(np.concatenate([np.arange(half), rest, [count]]))
 
 
-def _cheapest_path(costs: FloatArray, places: IntArray) -> list[Piece]:
-    """The pieces of least total cost from the first to the last place; empty if there is no way."""
-    best, came_from = np.full(len(places), np.inf), np.zeros(len(places), dtype=np.int64)
+def _cheapest_path(costs: FloatArray, positions: IntArray) -> list[Piece]:
+    """The pieces of least total cost from the first to the last position; empty if no path has finite cost."""
+    best, came_from = np.full(len(positions), np.inf), np.zeros(len(positions), dtype=np.int64)
     best[0] = 0.0
-    for end in range(1, len(places)):
+    for end in range(1, len(positions)):
         totals = best[:end] + costs[:end, end]
         came_from[end] = totals.argmin()
         best[end] = totals[came_from[end]]
     if not np.isfinite(best[-1]):
         return []
-    pieces, end = [], len(places) - 1
+    pieces, end = [], len(positions) - 1
     while end > 0:
         start = int(came_from[end])
-        pieces.append((int(places[start]), int(places[end])))
+        pieces.append((int(positions[start]), int(positions[end])))
         end = start
     return pieces[::-1]

@@ -1,4 +1,7 @@
-"""Exact grouping of few sequences, by dynamic programming over all partitions."""
+"""Solve the grouping problem of few sequences exactly, by dynamic programming over all their partitions.
+
+Solver "auto" uses it if `can_solve_exactly`, and tests use it as an oracle for the heuristics.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections.abc import Sequence
 
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
-_MAX_EXACT_OPERATIONS = 150_000
+# most table operations that `can_solve_exactly` accepts, about a tenth of a second
+_MAX_OPERATIONS = 150_000
 
 
 def rank_layouts(num_ranks: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every way to cut `num_ranks` ranks into groups of the allowed degrees, largest first; ranks may stay over."""
+    """Every way to divide `num_ranks` ranks into groups of the allowed degrees, largest first; some ranks may be left over."""
     layouts: list[tuple[int, ...]] = []
 
     def extend(chosen: tuple[int, ...], left: int) -> None:
@@ -26,18 +30,19 @@ def rank_layouts(num_ranks: int, degrees: Sequence[int]) -> list[tuple[int, ...]
 
 
 def can_solve_exactly(problem: GroupingProblem) -> bool:
-    """Whether `solve_exactly` ends within about a tenth of a second."""
+    """Whether `solve_exactly` takes at most about a tenth of a second."""
     if len(problem.lengths) > 10 or problem.num_ranks > 16:
         return False
     prefixes = {layout[:end] for layout in _layouts(problem) for end in range(1, len(layout) + 1)}
-    return len(prefixes) * int(3 ** len(problem.lengths)) <= _MAX_EXACT_OPERATIONS
+    return len(prefixes) * int(3 ** len(problem.lengths)) <= _MAX_OPERATIONS
 
 
 def solve_exactly(problem: GroupingProblem) -> Layout:
-    """A layout of least cost, by dynamic programming over subsets of the sequences (3^n per table).
+    """A layout of least cost, by dynamic programming over subsets of the sequences (3^n operations per table).
 
-    Tables hold, for the leading groups of a rank layout, the least makespan of every subset; a step is a partition of all
-    sequences into such subsets. Meant for few sequences: ask `can_solve_exactly` first.
+    There is a table for every prefix of every division of the ranks into groups: the least makespan of each subset of the
+    sequences on these groups. A step is then a cheapest partition of all sequences into subsets (micro-batches). Meant for few
+    sequences: ask `can_solve_exactly` first.
     """
     full = (1 << len(problem.lengths)) - 1
     single = {degree: _subset_seconds(problem, degree) for degree in problem.degrees}
@@ -52,8 +57,8 @@ def solve_exactly(problem: GroupingProblem) -> Layout:
         for subset, seconds in enumerate(tables[layout][0]):
             if seconds < best[subset]:
                 best[subset], best_layout[subset] = seconds, layout
-    parts = _cheapest_partition(best, full)
-    return [_groups_of(subset, best_layout[subset], tables) for subset in parts]
+    micro_batches = _cheapest_partition(best, full)
+    return [_groups_of(subset, best_layout[subset], tables) for subset in micro_batches]
 
 
 def _layouts(problem: GroupingProblem) -> list[tuple[int, ...]]:
@@ -61,58 +66,59 @@ def _layouts(problem: GroupingProblem) -> list[tuple[int, ...]]:
 
 
 def _subset_seconds(problem: GroupingProblem, degree: int) -> list[float]:
-    """Seconds of every subset as one group of `degree` ranks; infinite where it does not fit."""
+    """Seconds of every subset as one group of `degree` ranks; infinite if it does not fit."""
     k = problem.degrees.index(degree)
     seconds, tokens = [problem.group_s[k]], [0]
     for i, length in enumerate(problem.lengths):
         seconds += [value + float(problem.seconds[k][i]) for value in seconds]
         tokens += [value + length for value in tokens]
-    # without sequences there is no group
+    # a group without sequences takes no time
     seconds[0] = 0.0
     room = degree * problem.capacity
     return [value if count <= room else math.inf for value, count in zip(seconds, tokens, strict=True)]
 
 
 def _add_group(table: tuple[list[float], list[int]] | None, single: list[float], full: int) -> tuple[list[float], list[int]]:
-    """Least makespan of every subset with one more group, and the part that this group takes."""
+    """Least makespan of every subset with one more group, and the sequences (as a subset) that this group takes."""
     if table is None:
         return single, list(range(full + 1))
     before, makespan, taken = table[0], [math.inf] * (full + 1), [0] * (full + 1)
     for subset in range(full + 1):
-        part = subset
+        inner = subset
         while True:
-            value = max(before[subset ^ part], single[part])
+            value = max(before[subset ^ inner], single[inner])
             if value < makespan[subset]:
-                makespan[subset], taken[subset] = value, part
-            if part == 0:
+                makespan[subset], taken[subset] = value, inner
+            if inner == 0:
                 break
-            part = (part - 1) & subset
+            # the next smaller subset of `subset`
+            inner = (inner - 1) & subset
     return makespan, taken
 
 
 def _cheapest_partition(best: list[float], full: int) -> list[int]:
-    """Subsets (micro-batches) of least total seconds that partition all sequences."""
+    """A partition of all sequences into subsets (micro-batches) with the least total seconds."""
     total, last = [math.inf] * (full + 1), [0] * (full + 1)
     total[0] = 0.0
     for subset in range(1, full + 1):
         lowest = subset & -subset
-        part = subset
-        while part:
-            # the micro-batch with the lowest sequence, so that every partition is met once
-            if part & lowest and best[part] + total[subset ^ part] < total[subset]:
-                total[subset], last[subset] = best[part] + total[subset ^ part], part
-            part = (part - 1) & subset
-    parts = []
+        inner = subset
+        while inner:
+            # `inner` must hold the lowest sequence, so that every partition is met once
+            if inner & lowest and best[inner] + total[subset ^ inner] < total[subset]:
+                total[subset], last[subset] = best[inner] + total[subset ^ inner], inner
+            inner = (inner - 1) & subset
+    micro_batches = []
     while full:
-        parts.append(last[full])
+        micro_batches.append(last[full])
         full ^= last[full]
-    return parts
+    return micro_batches
 
 
 def _groups_of(subset: int, layout: tuple[int, ...], tables: dict[tuple[int, ...], tuple[list[float], list[int]]]) -> list[Group]:
     groups = []
     for end in range(len(layout), 0, -1):
-        part = tables[layout[:end]][1][subset]
-        groups.append((layout[end - 1], tuple(i for i in range(part.bit_length()) if part >> i & 1)))
-        subset ^= part
+        taken = tables[layout[:end]][1][subset]
+        groups.append((layout[end - 1], tuple(i for i in range(taken.bit_length()) if taken >> i & 1)))
+        subset ^= taken
     return groups[::-1]

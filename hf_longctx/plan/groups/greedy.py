@@ -1,9 +1,10 @@
-"""The fast planner: sort, cut into micro-batches, group each one, then improve the step by small moves.
+"""Plan a step in milliseconds: sort, cut into micro-batches, group each of them, then improve the step by small moves.
 
-Cuts come from `cuts.py`. Every micro-batch is grouped by bisection on its makespan between a bound that no grouping
-beats and what runs of the sorted sequences reach (`consecutive.py`), with vector packing by many rules as the test of a makespan
-(`vector_packing.py`). The cuts whose bounds promise most are grouped, all their micro-batches at once; the best layouts go
-through `local_search.py`. Everything is counted, not timed: equal lengths give equal plans on every machine.
+This is solver "greedy"; the other solvers start from its layout. Cuts come from `cuts.py`; the most promising ones are grouped,
+all their micro-batches at once. A micro-batch is grouped by bisection on its makespan, between the fluid bound (`bounds.py`) and
+the makespan of groups of consecutive sequences (`consecutive.py`). A makespan is feasible if vector packing by one of many rules
+succeeds (`vector_packing.py`). The best layout is improved by `backfill.py` and `local_search.py`. Searches end by counts, never
+by time, so that equal lengths give equal plans on every machine.
 """
 
 from __future__ import annotations
@@ -25,55 +26,73 @@ from hf_longctx.plan.groups.local_search import improve
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout, Piece
 from hf_longctx.plan.groups.vector_packing import Packed, Rule, Trial, pack_trials
 
-# so many of all cuts, and of the cuts by tokens, are grouped: those that promise most
-_MAX_CUTS = 3
-_MAX_TOKEN_CUTS = 2
-# up to so many sequences all cuts are tried
-_MAX_SEQUENCES_FOR_ALL_CUTS = 14
-_SEQUENCES_PER_BIN = 16
-_SEARCH_BUDGET = 1_000_000
-_START_BUDGET = 100_000
-_BACKFILL_PASSES = 1
-_RUNS_TOLERANCE = 5e-2
-_TOLERANCE = 2e-3
-# micro-batches of more sequences are dealt out to pods, and from so many pods on packed by the plainest rule alone
-_FEW_SEQUENCES = 96
-_GROUPS_PER_POD = 8
-_MANY_PODS = 4
-_LARGEST_EQUAL_DEGREE = 16
+
+@dataclass(frozen=True, slots=True)
+class _GreedySearch:
+    """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (tables times and problems).
+
+    most_cuts, most_token_cuts: most cuts that are grouped, of all and of those by tokens. all_cuts_sequences: with at most this
+    many sequences, all cuts are tried. bin_sequences: with at most this many sequences per micro-batch, best-fit bins are tried
+    as well. step_budget, start_budget: matrix entries that local search may look at, for a step and for one packing of a
+    micro-batch. backfill_passes: how often every micro-batch gives its sequences to others. runs_tolerance, tolerance: relative
+    precision of the makespan of consecutive groups, and of the bisection.
+
+    Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
+    sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
+    only the plainest rule is tried. largest_equal_degree: largest degree of rules that open equal groups.
+    """
+
+    most_cuts: int = 3
+    most_token_cuts: int = 2
+    all_cuts_sequences: int = 14
+    bin_sequences: int = 16
+    step_budget: int = 1_000_000
+    start_budget: int = 100_000
+    backfill_passes: int = 1
+    runs_tolerance: float = 5e-2
+    tolerance: float = 2e-3
+    pod_sequences: int = 96
+    pod_groups: int = 8
+    many_pods: int = 4
+    largest_equal_degree: int = 16
+
+
+_SEARCH = _GreedySearch()
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard a micro-batch is tried.
+    """How much work goes into grouping one micro-batch.
 
-    factors: the first makespans, over the bound. rounds: how often makespans are tried, `limits` of them each time after the
-    first. rare_rules: whether rules are tried that seldom win. kept_rules: the share that goes on after a round. starts: how
-    many of the packings found are improved.
+    factors: the first makespans tried, as multiples of the bound. iterations: how often makespans are tried, `limits` of them
+    in each iteration after the first. rare_rules: whether rules that seldom win are tried. kept_rules: share of the rules that
+    stays after an iteration. starts: how many of the packings found are improved by local search.
     """
 
     factors: tuple[float, ...]
-    rounds: int
+    iterations: int
     limits: int
     rare_rules: bool
     kept_rules: float
     starts: int
 
 
-_QUICK = Effort((1.015, 1.06, 1.3, 8.0), rounds=2, limits=3, rare_rules=False, kept_rules=0.25, starts=1)
-_THOROUGH = Effort((1.0, 1.01, 1.03, 1.08, 1.2, 1.6, 4.0), rounds=3, limits=10, rare_rules=True, kept_rules=1.0, starts=12)
+# effort for each micro-batch of a step, and for a single micro-batch; chosen with `recipes/bench/cpu/planner.py`
+_QUICK = Effort((1.015, 1.06, 1.3, 8.0), iterations=2, limits=3, rare_rules=False, kept_rules=0.25, starts=1)
+_THOROUGH = Effort((1.0, 1.01, 1.03, 1.08, 1.2, 1.6, 4.0), iterations=3, limits=10, rare_rules=True, kept_rules=1.0, starts=12)
 
 
 def plan_greedy(problem: GroupingProblem, trials: int, time_aware: bool = True) -> Layout:
-    """A good layout of the step, never slower than `plan_static`'s best. Independent of the order of the sequences.
+    """A good layout of the step, never slower than that of `plan_static`. Independent of the order of the sequences.
 
-    `time_aware`: micro-batches are cut by time and cost too, not by tokens alone, and sequences move between them.
+    trials: numbers of micro-batches to try. time_aware: cut micro-batches by cost as well as by tokens, and let sequences move
+    between them.
     """
     ordered, order = problem.longest_first()
     useful = useful_degrees(ordered)
     layouts = sorted(_first_layouts(useful, trials, time_aware), key=useful.step_seconds)
-    start = backfill(useful, layouts[0], _group_all, _BACKFILL_PASSES) if time_aware else layouts[0]
-    best, _ = improve(ordered, start, _SEARCH_BUDGET, across=time_aware)
+    start = backfill(useful, layouts[0], _group_all, _SEARCH.backfill_passes) if time_aware else layouts[0]
+    best, _ = improve(ordered, start, _SEARCH.step_budget, across=time_aware)
     degrees = [d for d in ordered.degrees if _static_bound_s(ordered, d) < ordered.step_seconds(best)]
     if degrees:
         best = min(best, _plan_one_degree(ordered, trials, degrees), key=ordered.step_seconds)
@@ -81,21 +100,21 @@ def plan_greedy(problem: GroupingProblem, trials: int, time_aware: bool = True) 
 
 
 def plan_static(problem: GroupingProblem, trials: int, degree: int = 0) -> Layout:
-    """The best layout whose groups all have one degree, the given one or (0) any; what a fixed SP degree would do.
+    """The best layout whose groups all have the same degree, as with a fixed sequence-parallel degree (0: the best one).
 
-    Raises ValueError when the longest sequence does not fit in a group of `degree` ranks.
+    Raises ValueError if the longest sequence does not fit into a group of `degree` ranks.
     """
     ordered, order = problem.longest_first()
     return _renumber(_plan_one_degree(ordered, trials, (degree,) if degree else ordered.degrees), order)
 
 
 def overlapping_static_layouts(problem: GroupingProblem, trials: int, limit_s: float) -> list[Layout]:
-    """`plan_static`'s layout of every degree that may be done within `limit_s` if no rank waits for another micro-batch."""
+    """Layouts of `plan_static` for every degree that could end within `limit_s` if ranks did not wait between micro-batches."""
     longest, tokens = max(problem.lengths), sum(problem.lengths)
     layouts = []
     for k, degree in enumerate(problem.degrees):
         usable = problem.num_ranks // degree * degree
-        # a rank's share of the fixed costs of the fewest groups
+        # add a rank's share of the fixed costs of the fewest groups
         spread_s = float(problem.seconds[k].sum()) * degree / usable + problem.group_s[k] * tokens / (problem.capacity * usable)
         if longest <= degree * problem.capacity and spread_s < limit_s:
             layouts.append(plan_static(problem, trials, degree))
@@ -103,24 +122,22 @@ def overlapping_static_layouts(problem: GroupingProblem, trials: int, limit_s: f
 
 
 def plan_one_micro_batch(problem: GroupingProblem, one_degree: bool = False) -> Layout:
-    """A good layout with a single micro-batch; `one_degree`: with groups of one size.
-
-    Raises ValueError if none is found that fits the ranks.
-    """
+    """A good layout with a single micro-batch (one_degree: with groups of equal size); raises ValueError if none is found."""
     ordered, order = problem.longest_first()
     found = _one_micro_batch_of_one_degree(ordered) if one_degree else _one_micro_batch(ordered)
     if not found:
         raise ValueError(
-            f"{sum(problem.lengths)} tokens in {len(problem.lengths)} sequences (the longest has {max(problem.lengths)}) fit no "
-            f"single micro-batch on {problem.num_ranks} ranks of {problem.capacity} tokens each (tokens_per_rank)"
+            f"{sum(problem.lengths)} tokens in {len(problem.lengths)} sequences (the longest has {max(problem.lengths)}) do not "
+            f"fit one micro-batch on {problem.num_ranks} ranks of {problem.capacity} tokens each; raise tokens_per_rank or use "
+            f"fewer sequences per step"
         )
-    return _renumber([found] if one_degree else improve(ordered, [found], _SEARCH_BUDGET)[0], order)
+    return _renumber([found] if one_degree else improve(ordered, [found], _SEARCH.step_budget)[0], order)
 
 
 def useful_degrees(problem: GroupingProblem) -> GroupingProblem:
-    """The same problem without degrees that cost more rank-seconds than a larger one, for the sequences that they hold.
+    """This problem without degrees that need more rank-seconds than a larger degree, for the sequences that they can hold.
 
-    Packing opens the smallest group that is fast enough, which is right only where larger ones cost more.
+    Packing opens the smallest group that is fast enough, which is right only if larger ones cost more.
     """
     work, lengths = least_work(problem), np.array(problem.lengths)
     kept: list[int] = []
@@ -133,31 +150,31 @@ def useful_degrees(problem: GroupingProblem) -> GroupingProblem:
 
 
 def group_micro_batch(problem: GroupingProblem) -> list[Group]:
-    """The best groups found for all sequences in one micro-batch; empty where none was found. Takes some tens of ms."""
+    """The best groups found for all sequences in one micro-batch; empty if none was found. Takes tens of milliseconds."""
     ordered, order = problem.longest_first()
     return _renumber([_one_micro_batch(ordered)], order)[0]
 
 
 def group_pieces(problem: GroupingProblem, pieces: Sequence[Piece], effort: Effort = _QUICK) -> list[list[Group]]:
-    """The best groups found for every micro-batch (consecutive sequences, longest first); empty where none was found."""
+    """The best groups found for every micro-batch (a range of the sequences, longest first); empty if none was found."""
     bounds_s = fluid_bounds_s(problem, pieces, problem.num_ranks)
-    found = group_runs(problem, pieces, bounds_s, problem.num_ranks, _RUNS_TOLERANCE)
+    found = group_runs(problem, pieces, bounds_s, problem.num_ranks, _SEARCH.runs_tolerance)
     searches = [
         _Search(problem, piece, groups, float(bound_s), effort)
         for piece, groups, bound_s in zip(pieces, found, bounds_s, strict=True)
     ]
-    for turn in range(effort.rounds):
+    for iteration in range(effort.iterations):
         attempts = [
             (search, rule, limit_s)
             for search in searches
-            if search.low_s < search.high_s * (1 - _TOLERANCE)
-            for limit_s in search.limits(turn)
+            if search.low_s < search.high_s * (1 - _SEARCH.tolerance)
+            for limit_s in search.limits(iteration)
             for rule in search.rules
         ]
         trials = [
-            Trial(part, limit_s, problem.num_ranks // len(search.pods), rule)
+            Trial(pod, limit_s, problem.num_ranks // len(search.pods), rule)
             for search, rule, limit_s in attempts
-            for part in search.pods
+            for pod in search.pods
         ]
         packed = iter(pack_trials(problem, trials))
         for search, rule, limit_s in attempts:
@@ -168,28 +185,31 @@ def group_pieces(problem: GroupingProblem, pieces: Sequence[Piece], effort: Effo
 
 
 def _first_layouts(problem: GroupingProblem, trials: int, time_aware: bool) -> list[Layout]:
-    """Layouts of the most promising cuts into micro-batches; of all cuts where sequences are few."""
+    """Layouts of the most promising cuts into micro-batches, or of the best of all cuts if there are few sequences."""
     count = len(problem.lengths)
-    if count <= _MAX_SEQUENCES_FOR_ALL_CUTS:
+    if count <= _SEARCH.all_cuts_sequences:
         return [_best_cut(problem), *_bins(problem)]
     cuts = candidate_cuts(problem, trials, problem.num_ranks, time_aware)
     pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
     expected = dict(zip(pieces, expected_s(problem, pieces, problem.num_ranks), strict=True))
-    # cuts by tokens come first; FlexSP's own are never left out
-    promising = [sorted(some, key=lambda cut: sum(expected[piece] for piece in cut)) for some in (cuts[:trials], cuts)]
-    cuts = list({tuple(cut): cut for cut in [*promising[0][:_MAX_TOKEN_CUTS], *promising[1][:_MAX_CUTS]]}.values())
+    # the first `trials` cuts are FlexSP's, by tokens; the best of them are always kept
+    by_tokens, by_any = (sorted(some, key=lambda cut: sum(expected[piece] for piece in cut)) for some in (cuts[:trials], cuts))
+    promising = [*by_tokens[: _SEARCH.most_token_cuts], *by_any[: _SEARCH.most_cuts]]
+    cuts = list({tuple(cut): cut for cut in promising}.values())
     pieces = list(dict.fromkeys(piece for cut in cuts for piece in cut))
     groups = dict(zip(pieces, group_pieces(problem, pieces), strict=True))
     layouts = [[groups[piece] for piece in cut] for cut in cuts if all(groups[piece] for piece in cut)]
-    if count <= _SEQUENCES_PER_BIN * len(cuts[0]):
+    if count <= _SEARCH.bin_sequences * len(cuts[0]):
         layouts += _bins(problem)
-    # memory may refuse every group where tokens alone would fit: one sequence per micro-batch always works
+    # tokens may fit the ranks although no groups fit the memory; one sequence per micro-batch always works
     return layouts or [[[_alone(problem, i)] for i in range(count)]]
 
 
 def _bins(problem: GroupingProblem) -> list[Layout]:
-    """The layout of the fewest micro-batches that best fit finds, if they can be grouped: where each holds few sequences,
-    runs of like lengths would waste much of its memory."""
+    """The layout of the fewest micro-batches that best fit finds, in a list that is empty if they cannot be grouped.
+
+    If micro-batches hold few sequences, ranges of similar lengths would waste much of their memory.
+    """
     packing = pack_sequences(problem.lengths, min(problem.capacity * problem.num_ranks, MAX_CAPACITY))
     order = packing.order.tolist()
     found = group_pieces(problem.part(order), list(pairwise(packing.offsets.tolist())))
@@ -197,10 +217,10 @@ def _bins(problem: GroupingProblem) -> list[Layout]:
 
 
 def _one_micro_batch(problem: GroupingProblem) -> list[Group]:
-    """The best groups for all sequences that thorough search finds, never behind groups of one degree; empty if it finds none."""
+    """The best groups that a thorough search finds for all sequences, never slower than groups of one degree; empty if none."""
     found = [group_pieces(problem, [(0, len(problem.lengths))], _THOROUGH)[0]]
     if same := _one_micro_batch_of_one_degree(problem):
-        found += improve(problem, [same], _START_BUDGET)[0]
+        found += improve(problem, [same], _SEARCH.start_budget)[0]
     return min(filter(None, found), key=problem.micro_batch_seconds, default=[])
 
 
@@ -220,7 +240,7 @@ def _alone(problem: GroupingProblem, i: int) -> Group:
 
 
 def _best_cut(problem: GroupingProblem) -> Layout:
-    """The cheapest cut into consecutive micro-batches, each grouped as well as we can, by dynamic programming over all cuts."""
+    """The layout of the cheapest cut into ranges of sequences, by dynamic programming; the quick search groups each range."""
     count = len(problem.lengths)
     pieces = [(start, stop) for stop in range(1, count + 1) for start in range(stop)]
     groups = dict(zip(pieces, group_pieces(problem, pieces), strict=True))
@@ -236,40 +256,41 @@ def _best_cut(problem: GroupingProblem) -> Layout:
 
 
 def _renumber(layout: Layout, order: Sequence[int]) -> Layout:
-    return [[(degree, tuple(order[i] for i in part)) for degree, part in groups] for groups in layout]
+    """The layout with sequence i called order[i]."""
+    return [[(degree, tuple(order[i] for i in members)) for degree, members in groups] for groups in layout]
 
 
 class _Search:
-    """Bisection on the makespan of one micro-batch: what was refused, what was reached, and which rules did best."""
+    """Bisection on the makespan of one micro-batch: makespans refused and reached so far, and the rules that did best."""
 
     def __init__(self, problem: GroupingProblem, piece: Piece, runs: list[Group], low_s: float, effort: Effort) -> None:
         self.problem, self.effort, self.runs, self.low_s = problem, effort, runs, low_s
         self.high_s = problem.micro_batch_seconds(runs) if runs else np.inf
         self.pods = _pods(problem, piece)
-        self.rules = _rules(problem, effort.rare_rules) if len(self.pods) < _MANY_PODS else [Rule()]
+        self.rules = _rules(problem, effort.rare_rules) if len(self.pods) < _SEARCH.many_pods else [Rule()]
         self._best_of_rule = dict.fromkeys(self.rules, np.inf)
         self._best_of_limit: dict[float, float] = {}
-        # different packings by their seconds
+        # makespan -> the packings, one for each pod, that reached it first
         self._reached: dict[float, list[Packed]] = {}
 
-    def limits(self, turn: int) -> list[float]:
-        """Makespans to try: from the bound on at first, later at equal distances."""
-        if turn == 0 or self.high_s == np.inf:
+    def limits(self, iteration: int) -> list[float]:
+        """Makespans to try: multiples of the bound at first, later values at equal distances in the remaining interval."""
+        if iteration == 0 or self.high_s == np.inf:
             return [self.low_s * factor for factor in self.effort.factors if self.low_s * factor < self.high_s]
-        step_s = (self.high_s - self.low_s) / (self.effort.limits + 1)
-        return [self.low_s + step_s * place for place in range(1, self.effort.limits + 1)]
+        distance_s = (self.high_s - self.low_s) / (self.effort.limits + 1)
+        return [self.low_s + distance_s * index for index in range(1, self.effort.limits + 1)]
 
-    def note(self, rule: Rule, limit_s: float, parts: list[Packed]) -> None:
-        """Takes in how one rule did within one limit, in every pod."""
-        seconds = max(part.makespan_s for part in parts)
+    def note(self, rule: Rule, limit_s: float, packings: list[Packed]) -> None:
+        """Record the packings, one for each pod, that one rule found within one limit."""
+        seconds = max(packed.makespan_s for packed in packings)
         self._best_of_rule[rule] = min(seconds, self._best_of_rule[rule])
         self._best_of_limit[limit_s] = min(seconds, self._best_of_limit.get(limit_s, np.inf))
         if seconds < np.inf:
             self.high_s = min(self.high_s, seconds)
-            self._reached.setdefault(seconds, parts)
+            self._reached.setdefault(seconds, packings)
 
     def narrow(self) -> None:
-        """Ends a round: limits that no rule kept count as refused, and the better rules go on once one got anywhere."""
+        """End an iteration: raise the lower end to limits that no rule kept, and drop the worse rules once one has succeeded."""
         refused = [limit_s for limit_s, best in self._best_of_limit.items() if best == np.inf and limit_s < self.high_s]
         self.low_s = max([self.low_s, *refused])
         if self._reached:
@@ -277,44 +298,44 @@ class _Search:
             self.rules = sorted(self.rules, key=self._best_of_rule.__getitem__)[:kept]
 
     def best(self) -> list[Group]:
-        """The best groups, after a short search from each of the fastest packings."""
-        packings = [self._reached[seconds] for seconds in sorted(self._reached)[: self.effort.starts]]
-        starts = [[group for part in parts for group in part.groups(self.problem)] for parts in packings]
+        """The best groups, after a short local search from each of the fastest packings; empty if there are none."""
+        fastest = [self._reached[seconds] for seconds in sorted(self._reached)[: self.effort.starts]]
+        starts = [[group for packed in packings for group in packed.groups(self.problem)] for packings in fastest]
         if self.runs:
             starts.append(self.runs)
         if self.effort.starts > 1:
-            starts += [improve(self.problem, [start], _START_BUDGET)[0][0] for start in starts]
+            starts += [improve(self.problem, [start], _SEARCH.start_budget)[0][0] for start in starts]
         return min(starts, key=self.problem.micro_batch_seconds, default=[])
 
 
 def _rules(problem: GroupingProblem, rare: bool) -> list[Rule]:
-    """Ways to place sequences."""
+    """Rules by which packings place sequences; `rare` adds those that seldom win."""
     weights = [(1.0, 1.0, 0.0), (0.0, 0.0, 1.0), *([(0.3, 0.3, 1.0)] if rare else [])]
     rules = [Rule(), Rule(0.0, 0.0, 1.0), *([Rule(larger=1)] if rare else [])]
-    # equal groups of the smallest degree are nearly what the plain rule opens
+    # equal groups of the smallest degree seldom win, because the plain rule opens nearly the same groups
     for k, degree in enumerate(problem.degrees):
-        if (k or rare) and degree <= _LARGEST_EQUAL_DEGREE:
+        if (k or rare) and degree <= _SEARCH.largest_equal_degree:
             rules += [Rule(*each, equal_degree=k) for each in weights]
     return rules
 
 
 def _pods(problem: GroupingProblem, piece: Piece) -> list[IntArray]:
-    """The sequences of a micro-batch, dealt out to equal shares of the ranks where there are very many of them.
+    """The sequences of a micro-batch, split into pods (equal shares of the ranks) if there are very many of them.
 
-    A share has room for several groups of the largest degree that the longest sequence may need.
+    A pod has room for several groups of the degree that the longest sequence needs.
     """
     start, stop = piece
     needed = next(d for k, d in enumerate(problem.degrees) if problem.lengths[start] <= d * problem.capacity)
     number = 1
-    while (stop - start) > _FEW_SEQUENCES * number and problem.num_ranks % (2 * number) == 0:
-        if problem.num_ranks // (2 * number) < _GROUPS_PER_POD * needed:
+    while (stop - start) > _SEARCH.pod_sequences * number and problem.num_ranks % (2 * number) == 0:
+        if problem.num_ranks // (2 * number) < _SEARCH.pod_groups * needed:
             break
         number *= 2
-    places = np.arange(stop - start)
-    # there and back again, so that every share gets as many long ones as another
-    turn, place = divmod(places, number)
-    dealt = np.where(turn % 2, number - 1 - place, place)
-    return [start + places[dealt == pod] for pod in range(number)]
+    indices = np.arange(stop - start)
+    # deal out forwards and backwards in turn, so that every pod gets as many long sequences as another
+    turn, position = divmod(indices, number)
+    pod_of = np.where(turn % 2, number - 1 - position, position)
+    return [start + indices[pod_of == pod] for pod in range(number)]
 
 
 def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[int]) -> Layout:
@@ -322,8 +343,8 @@ def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[in
     usable = [degree for degree in degrees if longest <= degree * problem.capacity]
     if not usable:
         raise ValueError(
-            f"a sequence of {longest} tokens does not fit {max(degrees)} ranks of {problem.capacity} tokens each; raise "
-            f"static_degree or tokens_per_rank"
+            f"a sequence of {longest} tokens does not fit a group of {max(degrees)} ranks of {problem.capacity} tokens each; "
+            f"raise static_degree or tokens_per_rank"
         )
     candidates: list[Layout] = []
     for degree in usable:
@@ -336,16 +357,16 @@ def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[in
 
 
 def _fewest_groups(problem: GroupingProblem, degree: int) -> Layout:
-    """As few groups of `degree` ranks as best fit finds, those that take equally long beside each other."""
+    """As few groups of `degree` ranks as best fit finds; groups that take equally long run in the same micro-batch."""
     packing = pack_sequences(problem.lengths, min(degree * problem.capacity, MAX_CAPACITY))
-    groups = [(degree, tuple(part)) for part in packing.bins()]
+    groups = [(degree, tuple(members)) for members in packing.bins()]
     groups.sort(key=problem.group_seconds, reverse=True)
     at_once = problem.num_ranks // degree
     return [groups[first : first + at_once] for first in range(0, len(groups), at_once)]
 
 
 def _spread_one_degree(problem: GroupingProblem, pieces: Sequence[Piece], degree: int) -> list[list[Group]]:
-    """Every micro-batch on groups of one degree, longest first into the group that then ends earliest; empty if it fits none."""
+    """Groups of one degree for every micro-batch, longest first into the group that then ends earliest; empty if none fit."""
     k = problem.degrees.index(degree)
     total_s = float(problem.seconds[k].sum()) + problem.group_s[k]
     rule = Rule(time_weight=-1.0, room_weight=0.0, equal_degree=k, only_equal=True)
@@ -354,7 +375,7 @@ def _spread_one_degree(problem: GroupingProblem, pieces: Sequence[Piece], degree
 
 
 def _static_bound_s(problem: GroupingProblem, degree: int) -> float:
-    """No layout of groups of `degree` ranks is faster; infinite if a sequence fits none."""
+    """Lower bound on the seconds of a layout with groups of `degree` ranks only; infinite if a sequence does not fit them."""
     k = problem.degrees.index(degree)
     if max(problem.lengths) > degree * problem.capacity:
         return float("inf")

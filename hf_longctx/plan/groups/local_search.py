@@ -1,8 +1,8 @@
-"""Better layouts by small steps: sequences move or swap between groups, of one micro-batch or of two, while the step gets faster.
+"""Improve a layout by moving or swapping single sequences between groups, within or across micro-batches.
 
-A move takes a sequence out of the slowest group of its micro-batch; a swap brings another one back. Moves to other
-micro-batches fill the slack that a long sequence leaves in its own (backfill). Ranks to spare first make the slowest group
-larger, and what then is left becomes empty groups that a move may use.
+The greedy planner ends with this search. A move takes a sequence out of the slowest group of its micro-batch; a swap also brings
+another sequence back. Moves to other micro-batches use the time that their faster groups would wait. First, unused ranks make the
+slowest group larger; those still unused become empty groups that a move may fill.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import numpy as np
 from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
-# what a matrix costs besides its entries, in entries
+# fixed cost of evaluating one matrix of moves, counted in entries of the budget
 _CALL_COST = 3_000
+# share of the seconds that a move must save; both chosen with `recipes/bench/cpu/planner.py` (table times)
 _LEAST_GAIN = 1e-5
 
 
 def improve(problem: GroupingProblem, layout: Layout, budget: int, across: bool = True) -> tuple[Layout, int]:
-    """A layout that is at least as fast, and what is left of `budget`: entries of matrices that may still be looked at.
+    """A layout that is at least as fast, and the rest of `budget`, the number of matrix entries that may be looked at.
 
-    The budget, not a clock, ends the search, so that it does the same on every machine. `across`: whether sequences may
-    change their micro-batch.
+    The search ends by this budget and not by time, so that it gives the same result on every machine. across: whether
+    sequences may move to other micro-batches.
     """
     start = [use_spare_ranks(problem, groups) for groups in layout]
     state = _State(problem, start, budget, across)
@@ -31,7 +32,7 @@ def improve(problem: GroupingProblem, layout: Layout, budget: int, across: bool 
 
 
 def use_spare_ranks(problem: GroupingProblem, groups: list[Group]) -> list[Group]:
-    """The groups of a micro-batch with the slowest one made larger as long as that helps and ranks are to spare."""
+    """Enlarge the slowest group of a micro-batch as long as that helps and there are unused ranks."""
     groups = list(groups)
     seconds = [problem.group_seconds(group) for group in groups]
     spare = problem.num_ranks - sum(degree for degree, _ in groups)
@@ -48,7 +49,7 @@ def use_spare_ranks(problem: GroupingProblem, groups: list[Group]) -> list[Group
 
 
 class _State:
-    """A layout under search, as arrays over groups in the order of their micro-batches ("homes")."""
+    """A layout during the search, as arrays over groups, ordered by micro-batch; the micro-batch of a group is its home."""
 
     def __init__(self, problem: GroupingProblem, layout: Layout, budget: int, across: bool) -> None:
         self.problem, self.budget, self.across = problem, budget, across
@@ -65,28 +66,28 @@ class _State:
         self.first_of_home = np.flatnonzero(np.diff(self.homes, prepend=-1))
         self.num_homes = len(self.first_of_home)
         self.owner = np.zeros(len(problem.lengths), dtype=np.int64)
-        for group, part in enumerate(self.members):
-            self.owner[part] = group
+        for group, sequences in enumerate(self.members):
+            self.owner[sequences] = group
         self.fixed = np.array(problem.group_s)[self.kinds]
-        # a group without sequences is no group: its fixed cost comes with its first sequence
-        self.entry = np.where([bool(part) for part in self.members], 0.0, self.fixed)
+        # an empty group costs nothing; its fixed cost comes with its first sequence
+        self.entry = np.where([bool(sequences) for sequences in self.members], 0.0, self.fixed)
         own_seconds = problem.seconds[self.kinds[self.owner], np.arange(len(self.lengths))]
         self.loads = np.bincount(self.owner, own_seconds, len(kinds)) + self.fixed - self.entry
         self.tokens = np.bincount(self.owner, self.lengths, len(kinds)).astype(np.int64)
         self.rooms = np.array(degrees)[self.kinds] * problem.capacity
-        # a micro-batch without a gain is not looked at again until something in it, or the budget of others, changed
+        # a micro-batch without an improving move is skipped until some move has changed the layout
         self.is_stuck = np.zeros(self.num_homes, dtype=bool)
 
     def layout(self) -> Layout:
-        """The layout as it stands, without empty groups and micro-batches."""
+        """The current layout without empty groups and micro-batches."""
         result: Layout = [[] for _ in range(self.num_homes)]
-        for kind, part, home in zip(self.kinds, self.members, self.homes, strict=True):
-            if part:
-                result[home].append((self.problem.degrees[kind], tuple(part)))
+        for kind, sequences, home in zip(self.kinds, self.members, self.homes, strict=True):
+            if sequences:
+                result[home].append((self.problem.degrees[kind], tuple(sequences)))
         return [groups for groups in result if groups]
 
     def improve_once(self) -> bool:
-        """Takes the best move (else the best swap) out of the slowest group of every micro-batch; False if none helps."""
+        """Make the best move, or else the best swap, out of the slowest group of every micro-batch; False if none helps."""
         improved = False
         for home in range(self.num_homes):
             if self.is_stuck[home] or self.budget <= 0:
@@ -127,7 +128,7 @@ class _State:
         return float(gains[row, column]), int(chosen[column]), int(targets[row]), -1
 
     def _best_swap(self, source: int) -> tuple[float, int, int, int]:
-        """(gain in seconds, sequence, target group, the sequence that comes back) of the best swap, as `_best_move`."""
+        """(gain in seconds, sequence, target group, sequence that comes back) of the best swap out of `source`."""
         problem = self.problem
         chosen = np.array(self.members[source], dtype=np.int64)
         allowed = np.zeros(len(self.loads), dtype=bool)
@@ -147,18 +148,18 @@ class _State:
         return float(gains[row, column]), int(chosen[column]), int(targets[row]), int(others[row])
 
     def _targets(self, source: int) -> IntArray:
-        """Groups that may take something from `source`."""
+        """Groups that may take a sequence from `source`."""
         allowed = np.ones(len(self.loads), dtype=bool) if self.across else self.homes == self.homes[source]
         allowed[source] = False
         targets: IntArray = np.flatnonzero(allowed)
         return targets
 
     def _gains(self, source: int, rest: FloatArray, targets: IntArray, loads: FloatArray) -> FloatArray:
-        """Seconds that the step saves when `source`, the slowest of its home, falls to `rest` and a target rises to `loads`."""
+        """Seconds that the step saves if `source`, the slowest of its home, falls to `rest` and a target grows to `loads`."""
         home = self.homes[source]
         makespans = np.maximum.reduceat(self.loads, self.first_of_home)
         others = self.loads[self.homes == home]
-        # the source is one of the slowest, so without it the second place leads; a target that gets more only rises from there
+        # the source is the slowest of its home, so without it the second slowest decides, or a target that gets more
         others[others.argmax()] = 0.0
         second = float(others.max())
         elsewhere = -np.maximum(rest, second) + np.minimum(0.0, makespans[self.homes[targets]] - loads)
@@ -173,14 +174,14 @@ class _State:
         self.owner[i] = target
         for group in (source, target):
             chosen, kind = self.members[group], self.kinds[group]
-            # from scratch, so that no rounding piles up
+            # sum anew, so that rounding errors do not add up
             self.loads[group] = self.fixed[group] + self.problem.seconds[kind, chosen].sum() if chosen else 0.0
             self.entry[group] = 0.0 if chosen else self.fixed[group]
             self.tokens[group] = self.lengths[chosen].sum()
 
 
 def _empty_groups(degrees: tuple[int, ...], spare: int) -> list[Group]:
-    """Spare ranks as empty groups, as large as they can be."""
+    """Unused ranks as empty groups, as large as possible."""
     groups: list[Group] = []
     for degree in reversed(degrees):
         groups += [(degree, ())] * (spare // degree)

@@ -1,12 +1,12 @@
-"""Nested sequence groups: a rank goes from group to group inside a step and waits for its partners alone.
+"""Plan nested sequence groups: a rank goes from group to group within a step and waits for the ranks of its next group only.
 
-Where no collective runs over all ranks inside a step (replicated parameters, or shards that lie inside blocks of ranks),
-micro-batches need not be left together: a rank may run a group of 64, then one of 8, then several alone. Sequences are
-placed longest first, each on the degree and the ranks that waste the fewest rank-seconds: those the sequence itself takes
-and those its ranks wait for each other. A group takes further sequences until one of its ranks starts another group, or
-its memory is full.
+The planner tries this if no collective runs over all ranks within a step (replicated parameters, or shards within blocks of
+ranks), so that ranks need not end a micro-batch together: a rank may run in a group of 64, then in one of 8, then alone several
+times. Sequences are placed longest first, each on the degree and the ranks that waste the fewest rank-seconds, counting the time
+of the sequence and the time its ranks wait for each other. A group takes further sequences until one of its ranks starts another
+group or its memory is full.
 
-The idea is in Megatron's hybrid context parallelism and ByteScale (arXiv 2502.21231); the placement is our own.
+The idea is that of Megatron's hybrid context parallelism and ByteScale (arXiv 2502.21231); the placement is our own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.groups.problem import GroupingProblem
 
-# finishes to aim for, over the bound that no plan beats; many sequences have time for the first one alone
+# finish times to aim for, as multiples of the lower bound; with many sequences only the first is tried
 _LIMIT_FACTORS = (1.08, np.inf, 1.04)
-_MAX_PLACES = 12_000
+# most pairs of a sequence and a degree that are looked at, over all finish times
+_MAX_OPTIONS = 12_000
 
 
 def plan_nested(problem: GroupingProblem, ranks_per_node: int) -> list[PlacedGroup]:
-    """Groups in the order in which their ranks run them; empty if no degree nests.
+    """Groups in the order in which their ranks run them; empty if no degree can nest or the longest sequence does not fit.
 
-    Degrees that nest hold whole blocks of `problem.block_ranks` ranks, and are powers of two, all ranks, or such that nodes
-    divide into them or they into nodes.
+    A degree can nest if it is a multiple of `problem.block_ranks` and a power of two, all ranks, or a divisor or multiple of the
+    ranks of a node.
     """
     ordered, order = problem.longest_first()
     usable = [k for k, degree in enumerate(ordered.degrees) if _nests(degree, ordered, ranks_per_node)]
@@ -35,7 +36,7 @@ def plan_nested(problem: GroupingProblem, ranks_per_node: int) -> list[PlacedGro
     if not usable or ordered.lengths[0] > largest:
         return []
     bound_s = ordered.lower_bound_s()
-    tries = max(1, _MAX_PLACES // (len(usable) * len(order)))
+    tries = max(1, _MAX_OPTIONS // (len(usable) * len(order)))
     runs = [_Board(ordered, usable, bound_s * factor).place_all() for factor in _LIMIT_FACTORS[:tries]]
     groups, _ = min(runs, key=lambda run: run[1])
     return [PlacedGroup(g.first, g.degree, tuple(order[i] for i in g.members)) for g in groups]
@@ -49,14 +50,14 @@ def _nests(degree: int, problem: GroupingProblem, ranks_per_node: int) -> bool:
 
 
 class _Board:
-    """Who is busy until when, for every degree and every aligned place of it."""
+    """Times until which ranks are busy, for every degree and every aligned slot of ranks of this degree."""
 
     def __init__(self, problem: GroupingProblem, usable: list[int], limit_s: float) -> None:
         self.problem, self.usable, self.limit_s = problem, usable, limit_s
         num_ranks = problem.num_ranks
         self.degrees = [problem.degrees[k] for k in usable]
         self.loads = np.zeros(num_ranks)
-        # by degree and place: when its last rank is free, the sum over its ranks, and the group open there
+        # by degree and slot: when its last rank is free, the sum over its ranks, the cost to join, and the group open there
         self.ready = [np.zeros(num_ranks // degree) for degree in self.degrees]
         self.sums = [np.zeros(num_ranks // degree) for degree in self.degrees]
         self.entry = [np.full(num_ranks // degree, problem.group_s[k]) for k, degree in zip(usable, self.degrees, strict=True)]
@@ -65,43 +66,44 @@ class _Board:
         self.opened: list[tuple[int, int, list[int]]] = []
 
     def place_all(self) -> tuple[list[PlacedGroup], float]:
-        """All sequences, longest first; the groups in the order in which they were opened, and the latest finish."""
+        """Place all sequences, longest first; return the groups in the order in which they were opened, and the last finish."""
         for i, length in enumerate(self.problem.lengths):
             options = [
                 option
                 for row in range(len(self.degrees))
                 if length <= self.degrees[row] * self.problem.capacity
-                for option in [self._best_place(row, i, length)]
+                for option in [self._best_slot(row, i, length)]
             ]
-            _, _, finish_s, row, place = min(options)
-            self._put(row, place, i, length, finish_s)
+            _, _, finish_s, row, slot = min(options)
+            self._put(row, slot, i, length, finish_s)
         groups = [PlacedGroup(first, degree, tuple(members)) for first, degree, members in self.opened]
         return groups, float(self.loads.max())
 
-    def _best_place(self, row: int, i: int, length: int) -> tuple[float, float, float, int, int]:
-        """(how late, waste in rank-seconds, finish, row, place) of the place of this degree that finishes the sequence first."""
+    def _best_slot(self, row: int, i: int, length: int) -> tuple[float, float, float, int, int]:
+        """(seconds over the limit, wasted rank-seconds, finish, row, slot) of the slot that finishes the sequence first."""
         seconds = float(self.problem.seconds[self.usable[row], i])
         fixed_s = self.problem.group_s[self.usable[row]]
-        # where the open group has no room, a new one is opened
+        # if the open group has no room, a new one is opened
         entry: FloatArray = np.where(self.room_left[row] >= length, self.entry[row], fixed_s)
         finish = self.ready[row] + entry
-        place = int(finish.argmin())
-        finish_s = float(finish[place]) + seconds
-        waste = self.degrees[row] * finish_s - float(self.sums[row][place])
-        return max(0.0, finish_s - self.limit_s), waste, finish_s, row, place
+        slot = int(finish.argmin())
+        finish_s = float(finish[slot]) + seconds
+        waste = self.degrees[row] * finish_s - float(self.sums[row][slot])
+        return max(0.0, finish_s - self.limit_s), waste, finish_s, row, slot
 
-    def _put(self, row: int, place: int, i: int, length: int, finish_s: float) -> None:
+    def _put(self, row: int, slot: int, i: int, length: int, finish_s: float) -> None:
+        """Put a sequence into the group open in this slot, or into a new one."""
         degree = self.degrees[row]
-        first = place * degree
-        if place in self.open_group[row] and self.room_left[row][place] >= length:
-            self.opened[self.open_group[row][place]][2].append(i)
-            self.room_left[row][place] -= length
+        first = slot * degree
+        if slot in self.open_group[row] and self.room_left[row][slot] >= length:
+            self.opened[self.open_group[row][slot]][2].append(i)
+            self.room_left[row][slot] -= length
         else:
             self._close(first, degree)
-            self.open_group[row][place] = len(self.opened)
+            self.open_group[row][slot] = len(self.opened)
             self.opened.append((first, degree, [i]))
-            self.entry[row][place] = 0.0
-            self.room_left[row][place] = degree * self.problem.capacity - length
+            self.entry[row][slot] = 0.0
+            self.room_left[row][slot] = degree * self.problem.capacity - length
         self.loads[first : first + degree] = finish_s
         for other, size in enumerate(self.degrees):
             for touched in range(first // size, min(-(-(first + degree) // size), len(self.ready[other]))):
@@ -110,9 +112,9 @@ class _Board:
                 self.sums[other][touched] = inside.sum()
 
     def _close(self, first: int, degree: int) -> None:
-        """Ends every open group that shares a rank with a new one."""
+        """Close every open group that shares a rank with the new one."""
         for row, size in enumerate(self.degrees):
-            for place in range(first // size, min(-(-(first + degree) // size), len(self.ready[row]))):
-                if self.open_group[row].pop(place, None) is not None:
-                    self.entry[row][place] = self.problem.group_s[self.usable[row]]
-                    self.room_left[row][place] = 0
+            for slot in range(first // size, min(-(-(first + degree) // size), len(self.ready[row]))):
+                if self.open_group[row].pop(slot, None) is not None:
+                    self.entry[row][slot] = self.problem.group_s[self.usable[row]]
+                    self.room_left[row][slot] = 0

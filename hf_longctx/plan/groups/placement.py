@@ -1,7 +1,8 @@
-"""Groups onto ranks: which consecutive positions each group of a layout takes, and who runs what in which order.
+"""Place the groups of a layout on ranks: consecutive positions for each group, and the order in which ranks run them.
 
-A group starts at a multiple of the largest power of two in its degree, which its blocks divide, so that blocks find their
-process groups. Groups that fit into a node are packed into nodes, the largest first, as far as nodes have room for them.
+The planner calls this after a solver has found a layout. A group starts at a multiple of the largest power of two that divides
+its degree; its blocks then lie where process groups for them exist. Groups that fit into a node are packed into nodes, the
+largest first, as long as nodes have room for them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hf_longctx.plan.groups.problem import Group, Layout
 
 @dataclass(frozen=True, slots=True)
 class PlacedGroup:
-    """A group of sequences on the `degree` positions from `first` on."""
+    """A group of sequences (`members`) on `degree` consecutive positions starting at `first`."""
 
     first: int
     degree: int
@@ -29,7 +30,7 @@ PlacedLayout = list[list[PlacedGroup]]
 
 
 def place_layout(layout: Layout, num_ranks: int, ranks_per_node: int, node_aligned: bool) -> PlacedLayout:
-    """Every micro-batch of `layout` on consecutive positions, inside nodes where `node_aligned` and possible."""
+    """Place the groups of every micro-batch on consecutive positions; within nodes if `node_aligned` and if that is possible."""
     return [
         (_place_in_nodes(groups, num_ranks, ranks_per_node) if node_aligned else []) or _place_in_a_row(groups)
         for groups in layout
@@ -37,12 +38,12 @@ def place_layout(layout: Layout, num_ranks: int, ranks_per_node: int, node_align
 
 
 def renumber(placed: PlacedLayout, numbers: Sequence[int]) -> PlacedLayout:
-    """The same groups with sequence i called numbers[i]."""
+    """The layout with sequence i called numbers[i]."""
     return [[replace(group, members=tuple(numbers[i] for i in group.members)) for group in groups] for groups in placed]
 
 
 def levels(groups: Sequence[PlacedGroup], num_ranks: int) -> PlacedLayout:
-    """Groups in the order in which ranks run them as micro-batches: each as early as its ranks have left the ones before."""
+    """Make micro-batches of groups given in running order: each group goes into the first one after all groups of its ranks."""
     next_level = [0] * num_ranks
     result: PlacedLayout = []
     for group in groups:
@@ -56,18 +57,18 @@ def levels(groups: Sequence[PlacedGroup], num_ranks: int) -> PlacedLayout:
 
 
 def with_idle_ranks(placed: PlacedLayout, num_ranks: int, block_ranks: int) -> PlacedLayout:
-    """The layout with groups of one rank and no sequence for ranks that must take part though they have nothing to do.
+    """Add groups of one rank without sequences for ranks that must take part although they have nothing to do.
 
-    Ranks of a block (0: all ranks) take part in a micro-batch together; a block that has nothing at all to do takes part
-    in the first one.
+    The ranks of a block (`block_ranks` 0: all ranks) take part in a micro-batch together. A block without any sequence in the
+    step takes part in the first micro-batch.
     """
     block = block_ranks or num_ranks
     ever_busy = {rank // block for groups in placed for group in groups for rank in group.positions}
     result: PlacedLayout = []
-    for place, groups in enumerate(placed):
+    for index, groups in enumerate(placed):
         busy = {rank for group in groups for rank in group.positions}
         blocks = {rank // block for rank in busy}
-        if place == 0:
+        if index == 0:
             blocks |= set(range(-(-num_ranks // block))) - ever_busy
         ranks = (rank for b in sorted(blocks) for rank in range(b * block, min((b + 1) * block, num_ranks)))
         result.append([*groups, *[PlacedGroup(rank, 1, ()) for rank in ranks if rank not in busy]])
@@ -79,7 +80,7 @@ def _alignment(degree: int) -> int:
 
 
 def _sorted(groups: Sequence[Group]) -> list[Group]:
-    """Groups with sequences in an order in which each one's start, right behind the one before, is aligned."""
+    """Groups with sequences, in an order that keeps every start aligned if groups are placed without gaps."""
     return sorted((group for group in groups if group[1]), key=lambda group: (-_alignment(group[0]), -group[0], group[1]))
 
 
@@ -92,7 +93,7 @@ def _place_in_a_row(groups: Sequence[Group]) -> list[PlacedGroup]:
 
 
 def _place_in_nodes(groups: Sequence[Group], num_ranks: int, ranks_per_node: int) -> list[PlacedGroup]:
-    """Larger groups than a node in a row, the others best fit into nodes; empty if that leaves one without place."""
+    """Place groups larger than a node in a row, and the others by best fit into nodes; empty if one then finds no room."""
     large = [group for group in groups if group[0] > ranks_per_node]
     placed = _place_in_a_row(large)
     start = max((group.first + group.degree for group in placed), default=0)
@@ -100,8 +101,8 @@ def _place_in_nodes(groups: Sequence[Group], num_ranks: int, ranks_per_node: int
     free = {node: set(range(max(start, node * ranks_per_node), min((node + 1) * ranks_per_node, num_ranks))) for node in nodes}
     for degree, members in _sorted([group for group in groups if group[0] <= ranks_per_node]):
         fullest_first = sorted(nodes, key=lambda node: len(free[node]))
-        places = ((node, first) for node in fullest_first for first in _starts(degree, free[node]))
-        node, first = next(places, (0, -1))
+        options = ((node, first) for node in fullest_first for first in _starts(degree, free[node]))
+        node, first = next(options, (0, -1))
         if first < 0:
             return []
         placed.append(PlacedGroup(first, degree, members))
@@ -110,7 +111,7 @@ def _place_in_nodes(groups: Sequence[Group], num_ranks: int, ranks_per_node: int
 
 
 def _starts(degree: int, free: set[int]) -> Iterator[int]:
-    """Where among free positions a group may start, in order."""
+    """Free positions at which a group may start, in order."""
     if len(free) >= degree:
         aligned = range(_up(min(free), _alignment(degree)), max(free) - degree + 2, _alignment(degree))
         yield from (first for first in aligned if free.issuperset(range(first, first + degree)))

@@ -1,7 +1,8 @@
-"""Sequences to heterogeneous sequence groups: the problem of one step, its cost, its bounds and its exact solution.
+"""The grouping problem of one step: assign whole sequences to heterogeneous sequence groups. With its cost and a lower bound.
 
-The cost of a layout is FlexSP's (arXiv 2412.01523, section 4): micro-batches run one after the other, each takes as long
-as its slowest group. Replicated parameters can only be faster, since a rank then waits for its partners alone.
+Every solver in this folder takes a `GroupingProblem` and returns a `Layout`. The cost of a layout is FlexSP's (arXiv
+2412.01523, section 4): micro-batches run one after the other, and each takes as long as its slowest group. With replicated
+parameters a step can only be faster, because then a rank waits for the other ranks of its group only.
 """
 
 from __future__ import annotations
@@ -17,22 +18,21 @@ from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
 
-# one group: its degree and the sequences it packs; a layout is a list of micro-batches of groups
+# (degree, sequences) of one group; a layout is a list of micro-batches, each a list of groups
 Group = tuple[int, tuple[int, ...]]
 Layout = list[list[Group]]
-# [start, stop) of sequences sorted longest first, as one micro-batch
+# a micro-batch as a range [start, stop) of the sequences sorted longest first
 Piece = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class GroupingProblem:
-    """Whole sequences to spread over `num_ranks` ranks.
+    """Whole sequences to assign to groups on `num_ranks` ranks.
 
-    shapes: how groups of each degree share attention in this step. seconds[k][i]: what sequence i adds to a group of
-    degrees[k] ranks. group_s[k]: what such a group costs whatever it holds. capacity: tokens a rank may hold, so that a
-    group of d ranks holds at most d * capacity. block_ranks: blocks of so many consecutive ranks enter and leave
-    micro-batches together (0: all ranks); smaller blocks than all let micro-batches overlap. overlaps: so do ranks that
-    take part in all of them, but do not wait for each other.
+    shapes: how groups of each degree share attention in this step. seconds[k][i]: seconds that sequence i adds to a group of
+    degrees[k] ranks. group_s[k]: fixed seconds of such a group. capacity: most tokens of a rank; a group of d ranks holds at
+    most d * capacity. block_ranks: number of consecutive ranks that start and end micro-batches together (0: all ranks).
+    overlaps: ranks take part in all micro-batches, but some may start the next one before others have finished.
     """
 
     lengths: tuple[int, ...]
@@ -47,12 +47,12 @@ class GroupingProblem:
 
     @property
     def nests(self) -> bool:
-        """Whether ranks may change groups inside a step without waiting for all others."""
+        """Whether ranks may change groups within a step without waiting for all other ranks."""
         return 0 < self.block_ranks < self.num_ranks
 
     @classmethod
     def build(cls, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> GroupingProblem:
-        """The problem of one step; raises ValueError naming the first sequence that fits no allowed group."""
+        """The problem of one step; raises ValueError for the first sequence that fits no allowed group."""
         num_ranks = costs.cluster.num_ranks
         limit = config.tokens_per_rank * config.degrees[-1]
         for index, length in enumerate(lengths):
@@ -64,7 +64,7 @@ class GroupingProblem:
                     f"{limit} ({config.tokens_per_rank} tokens per rank); allow a larger degree, raise tokens_per_rank, or "
                     f"truncate or split the sequence"
                 )
-        # one shape per degree and step, the cheapest for an even share of the tokens
+        # one shape per degree and step: the cheapest for an even share of the tokens
         share = min(sum(lengths) / num_ranks, config.tokens_per_rank)
         block_ranks = 1 if costs.parameters == "replicated" else costs.shards
         documents = len(lengths) * share / max(1, sum(lengths))
@@ -82,30 +82,30 @@ class GroupingProblem:
         )
 
     def group_seconds(self, group: Group) -> float:
-        """Seconds of one group; a group without sequences is run as dummies of single ranks and counts as free."""
+        """Seconds of one group; a group without sequences counts as free, since its ranks run dummy chunks on their own."""
         if not group[1]:
             return 0.0
         k = self.degrees.index(group[0])
         return self.group_s[k] + float(sum(self.seconds[k][i] for i in group[1]))
 
     def micro_batch_seconds(self, groups: Sequence[Group]) -> float:
-        """Seconds of one micro-batch: those of its slowest group."""
+        """Seconds of one micro-batch, which are those of its slowest group."""
         return max((self.group_seconds(group) for group in groups), default=0.0)
 
     def step_seconds(self, layout: Layout) -> float:
-        """Seconds of all micro-batches in a row."""
+        """Seconds of all micro-batches, run one after the other."""
         return sum(self.micro_batch_seconds(groups) for groups in layout)
 
     def longest_first(self) -> tuple[GroupingProblem, list[int]]:
-        """The same problem with its sequences in descending order, and the old number of each.
+        """This problem with its sequences sorted longest first, and the original number of each.
 
-        Solvers break ties by number: on sorted sequences their result does not depend on the order of the input.
+        Solvers break ties by sequence number, so on sorted sequences their result does not depend on the order of the input.
         """
         order = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
         return self.part(order), order
 
     def restricted(self, degrees: Sequence[int]) -> GroupingProblem:
-        """The same problem with these of its degrees alone."""
+        """This problem with only these of its degrees."""
         kept = [k for k, degree in enumerate(self.degrees) if degree in degrees]
         return replace(
             self,
@@ -115,7 +115,7 @@ class GroupingProblem:
         )
 
     def part(self, sequences: Sequence[int]) -> GroupingProblem:
-        """The same problem with these sequences alone, in this order."""
+        """The subproblem of these sequences, numbered in this order."""
         chosen = list(sequences)
         return replace(self, lengths=tuple(self.lengths[i] for i in chosen), seconds=self.seconds[:, chosen])
 
@@ -124,13 +124,13 @@ class GroupingProblem:
         return sum(self.lengths[i] for i in group[1]) <= group[0] * self.capacity
 
     def lower_bound_s(self) -> float:
-        """No layout is faster than this, whatever its micro-batches; cheap enough for every step.
+        """Lower bound on the seconds of any layout; cheap enough to compute in every step.
 
-        All rank-seconds spread evenly, every sequence at its cheapest degree, are one bound. Another is the longest
-        sequence's micro-batch, plus what memory keeps out of it: at least so many of the cheapest tokens, spread evenly.
-        Both add the fixed costs of the fewest micro-batches that memory allows. Where ranks may change groups on their own
-        (`nests`) or go on before others (`overlaps`), they add a rank's share of these, and the longest sequence hides
-        what runs beside it.
+        It is the larger of two bounds. The first spreads the rank-seconds of all sequences, each at its cheapest degree, evenly
+        over the ranks. The second takes the micro-batch of the longest sequence and adds the tokens that memory keeps out of
+        it: at least the cheapest ones, spread evenly. To both it adds the fixed seconds of the fewest micro-batches that memory
+        allows. If ranks may change groups on their own (`nests`) or start before others have finished (`overlaps`), it adds
+        only a rank's share of the fixed seconds, and the second bound is the longest sequence alone.
         """
         if not self.lengths:
             return 0.0
@@ -148,14 +148,14 @@ class GroupingProblem:
 
 
 def _cheapest_work(work: FloatArray, lengths: FloatArray, num_tokens: float) -> float:
-    """The least work of so many tokens, parts of sequences allowed."""
+    """The least work of any `num_tokens` tokens, fractions of sequences allowed."""
     order = np.argsort(work / lengths, kind="stable")
     tokens = np.cumsum(lengths[order])
-    place = int(np.searchsorted(tokens, num_tokens))
+    last = int(np.searchsorted(tokens, num_tokens))
     if num_tokens <= 0:
         return 0.0
-    if place >= len(order):
+    if last >= len(order):
         return float(work.sum())
-    before = float(tokens[place - 1]) if place else 0.0
-    part = (num_tokens - before) / lengths[order[place]]
-    return float(work[order[:place]].sum() + part * work[order[place]])
+    before = float(tokens[last - 1]) if last else 0.0
+    fraction = (num_tokens - before) / lengths[order[last]]
+    return float(work[order[:last]].sum() + fraction * work[order[last]])

@@ -1,9 +1,10 @@
-"""Sequences into groups under two limits, time and memory: vector bin packing of many trials at once.
+"""Pack sequences into groups under limits of time and memory (vector bin packing), many trials at once.
 
-A trial (lane) packs one set of sequences, longest first, within a makespan T. A sequence joins the open group that fits it
-best, else a new group of the smallest degree that finishes it within T. Trials differ in T and in a rule: what "best" means,
-whether new groups are one degree larger than needed, and from which degree on all ranks that are left become equal groups
-at once. All lanes take one sequence per turn, as rows of the same arrays, so a turn costs little more than a lane's would.
+The greedy planner tests with this whether a makespan T is feasible. A trial packs one set of sequences, longest first, within T.
+A sequence joins the open group that fits it best, or else a new group of the smallest degree that finishes it within T. Trials
+differ in T and in their rule: the meaning of "best", whether new groups are larger than needed, and whether all remaining ranks
+are opened as equal groups at once. All trials place one sequence per turn as rows (lanes) of the same arrays, so a turn of all
+trials costs little more than a turn of one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem
 
-# rounding may not make a makespan that was reached, or a full group, infeasible: shares of the limit, and of a group's memory,
-# where 1e-11 is less than a token
-_HAIR = 1e-9
-_ROOM_HAIR = 1e-11
-# lanes that died are taken out of the arrays when they are so many
+# tolerances as shares of the time limit and of a group's memory, so that rounding never makes a makespan that was reached, or a
+# full group, infeasible; 1e-11 of a group's memory is less than a token
+_TIME_TOLERANCE = 1e-9
+_ROOM_TOLERANCE = 1e-11
+# share of failed lanes at which they are removed from the arrays
 _DEAD_SHARE = 0.3
+# attributes of `_Lanes` with one row per lane
 _ROW_STATE = [
     "lanes",
     "counts",
@@ -47,12 +49,12 @@ _ROW_STATE = [
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a trial places sequences.
+    """How a trial places sequences. The open group with the lowest score fits a sequence best.
 
-    time_weight, room_weight: how much a group's slack in time and in memory after the sequence joined counts against it.
-    dot_weight: how much time and memory of the sequence, times what the group has left of each, count for it. larger: new
-    groups are so many degrees larger than needed. equal_degree: index of the degree of the equal groups that are opened as
-    soon as it is enough for the next sequence, -1: none; only_equal: at once, and no other groups.
+    time_weight, room_weight: weights of the time and memory that the group has left after the sequence joins. dot_weight:
+    weight, subtracted, of the sequence's time and memory multiplied by what the group has left of each. larger: open new groups
+    this many degrees larger than needed. equal_degree: index of a degree; as soon as it is enough for the next sequence, all
+    remaining ranks are opened as groups of this degree (-1: never). only_equal: open no other groups.
     """
 
     time_weight: float = 1.0
@@ -65,7 +67,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One lane: sequences (longest first) to pack within `limit_s` on `num_ranks` ranks by `rule`."""
+    """One packing to try: sequences, longest first, within `limit_s` on `num_ranks` ranks by `rule`."""
 
     sequences: IntArray
     limit_s: float
@@ -75,9 +77,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a trial went: the seconds of its slowest group, infinite if it found no place for a sequence.
+    """Result of a trial. makespan_s: seconds of its slowest group; infinite if a sequence fitted no group.
 
-    columns: the group of each of its sequences. kinds: the degree index of each group.
+    columns: group of each of its sequences. kinds: degree index of each group.
     """
 
     trial: Trial
@@ -86,19 +88,19 @@ class Packed:
     kinds: IntArray
 
     def groups(self, problem: GroupingProblem) -> list[Group]:
-        """The groups, if there are any."""
+        """The groups with their sequences; none if the trial failed."""
         if not np.isfinite(self.makespan_s):
             return []
         order = np.argsort(self.columns, kind="stable")
         cuts = np.flatnonzero(np.diff(self.columns[order])) + 1
         return [
-            (problem.degrees[self.kinds[self.columns[part[0]]]], tuple(self.trial.sequences[part].tolist()))
-            for part in np.split(order, cuts)
+            (problem.degrees[self.kinds[self.columns[indices[0]]]], tuple(self.trial.sequences[indices].tolist()))
+            for indices in np.split(order, cuts)
         ]
 
 
 def pack_trials(problem: GroupingProblem, trials: Sequence[Trial]) -> list[Packed]:
-    """Every trial carried out, in the order given."""
+    """Carry out all trials; results in the same order."""
     if not trials:
         return []
     lanes = _Lanes(problem, trials)
@@ -113,9 +115,10 @@ def pack_trials(problem: GroupingProblem, trials: Sequence[Trial]) -> list[Packe
 
 
 class _Lanes:
-    """State of all lanes that are still at work: a row each, the longest first, so that they stay the leading rows.
+    """State of all trials that still have sequences to place, one row each, most sequences first.
 
-    Groups are columns; one that is not open has less than no time left. `lanes`: which trial a row belongs to.
+    So trials that have finished are always the last rows. Groups are columns; a column that is not open has negative time left.
+    lanes: number of the trial in each row.
     """
 
     def __init__(self, problem: GroupingProblem, trials: Sequence[Trial]) -> None:
@@ -129,12 +132,12 @@ class _Lanes:
         self.rooms = self.degrees * float(problem.capacity)
         self.group_s = np.array(problem.group_s)
         self.lengths = np.array(problem.lengths, dtype=np.float64)
-        # a row per sequence, so that one gather finds all degrees of a lane's sequence
+        # one row per sequence, so that a single gather finds the seconds of a lane's sequence at all degrees
         self.seconds = np.ascontiguousarray(problem.seconds.T)
         self.sequences = np.zeros((len(trials), self.num_turns), dtype=np.int64)
         for row, trial in enumerate(ordered):
             self.sequences[row, : len(trial.sequences)] = trial.sequences
-        self.limits = np.array([trial.limit_s for trial in ordered]) * (1 + _HAIR)
+        self.limits = np.array([trial.limit_s for trial in ordered]) * (1 + _TIME_TOLERANCE)
         self.free_ranks = np.array([trial.num_ranks for trial in ordered])
         self.time_weights = np.array([[rule.time_weight] for rule in rules]) / self.limits[:, None]
         self.room_weights = np.array([[rule.room_weight] for rule in rules])
@@ -149,13 +152,13 @@ class _Lanes:
         self.rooms_inverse = np.ones(shape)
         self.num_open = np.zeros(len(trials), dtype=np.int64)
         self.is_alive = np.ones(len(trials), dtype=bool)
-        # by trial, not by row: these outlive the rows
+        # results by trial, which remain when a lane's row is removed
         self.chosen = np.full((len(trials), self.num_turns), -1, dtype=np.int64)
         self.final_kinds = np.zeros(shape, dtype=np.int64)
         self.longest_s = np.full(len(trials), np.inf)
 
     def place(self, turn: int) -> None:
-        """Every lane's next sequence into a group."""
+        """Place the next sequence of every lane."""
         working = int(np.searchsorted(-self.counts, -turn, side="left"))
         if working < len(self.lanes):
             self._keep(np.arange(len(self.lanes)) < working)
@@ -179,12 +182,12 @@ class _Lanes:
             self._keep(self.is_alive)
 
     def makespans_s(self) -> FloatArray:
-        """Seconds of every trial's slowest group, once all turns are over."""
+        """Seconds of every trial's slowest group, after all turns."""
         self._keep(np.zeros(len(self.lanes), dtype=bool))
         return self.longest_s
 
     def _smallest_degrees(self) -> IntArray:
-        """Index of the smallest degree that finishes a lane's sequence in time and holds it [row, turn]; all if none does."""
+        """Index of the smallest degree that holds a lane's sequence and finishes it in time [row, turn]; len(degrees) if none."""
         smallest = np.full(self.sequences.shape, len(self.degrees))
         for k in reversed(range(len(self.degrees))):
             fits = self.seconds[:, k][self.sequences] + self.group_s[k] <= self.limits[:, None]
@@ -193,7 +196,7 @@ class _Lanes:
         return smallest
 
     def _best_open(self, times: FloatArray, tokens: FloatArray) -> IntArray:
-        """The open group that fits each lane's sequence best; -1 if none does."""
+        """The open group that fits each lane's sequence best; -1 if it fits none."""
         width = int(self.num_open.max())
         if not width:
             return np.full(len(self.lanes), -1)
@@ -207,12 +210,12 @@ class _Lanes:
         if self.dot_weights.any():
             share = 1 / self.limits[:, None]
             scores -= self.dot_weights * (time * share * (time_left * share) + room * room_left)
-        scores[(time_slack < 0) | (room_slack < -_ROOM_HAIR)] = np.inf
+        scores[(time_slack < 0) | (room_slack < -_ROOM_TOLERANCE)] = np.inf
         best = scores.argmin(axis=1)
         return np.where(scores[rows[:, 0], best] < np.inf, best, -1)
 
     def _open(self, rows: IntArray, smallest: IntArray) -> IntArray:
-        """A new group for each row; -1 where no degree finishes in time or ranks are short."""
+        """Open a new group for each row; -1 if no degree finishes in time or too few ranks are left."""
         last = len(self.degrees) - 1
         kinds = np.minimum(smallest, last)
         larger = np.minimum(kinds + self.larger[rows], last)
@@ -241,12 +244,12 @@ class _Lanes:
         self.rooms_inverse[rows, columns] = 1 / self.rooms[kinds]
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
-        """Drops all other rows; those that placed all their sequences leave their result."""
+        """Remove all other rows; those that placed all their sequences store their result."""
         done = np.flatnonzero(~kept & self.is_alive)
         if len(done):
             lanes = self.lanes[done]
             self.final_kinds[lanes] = self.kinds[done]
-            # a group that was opened beside others may have got nothing, and then takes no time
+            # a group opened together with others may have stayed empty; it takes no time
             taken = (self.room_left[done] < 1.0) & (np.arange(self.kinds.shape[1]) < self.num_open[done, None])
             self.longest_s[lanes] = np.where(taken, self.limits[done, None] - self.time_left[done], 0.0).max(axis=1)
         for name in _ROW_STATE:

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_longctx.plan.groups.cuts import consecutive_chunks
+from hf_longctx.plan.groups.cuts import micro_batch_ends
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 # how full best-fit packing makes a group; Megatron's balance within a round, and how far a queue may exceed its share of work
@@ -304,7 +304,7 @@ def _fcp_micro_batches(problem: GroupingProblem, run: Sequence[int]) -> Layout:
 
 def even_runs(lengths: Sequence[int], order: Sequence[int], number: int) -> list[list[int]]:
     """`order` cut into at most `number` consecutive runs with the least maximum of tokens."""
-    ends = consecutive_chunks([lengths[i] for i in order], number)
+    ends = micro_batch_ends([lengths[i] for i in order], number)
     return [list(order[start:end]) for start, end in pairwise([0, *ends])]
 
 

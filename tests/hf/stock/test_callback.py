@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], st
     "too long alone": ("alone", {"max_length": 40}, {}, {}, "has a sequence of 61 tokens, above max_length 40"),
     "stages": ("attached", {"stages": 2}, {}, {}, "stages=2 would leave each rank with a part of the model"),
     "stages alone": ("alone", {"stages": "auto"}, {}, {}, "stages='auto' needs LongContextTrainer"),
-    "too many": ("alone", {"tokens_per_rank": 31}, {}, {}, "fit no single micro-batch on 2 ranks of 31 tokens each"),
+    "too many": ("alone", {"tokens_per_rank": 31}, {}, {}, "do not fit one micro-batch on 2 ranks of 31 tokens each"),
 }
 
 

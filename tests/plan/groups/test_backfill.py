@@ -1,4 +1,4 @@
-"""Backfill: a donor's sequences in the slack of the others, never at a cost, never a sequence lost or a memory overfilled."""
+"""Backfill moves a donor's sequences into groups with time left; it never slows a step, loses a sequence or overfills memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.groups.backfill import _fill, _first_fitting, backfill, group_part
+from hf_longctx.plan.groups.backfill import _fill, _first_fitting, backfill, group_some
 from hf_longctx.plan.groups.greedy import group_pieces
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
 
 def alone(problem: GroupingProblem) -> list[Group]:
-    """A grouper that knows only one group: the largest, with everything. Like all groupers it is given the longest first."""
+    """A grouper that puts everything into one group of the largest degree."""
     assert list(problem.lengths) == sorted(problem.lengths, reverse=True)
     group = (problem.degrees[-1], tuple(range(len(problem.lengths))))
     return [group] if problem.fits(group) else []
@@ -62,7 +62,7 @@ def test_filling_costs_nothing_and_takes_what_a_second_look_could_take(case: tup
         for (_, had), group in zip(before, after, strict=True):
             assert group[1][: len(had)] == had
             assert problem.fits(group)
-            # nothing that is left would still fit
+            # none of the remaining sequences would still fit
             for i in left:
                 larger = (group[0], (*group[1], i))
                 assert not problem.fits(larger) or problem.group_seconds(larger) > makespan_s * (1 - 1e-9)
@@ -74,7 +74,7 @@ def test_the_first_that_fits_equals_a_plain_search(problem: GroupingProblem, dra
     generator = np.random.default_rng(draw.randint(0, 10**6))  # type: ignore[attr-defined]
     left = np.flatnonzero(generator.uniform(size=len(problem.lengths)) < 0.7)
     kinds = generator.integers(0, len(problem.degrees), 5)
-    # as often exactly what a sequence takes as anything else
+    # half of the limits are exactly what some sequence takes
     some = generator.integers(0, len(problem.lengths), 5)
     time_left = problem.seconds[kinds, some] * generator.choice([0.5, 1.0, 1.5], 5)
     room_left = np.array(problem.lengths)[generator.permutation(some)] + generator.integers(-1, 2, 5)
@@ -99,7 +99,7 @@ def test_a_long_sequences_slack_takes_a_whole_micro_batch() -> None:
     layout: Layout = [[(1, (0,)), (1, (1,))], [(1, (2, 3)), (1, (4, 5, 6))]]
     [groups] = backfill(problem, layout, nothing, 1)
     assert sorted((degree, tuple(sorted(part))) for degree, part in groups) == [(1, (0,)), (1, (1, 2, 3, 4, 5, 6))]
-    # memory for three more: two stay, and a donor whose rest cannot be grouped keeps everything
+    # memory for three sequences more: two remain, and a donor whose rest cannot be grouped keeps all its sequences
     tight = replace(problem, capacity=100, lengths=(100, *[25] * 6))
     assert backfill(tight, layout, nothing, 1) == layout
     [_, rest] = sorted(backfill(tight, layout, alone, 1), key=len, reverse=True)
@@ -120,7 +120,7 @@ def test_what_is_left_of_a_donor_may_not_cost_more_than_the_move_saves() -> None
     layout: Layout = [[(1, (0,)), (1, (1, 2, 3))], [(1, (4, 5)), (1, (6, 7))]]
     filled, left = _fill(problem, layout[:1], [4, 5, 6, 7])
     assert (filled, left) == ([[(1, (0,)), (1, (1, 2, 3, 4))]], {5, 6, 7})
-    # time alone leaves no room for two either
+    # the time alone does not allow two either
     assert _fill(replace(problem, capacity=1000), layout[:1], [4, 5, 6, 7]) == (filled, left)
     assert backfill(problem, layout, alone, 1) == layout
 
@@ -133,7 +133,7 @@ def test_a_part_is_grouped_in_its_own_numbers_and_comes_back_in_the_steps() -> N
         seen.append(part)
         return [(2, (0, 2)), (1, (1,))]
 
-    assert group_part(problem, [1, 3, 4], note) == [(2, (1, 4)), (1, (3,))]
+    assert group_some(problem, [1, 3, 4], note) == [(2, (1, 4)), (1, (3,))]
     assert seen[0].lengths == (400, 200, 100)
     assert seen[0].seconds[1].tolist() == problem.seconds[1][[1, 3, 4]].tolist()
     assert pytest.approx(problem.group_seconds((2, (1, 4)))) == seen[0].group_seconds((2, (0, 2)))

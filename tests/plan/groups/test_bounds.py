@@ -1,4 +1,4 @@
-"""Promises of the fluid bound: nothing is faster, it grows and falls as it must, and it is met where all is even."""
+"""The fluid bound: no layout is faster, it is monotonic in sequences and ranks, and it is exact if all groups are even."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_the_fluid_bound_grows_with_sequences_and_falls_with_ranks(lengths: list
 
 
 def test_the_fluid_bound_is_met_where_everything_is_even() -> None:
-    # 64 equal sequences on 64 ranks: the fixed cost and one sequence, nothing shared
+    # 64 equal sequences on 64 ranks: each rank has the fixed cost and one sequence
     problem = flexsp_problem([3200] * 64)
     assert fluid_bound_s(problem) == pytest.approx(0.6293563 + (5.128e-6 * 3200**2 + 0.1839576 * 3200) / 1000, rel=1e-6)
-    # one sequence alone takes all ranks' time on its fastest degree
+    # a single sequence takes as long as on its fastest degree
     alone = flexsp_problem([300_000])
     assert fluid_bound_s(alone) == pytest.approx(alone.group_seconds((64, (0,))), rel=1e-9)
 

@@ -1,4 +1,4 @@
-"""Runs of sorted sequences as groups: as good as plain enumeration, whatever the degrees, the memory and the costs."""
+"""Groups of consecutive sequences are as fast as plain enumeration finds, for any degrees, memory and costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 2e-3
 
 
 def least_by_runs_s(problem: GroupingProblem, start: int, stop: int, num_ranks: int) -> float:
-    """Least makespan of [start, stop) as consecutive groups: every first group before the best of what follows."""
+    """Least makespan of consecutive groups of [start, stop), by trying every first group with the best of the rest."""
 
     @cache
     def least_s(place: int, ranks: int) -> float:
@@ -42,7 +42,7 @@ def least_by_runs_s(problem: GroupingProblem, start: int, stop: int, num_ranks: 
 
 
 def check_runs(problem: GroupingProblem, groups: list[Group], start: int, stop: int, num_ranks: int) -> None:
-    """Asserts that the groups are consecutive runs of [start, stop), and within `TOLERANCE` of the best."""
+    """Assert that the groups are consecutive runs of [start, stop), and within `TOLERANCE` of the best."""
     best_s = least_by_runs_s(problem, start, stop, num_ranks)
     assert bool(groups) == math.isfinite(best_s)
     if groups:
@@ -86,7 +86,7 @@ def test_a_piece_has_the_same_groups_alone_and_among_others(problem: GroupingPro
 
 
 def test_many_degrees_are_told_apart() -> None:
-    # more than a byte counts; only 150 ranks or more hold the first sequence, only 140 or more the second
+    # more degrees than a byte can count; the first sequence needs at least 150 ranks, the second at least 140
     degrees = tuple(range(1, 301))
     problem = GroupingProblem(
         lengths=(150, 140, 1),

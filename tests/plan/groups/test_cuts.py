@@ -1,4 +1,4 @@
-"""Cuts of sorted sequences into micro-batches: they cover, they fit, the blaster's own is among them, and bounds are bounds."""
+"""Cuts into micro-batches cover all sequences, fit the memory, and contain the blaster's; expected seconds are checked by hand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.groups.cuts import (
     _cheapest_path,
-    _cut_places,
+    _cut_positions,
     _lumped_tokens,
     candidate_cuts,
-    consecutive_chunks,
     expected_s,
+    micro_batch_ends,
 )
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
@@ -30,7 +30,7 @@ def all_cuts(count: int, number: int) -> list[list[Piece]]:
 
 
 def least_maximum_tokens(problem: GroupingProblem, number: int) -> int:
-    """The least tokens that the fullest of `number` consecutive pieces has to hold."""
+    """The fewest tokens that the fullest of `number` consecutive pieces can have."""
     return min(max(sum(problem.lengths[start:stop]) for start, stop in cut) for cut in all_cuts(len(problem.lengths), number))
 
 
@@ -47,7 +47,7 @@ def test_cuts_cover_and_fit_and_contain_flexsps_of_the_fewest_micro_batches(
     assert len({tuple(cut) for cut in cuts}) == len(cuts)
     fewest = next(number for number in range(1, count + 1) if least_maximum_tokens(problem, number) <= room)
     most_tokens = max(sum(problem.lengths[start:stop]) for start, stop in cuts[0])
-    # the balance is found to a thousandth
+    # the most even cut is found to a thousandth
     assert most_tokens <= least_maximum_tokens(problem, fewest) * 1.001
     assert len(cuts[0]) == fewest
 
@@ -75,8 +75,8 @@ def test_no_cut_by_time_overfills_memory() -> None:
 def test_cuts_by_tokens_are_balanced_to_a_thousandth(seed: int) -> None:
     problem, _ = flexsp_problem(lognormal_lengths(seed, 300, 100_000, 5000, 1.2)).longest_first()
     for cut in candidate_cuts(problem, 5, 64, time_aware=False):
-        # the exact cut of the blaster
-        ends = consecutive_chunks(problem.lengths, len(cut))
+        # compare with the exact cut of the blaster
+        ends = micro_batch_ends(problem.lengths, len(cut))
         exact = max(sum(problem.lengths[start:stop]) for start, stop in itertools.pairwise((0, *ends)))
         assert max(sum(problem.lengths[start:stop]) for start, stop in cut) <= exact * 1.001
 
@@ -115,7 +115,7 @@ def test_the_cheapest_path_equals_brute_force(count: int, draw: object) -> None:
 @pytest.mark.parametrize("count", [1, 239, 240, 1000, 20_000])
 def test_places_to_cut_are_few_and_reach_from_end_to_end(count: int) -> None:
     lengths = np.sort(np.array(lognormal_lengths(3, count, 100_000), dtype=np.float64))[::-1]
-    places = _cut_places(lengths)
+    places = _cut_positions(lengths)
     assert len(places) <= 242
     assert [places[0], places[-1]] == [0, count]
     assert (np.diff(places) > 0).all()
@@ -129,7 +129,7 @@ def test_a_sequence_is_lumped_with_as_many_of_its_kind_as_fit() -> None:
 
 
 def test_uneven_groups_and_overfilled_memory_are_expected_to_take_longer() -> None:
-    # two of 60 on 100 waste 80 of 200 tokens; four lumped ones take 800 / 3 of 200
+    # two sequences of 60 in rooms of 100 waste 80 of 200 tokens; four lumped ones take 800 / 3 of 200
     problem = replace(
         flexsp_problem((60, 60, 60, 60)),
         capacity=100,

@@ -1,4 +1,4 @@
-"""Promises of the fast planner: near the best, never behind a fixed degree, and a function of the lengths alone."""
+"""The greedy planner is close to optimal, never slower than a fixed degree, and depends on the lengths only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from hf_longctx.sim.others.baselines import all_baselines
 DEGREES = (1, 2, 4)
 TRIALS = 5
 kinds = st.sampled_from(COST_KINDS)
-# skewed: half of the lengths below 200, a few up to the largest group's 1600
+# skewed lengths: half of them below 200, a few up to the 1600 tokens of the largest group
 skewed = st.one_of(st.integers(8, 200), st.integers(8, 400), st.integers(8, 1600))
 
 
@@ -50,7 +50,7 @@ def build(lengths: list[int] | tuple[int, ...], kind: str, num_ranks: int = 4, c
 
 
 def greedy_over_best(lengths: list[int] | tuple[int, ...], kind: str, num_ranks: int = 4, capacity: int = 400) -> float:
-    """Seconds of the greedy layout over those of the best one."""
+    """Seconds of the greedy layout divided by those of the best one."""
     costs, degrees = cost_model(kind, num_ranks), default_degrees(num_ranks, 8, "ulysses")
     layout = plan_greedy(build(lengths, kind, num_ranks, capacity), TRIALS)
     check_layout(layout, lengths, degrees, num_ranks, capacity)
@@ -60,7 +60,7 @@ def greedy_over_best(lengths: list[int] | tuple[int, ...], kind: str, num_ranks:
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(skewed, min_size=1, max_size=5), kinds)
 def test_greedy_stays_within_five_percent_of_brute_force(lengths: list[int], kind: str) -> None:
-    # all tokens fit one micro-batch; the next test is about the others
+    # all tokens fit one micro-batch; the next test has several
     capacity = max(400, -(-sum(lengths) // 4))
     ratio = greedy_over_best(lengths, kind, capacity=capacity)
     assert 1 - 1e-9 <= ratio <= 1.05
@@ -92,7 +92,7 @@ def test_greedy_stays_within_five_percent_on_more_sequences(kind: str, count: in
 def test_greedy_stays_within_five_percent_where_memory_is_tight(
     kind: str, num_ranks: int, capacity: int, lengths: tuple[int, ...]
 ) -> None:
-    """Between one and two and a half times the tokens that a micro-batch holds: packing decides how many there are."""
+    """With 1 to 2.5 times the tokens of a micro-batch, packing decides how many micro-batches there are."""
     assert greedy_over_best(lengths, kind, num_ranks, capacity) <= 1.05
 
 
@@ -155,7 +155,7 @@ def test_static_without_a_degree_takes_the_best_one(kind: str) -> None:
 def test_static_skips_degrees_that_are_too_small_and_refuses_a_given_one() -> None:
     problem = build([700, 20], "attention")
     assert {degree for groups in plan_static(problem, TRIALS) for degree, _ in groups} <= {2, 4}
-    with pytest.raises(ValueError, match="700 tokens does not fit 1 ranks of 400 tokens each; raise static_degree"):
+    with pytest.raises(ValueError, match="700 tokens does not fit a group of 1 ranks of 400 tokens each; raise static_degree"):
         plan_static(problem, TRIALS, 1)
 
 
@@ -218,7 +218,7 @@ def test_one_micro_batch_is_within_a_percent_of_the_bound_and_of_what_programs_f
         assert gaps[-1] <= 0.025, name
         assert seconds <= best_milp_s * 1.01, name
         for baseline in all_baselines(problem, max(problem.lengths)):
-            # others may need several micro-batches
+            # baselines may need several micro-batches
             assert not baseline.can_run or seconds <= baseline.step_s * (1 + 1e-9), (name, baseline.name)
     assert np.mean(gaps) <= 0.01
 
@@ -231,13 +231,13 @@ def test_groups_of_one_micro_batch_keep_their_limits_and_come_near_brute_force(p
     assert bool(groups) == (best_s < float("inf"))
     if groups:
         check_problem_layout([groups], problem)
-        # where all cost the same, whatever their length, memory may lead astray
+        # if sequences cost the same whatever their length, memory may mislead the search
         factor = 1.05 if len(set(problem.seconds[0].tolist())) == len(set(problem.lengths)) else 1.5
         assert best_s * (1 - 1e-9) <= problem.micro_batch_seconds(groups) <= best_s * factor
         [alone] = plan_one_micro_batch(problem)
         assert problem.micro_batch_seconds(alone) <= problem.micro_batch_seconds(groups)
     else:
-        with pytest.raises(ValueError, match="fit no single micro-batch"):
+        with pytest.raises(ValueError, match="do not fit one micro-batch"):
             plan_one_micro_batch(problem)
 
 
@@ -277,7 +277,7 @@ def test_odd_problems_of_more_sequences_keep_their_limits(problem: GroupingProbl
 
 @pytest.mark.parametrize("exponent", [-40, 20])
 def test_the_unit_of_time_does_not_matter(exponent: int) -> None:
-    # a power of two changes no rounding
+    # scaling by a power of two changes no rounding
     scale = 2.0**exponent
     for seed, count in [(0, 12), (1, 60), (2, 200)]:
         problem = flexsp_problem(lognormal_lengths(seed, count, 200_000, 6000, 1.5))
@@ -299,7 +299,7 @@ def test_pods_deal_out_every_sequence_once_and_evenly(count: int, num_ranks: int
         needed = next(degree for degree in problem.degrees if longest <= degree * problem.capacity)
         assert num_ranks // len(pods) >= 8 * needed
         assert count > 96 * len(pods) / 2
-        # there and back again: the first of one turn is the last of the next
+        # dealt out forwards and backwards in turn
         assert [pod[0] - start for pod in pods] == list(range(len(pods)))
         assert [pod[1] - start for pod in pods] == list(range(2 * len(pods) - 1, len(pods) - 1, -1))
 
@@ -326,6 +326,6 @@ def test_static_layouts_left_out_could_not_have_ended_in_time(problem: GroupingP
         assert found == [plan_static(problem, TRIALS, degree) for degree in usable]
     for degree in usable:
         layout = plan_static(problem, TRIALS, degree)
-        # even if all groups followed each other without a gap
+        # the bound holds even if all groups ran without a gap
         busy_s = degree * sum(problem.group_seconds(group) for groups in layout for group in groups)
         assert layout in found or busy_s / (problem.num_ranks // degree * degree) >= limit_s * (1 - 1e-9)

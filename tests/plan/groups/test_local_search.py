@@ -1,4 +1,4 @@
-"""Local search: moves and swaps are priced as they turn out, and a search never worsens, loses or overfills anything."""
+"""Local search prices moves and swaps exactly, and never slows a layout, loses a sequence or overfills memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_improve_never_worsens_and_keeps_everything(case: tuple[GroupingProblem,
 
 
 def moved(groups: list[list[int]], i: int, source: int, target: int, back: int) -> list[list[int]]:
-    """Members of all groups after a move of i, and back of another."""
+    """Members of all groups after sequence i has moved and another one has come back."""
     after = [list(part) for part in groups]
     after[source].remove(i)
     after[target].append(i)
@@ -47,7 +47,7 @@ def moved(groups: list[list[int]], i: int, source: int, target: int, back: int) 
 
 
 def seconds_of(state: _State, groups: list[list[int]]) -> float:
-    """Seconds of the step if the groups of `state` held these sequences; infinite where memory does not."""
+    """Seconds of the step if the groups of `state` held these sequences; infinite if they do not fit the memory."""
     problem, makespans_s = state.problem, dict.fromkeys(range(state.num_homes), 0.0)
     for kind, home, part in zip(state.kinds.tolist(), state.homes.tolist(), groups, strict=True):
         group = (problem.degrees[kind], tuple(part))
@@ -93,7 +93,7 @@ def test_the_best_swap_gains_what_it_says_and_inside_a_micro_batch_none_gains_mo
         source = state._slowest(home)
         gain, i, target, back = state._best_swap(source)
         if i >= 0 and np.isfinite(gain):
-            # that another micro-batch may end sooner without what comes back is not counted
+            # the search ignores that another micro-batch may end sooner without the sequence that comes back
             assert gain <= now_s - seconds_of(state, moved(state.members, i, source, target, back)) + hair_s
             assert across or state.homes[target] == home
         for j in state.members[source]:
@@ -165,7 +165,7 @@ def even_problem(num_ranks: int, seconds: tuple[float, ...], fixed_s: float) -> 
 
 
 def test_a_swap_evens_out_what_no_move_can() -> None:
-    # 5 + 4 and 3 + 2: no move helps, but 5 for 3 (or 4 for 2) makes 7 and 7
+    # 5 + 4 and 3 + 2: no move helps, but swapping 5 with 3 (or 4 with 2) makes 7 and 7
     problem = even_problem(2, (5.0, 4.0, 3.0, 2.0), 1.0)
     better, _ = improve(problem, [[(1, (0, 1)), (1, (2, 3))]], MUCH)
     assert problem.step_seconds(better) == pytest.approx(8.0)

@@ -1,4 +1,4 @@
-"""Nested plans: valid, within memory, never predicted slower than waiting for everyone, and never below the bound."""
+"""Nested plans are valid, fit memory, are never slower than plans in which all ranks wait, and never beat the bound."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 CAPACITY = 400
-STEP_S = 0.25  # what `cost_model` adds once per step
+STEP_S = 0.25  # seconds that `cost_model` adds once per step
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences and where they run; `block` ranks share one copy of the parameters, 1: every rank has its own."""
+    """Sequences and the ranks they run on; `block` ranks share one copy of the parameters (1: every rank has its own)."""
 
     lengths: tuple[int, ...]
     costs: CostModel
@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def finish_s(problem: GroupingProblem, placed: PlacedLayout, block: int) -> float:
-    """When the last rank is done, straight from the definition: a group waits for its ranks, a block for its own."""
+    """Seconds until the last rank is done, by definition: a group waits for its ranks, and so does a block."""
     clocks = [0.0] * problem.num_ranks
     for groups in placed:
         for group in groups:
@@ -121,7 +121,7 @@ def test_the_prediction_does_not_depend_on_the_order_of_sequences(name: str) -> 
 
 
 def schedules(problem: GroupingProblem) -> Iterator[list[PlacedGroup]]:
-    """Every way to put all sequences into groups that fit, on every aligned place, in every order."""
+    """Every way to put all sequences into groups that fit, on every aligned set of ranks, in every order."""
     for parts in set_partitions(tuple(range(len(problem.lengths)))):
         options = [
             [

@@ -1,4 +1,4 @@
-"""Groups on ranks: aligned, disjoint, inside nodes where there is room, and every rank that must take part does."""
+"""Placed groups are aligned, disjoint and within nodes if there is room, and every rank that must take part does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_groups_are_whole_disjoint_and_aligned(problem: tuple[list[Group], int, 
 
 
 def places_in_nodes(degrees: list[int], num_ranks: int, ranks_per_node: int) -> bool:
-    """Whether aligned places inside nodes exist for groups of all these degrees, by trying every place."""
+    """Whether groups of all these degrees can be placed, aligned and within nodes, by trying every placement."""
 
     def search(left: list[int], taken: frozenset[int], first: int) -> bool:
         if not left:
@@ -49,7 +49,7 @@ def places_in_nodes(degrees: list[int], num_ranks: int, ranks_per_node: int) -> 
             and start // ranks_per_node == (start + degree - 1) // ranks_per_node
             and taken.isdisjoint(range(start, start + degree))
         ]
-        # equal groups behind each other: their order is nobody's business
+        # the order of equal groups does not matter
         return any(
             search(left[1:], taken | set(range(start, start + degree)), start if left[1:2] == [degree] else 0) for start in starts
         )
@@ -104,7 +104,7 @@ def test_levels_keep_the_order_of_every_rank_and_hold_disjoint_groups(problem: t
     for place, one in enumerate(placed):
         taken = [rank for group in one for rank in group.positions]
         assert len(taken) == len(set(taken))
-        # as early as its ranks allow: some rank of the group was busy just before
+        # a group runs as early as its ranks allow: one of them was busy just before
         before = {rank for group in placed[place - 1] for rank in group.positions} if place else set(range(num_ranks))
         assert all(before & set(group.positions) for group in one)
 

@@ -48,9 +48,9 @@ def test_no_layout_is_faster_than_the_lower_bound(lengths: list[int], kind: str,
 
 
 def least_overlapping_seconds(problem: GroupingProblem) -> float:
-    """Least seconds of a step whose ranks wait for their partners alone, by plain enumeration.
+    """Least seconds of a step whose ranks wait for the ranks of their groups only, by plain enumeration.
 
-    Every partition into groups, every degree and place of each, in every order; a group starts when its last rank is free.
+    Tries every partition into groups with every degree and placement, in every order; a group starts when its last rank is free.
     """
     places = [(k, first) for k, degree in enumerate(problem.degrees) for first in range(problem.num_ranks - degree + 1)]
     best_s = math.inf
@@ -90,7 +90,7 @@ def test_the_bound_of_ranks_on_their_own_counts_a_share_of_the_fixed_costs() -> 
     problem = replace(priced_problem([400] * 5, num_ranks=3, degrees=(1,)), block_ranks=1)
     alone_s = problem.group_seconds((1, (0,)))
     assert problem.lower_bound_s() == pytest.approx(alone_s * 5 / 3)
-    # together they see two micro-batches, and no rank is spared the fixed cost of either
+    # if all ranks wait for each other there are two micro-batches, and every rank pays the fixed cost of both
     together_s = replace(problem, block_ranks=0, overlaps=False).lower_bound_s()
     assert together_s == pytest.approx(float(problem.seconds[0][0]) * 5 / 3 + 2 * problem.group_s[0])
 
@@ -110,7 +110,7 @@ def test_what_memory_keeps_out_of_the_longest_ones_micro_batch_comes_on_top() ->
 
 
 def test_the_lower_bound_is_met_where_everything_is_even() -> None:
-    # four equal sequences on four ranks and one that needs everybody
+    # four equal sequences on four ranks, then one more that needs all ranks
     problem = priced_problem([400] * 4)
     assert problem.lower_bound_s() == pytest.approx(problem.step_seconds([[(1, (i,)) for i in range(4)]]), rel=1e-12)
     alone = priced_problem([1600], kind="linear")

@@ -1,4 +1,4 @@
-"""Vector packing against a plain loop: every trial does what its rule says, whatever other trials stand beside it."""
+"""Vector packing equals a plain loop: every trial follows its rule, whatever other trials run with it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.groups.problem import Group, GroupingProblem
 from hf_longctx.plan.groups.vector_packing import Rule, Trial, pack_trials
 
-# rounding may not make a makespan that was reached infeasible
+# relative tolerance, so that rounding does not make a makespan that was reached infeasible
 HAIR = 1e-9
 
 
 @dataclass
 class OpenGroup:
-    """A group of the plain loop; room as a share of its memory."""
+    """A group of the plain loop; its room is a share of its memory."""
 
     kind: int
     time_left: float
@@ -30,7 +30,7 @@ class OpenGroup:
 
 
 class SlowTrial:
-    """One trial, one sequence and one group at a time."""
+    """A trial carried out one sequence and one group at a time."""
 
     def __init__(self, problem: GroupingProblem, trial: Trial) -> None:
         self.problem, self.rule = problem, trial.rule

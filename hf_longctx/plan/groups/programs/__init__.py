@@ -1,1 +1,1 @@
-"""Grouping by integer and configuration programs."""
+"""Group micro-batches by integer programs: solvers "lp" and "milp" of the planner, and the bound that measures them."""

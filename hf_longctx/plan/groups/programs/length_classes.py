@@ -1,4 +1,7 @@
-"""Sorted lengths cut into few consecutive runs: buckets for an integer program (FlexSP, arXiv 2412.01523, section 4.3)."""
+"""Combine sequences of similar length into few classes, the buckets of FlexSP's program (arXiv 2412.01523, section 4.3).
+
+Integer programs count sequences per class instead of naming each; `draw_groups` turns their answer back into real sequences.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,22 @@ from hf_longctx.plan.groups.problem import Group, GroupingProblem
 
 
 def bucket_ends(lengths: Sequence[int], counts: Sequence[int], num_buckets: int) -> list[int]:
-    """Ends of at most `num_buckets` consecutive runs with the fewest tokens added by rounding every length up to its run's last.
+    """Ends of at most `num_buckets` buckets of consecutive lengths that minimize the tokens added by rounding up.
 
-    lengths: ascending, without repeats; counts: sequences of each. Exact, by dynamic programming over the last run.
+    Every length is rounded up to the largest of its bucket. lengths: ascending, without repeats; counts: number of sequences of
+    each length. Exact, by dynamic programming over the last bucket.
     """
     values, number = np.array(lengths, dtype=np.float64), len(lengths)
     if number <= num_buckets:
         return list(range(1, number + 1))
     sequences = np.concatenate([[0.0], np.cumsum(counts)])
     tokens = np.concatenate([[0.0], np.cumsum(values * np.array(counts))])
-    # added[j, i]: what a run of items j to i (inclusive) adds
+    # added[j, i]: tokens added by a bucket of lengths j to i (inclusive)
     added = values * (sequences[1:] - sequences[:-1, None]) - (tokens[1:] - tokens[:-1, None])
     added[np.tril_indices(number, -1)] = np.inf
     least, starts = added[0], []
     for _ in range(num_buckets - 1):
-        # the runs before item j end at item j - 1
+        # the buckets before a bucket that starts at length j end at length j - 1
         totals = np.concatenate([[np.inf], least[:-1]])[:, None] + added
         starts.append(totals.argmin(axis=0))
         least = totals.min(axis=0)
@@ -40,10 +44,10 @@ def bucket_ends(lengths: Sequence[int], counts: Sequence[int], num_buckets: int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthClasses:
-    """Sequences of one length, or of nearby lengths treated as one.
+    """Classes of sequences with one length, or with similar lengths treated as one, from short to long.
 
-    counts, tokens: of every class, from short to long. seconds[k]: what one sequence of a class adds to a group of the k-th
-    degree. members: the sequences of a class, by number.
+    counts, tokens: number of sequences, and tokens of one sequence, of every class. seconds[k]: seconds that one sequence of
+    every class adds to a group of the k-th degree. members: the numbers of the sequences of every class.
     """
 
     counts: NDArray[np.int64]
@@ -53,9 +57,10 @@ class LengthClasses:
 
     @classmethod
     def of(cls, problem: GroupingProblem, most: int, rounded_up: bool) -> LengthClasses:
-        """At most `most` classes, each as dear as its dearest sequence if `rounded_up`, else as its cheapest.
+        """At most `most` classes; each takes tokens and seconds of its largest sequence if `rounded_up`, else of its smallest.
 
-        Groups that hold classes rounded up hold their sequences; what rules out classes rounded down rules out theirs.
+        Groups that hold classes rounded up also hold their sequences. A bound for classes rounded down is a bound for their
+        sequences.
         """
         lengths = np.array(problem.lengths, dtype=np.int64)
         order = np.argsort(lengths, kind="stable")
@@ -75,27 +80,27 @@ class LengthClasses:
 def draw_groups(
     problem: GroupingProblem, classes: LengthClasses, kinds: NDArray[np.int64], contents: FloatArray
 ) -> tuple[Group, ...]:
-    """Groups of real sequences for contents[g, j] sequences of class j in a group of degree index kinds[g].
+    """Groups of real sequences, given contents[g, j] sequences of class j for group g of degree index kinds[g].
 
-    Long classes first; in a class the longest sequence goes to the group that has the most time left, and surplus places
-    stay empty. Memory holds where classes are rounded up and contents fit; empty if ranks, memory or places
-    do not suffice.
+    Long classes come first; within a class the longest sequence goes to the group with the most time left. If the groups have
+    more slots for a class than it has sequences, the slowest groups lose slots. Memory is kept if classes are rounded up and
+    the contents fit. Empty if ranks, memory or slots do not suffice.
     """
-    places = contents.astype(np.int64)
+    slots = contents.astype(np.int64)
     planned = np.array(problem.group_s)[kinds] + (classes.seconds[kinds] * contents).sum(axis=1)
     members: list[list[int]] = [[] for _ in kinds]
     for j in range(len(classes.counts) - 1, -1, -1):
-        for _ in range(int(places[:, j].sum() - classes.counts[j])):
-            g = int(np.where(places[:, j] > 0, planned, -np.inf).argmax())
-            places[g, j] -= 1
+        for _ in range(int(slots[:, j].sum() - classes.counts[j])):
+            g = int(np.where(slots[:, j] > 0, planned, -np.inf).argmax())
+            slots[g, j] -= 1
             planned[g] -= classes.seconds[kinds[g], j]
         for i in sorted(classes.members[j], key=lambda i: (-problem.lengths[i], i)):
-            if not places[:, j].any():
+            if not slots[:, j].any():
                 return ()
-            g = int(np.where(places[:, j] > 0, planned, np.inf).argmin())
-            places[g, j] -= 1
+            g = int(np.where(slots[:, j] > 0, planned, np.inf).argmin())
+            slots[g, j] -= 1
             planned[g] += problem.seconds[kinds[g], i] - classes.seconds[kinds[g], j]
             members[g].append(i)
-    groups = tuple((problem.degrees[k], tuple(part)) for k, part in zip(kinds.tolist(), members, strict=True) if part)
+    groups = tuple((problem.degrees[k], tuple(some)) for k, some in zip(kinds.tolist(), members, strict=True) if some)
     fits = sum(degree for degree, _ in groups) <= problem.num_ranks and all(problem.fits(group) for group in groups)
     return groups if fits else ()

@@ -1,7 +1,8 @@
-"""FlexSP's blaster (arXiv 2412.01523, section 4.2): a step cut into micro-batches that a solver then groups one by one.
+"""Cut a step into micro-batches as FlexSP's blaster does (arXiv 2412.01523, section 4.2), and group each with a solver.
 
-Sorted by length, so that a micro-batch holds similar sequences, and cut into consecutive chunks that balance tokens. Several
-numbers of chunks are tried, and the micro-batches of a seed layout besides; the fastest sum wins.
+Shared by solvers "lp" (`price_and_round.py`) and "milp" (`milp.py`). Sequences are sorted by length, so that a micro-batch holds
+similar ones, and cut into consecutive micro-batches with balanced tokens. Several numbers of micro-batches are tried, and also
+the micro-batches of a seed layout; the cut with the least total time wins.
 """
 
 from __future__ import annotations
@@ -15,21 +16,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_longctx.plan.groups.bounds import fluid_bound_s
-from hf_longctx.plan.groups.cuts import consecutive_chunks
+from hf_longctx.plan.groups.cuts import micro_batch_ends
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
-_LEAST_GAIN = 1e-9
-# a micro-batch this close to its bound is done, and time below this share of an even one is not worth a second start
-_PROVEN = 2e-3
-_WORTHWHILE = 0.2
+
+@dataclass(frozen=True, slots=True)
+class _TimeShares:
+    """Constants that divide the time limit, chosen with `recipes/bench/cpu/planner.py` (table problems).
+
+    least_gain: share of the seconds by which a layout must be faster to replace another. proven: a micro-batch this close to its
+    bound is not solved again. worth_again: least time for solving a micro-batch again, as a share of an equal share.
+    """
+
+    least_gain: float = 1e-9
+    proven: float = 2e-3
+    worth_again: float = 0.2
+
+
+_SHARES = _TimeShares()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedMicroBatch:
-    """Groups of one micro-batch; no grouping of the same sequences takes less than `bound_s`.
+    """Groups of one micro-batch, and a lower bound on the seconds of any grouping of its sequences.
 
-    is_fallback: these are the seed's groups, because the solver failed or neither beat them nor proved them in time.
+    is_fallback: the groups are those of the seed, because the solver failed, or neither beat nor proved them in time.
     """
 
     groups: tuple[Group, ...]
@@ -39,21 +51,22 @@ class GroupedMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class GroupedStep:
-    """A layout and how many of its micro-batches are the seed's, unimproved and unproven."""
+    """A layout, and the number of its micro-batches that are taken from the seed without improvement or proof."""
 
     layout: Layout
     num_fallbacks: int
 
 
-# problem of one micro-batch, groups to beat, seconds allowed
+# arguments: problem of one micro-batch, groups to beat, time limit in seconds
 MicroBatchSolver = Callable[[GroupingProblem, Sequence[Group], float], GroupedMicroBatch]
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """One micro-batch to solve: its own problem, the step's number of every sequence, its bound, and groups to beat.
+class _MicroBatch:
+    """One micro-batch to solve.
 
-    Without groups (in the numbers of its own problem) the fast planner is asked when the chunk's turn comes.
+    problem: the subproblem of its sequences. members: number of each of them in the step. seed: groups to beat, in numbers of
+    the subproblem; if empty, the greedy planner makes them when the micro-batch is solved.
     """
 
     problem: GroupingProblem
@@ -62,24 +75,24 @@ class _Chunk:
     seed: tuple[Group, ...] = ()
 
     @classmethod
-    def of(cls, problem: GroupingProblem, members: Sequence[int], seed: Sequence[Group] = ()) -> _Chunk:
-        """seed: in the step's numbers."""
-        part = replace(
+    def of(cls, problem: GroupingProblem, members: Sequence[int], seed: Sequence[Group] = ()) -> _MicroBatch:
+        """The micro-batch of these sequences; `seed` is in numbers of the step."""
+        subproblem = replace(
             problem,
             lengths=tuple(problem.lengths[i] for i in members),
             seconds=problem.seconds[:, np.array(members, dtype=np.int64)],
         )
-        place = {i: position for position, i in enumerate(members)}
-        groups = tuple((degree, tuple(place[i] for i in group)) for degree, group in seed if group)
-        return cls(part, tuple(members), fluid_bound_s(part), groups)
+        number = {i: index for index, i in enumerate(members)}
+        groups = tuple((degree, tuple(number[i] for i in group)) for degree, group in seed if group)
+        return cls(subproblem, tuple(members), fluid_bound_s(subproblem), groups)
 
     @classmethod
-    def around(cls, problem: GroupingProblem, groups: Sequence[Group]) -> _Chunk:
-        """The chunk of the sequences in these groups, which are to beat."""
-        return cls.of(problem, sorted(i for _, part in groups for i in part), groups)
+    def around(cls, problem: GroupingProblem, groups: Sequence[Group]) -> _MicroBatch:
+        """The micro-batch of the sequences in these groups, with the groups as its seed."""
+        return cls.of(problem, sorted(i for _, members in groups for i in members), groups)
 
     def solve(self, solver: MicroBatchSolver, time_limit_s: float) -> GroupedMicroBatch | None:
-        """The solver's groups in the step's numbers; None where nobody finds groups for these sequences."""
+        """The solver's groups in numbers of the step; None if neither solver nor greedy planner finds any."""
         seed = self.seed or tuple(group_micro_batch(self.problem))
         if not seed:
             return None
@@ -89,39 +102,42 @@ class _Chunk:
         return replace(solved, groups=tuple((degree, tuple(self.members[i] for i in group)) for degree, group in solved.groups))
 
 
-def plan_by_chunks(
+def plan_by_micro_batches(
     problem: GroupingProblem, trials: int, time_limit_s: float, seed: Layout, solver: MicroBatchSolver
 ) -> GroupedStep:
-    """The fastest layout that `solver` finds within the time for any of the cuts, never slower than `seed`.
+    """The fastest layout that `solver` finds in time for any of the cuts, never slower than `seed`.
 
-    The time is shared evenly by the chunks that may still matter; what is left goes to the micro-batches of the winner that
-    are not yet proven to be the best.
+    The time is shared evenly by the micro-batches of cuts that may still win. Time that is left goes to micro-batches of the
+    winning cut that are not yet proven optimal.
     """
     stop_s = time.perf_counter() + time_limit_s
     cuts = _cuts(problem, trials, seed)
     best = [GroupedMicroBatch(tuple(groups), 0.0, is_fallback=True) for groups in seed]
     best_s = problem.step_seconds(seed)
-    for number, chunks in enumerate(cuts):
-        waiting = sum(len(later) for later in cuts[number + 1 :] if _bound_s(later) < best_s)
-        # the seed's own cut is finished in any case
-        solved = _solve_cut(problem, chunks, solver, stop_s, waiting, best_s if number else math.inf)
+    for index, cut in enumerate(cuts):
+        num_waiting = sum(len(later) for later in cuts[index + 1 :] if _bound_s(later) < best_s)
+        # the first cut is the seed's, which is always finished
+        solved = _solve_cut(problem, cut, solver, stop_s, num_waiting, best_s if index else math.inf)
         total_s = _total_s(problem, solved)
-        if len(solved) == len(chunks) and (total_s < best_s * (1 - _LEAST_GAIN) or not number):
+        if len(solved) == len(cut) and (total_s < best_s * (1 - _SHARES.least_gain) or not index):
             best, best_s = solved, total_s
     best = _solve_again(problem, best, solver, stop_s, time_limit_s)
     return GroupedStep([list(found.groups) for found in best], sum(found.is_fallback for found in best))
 
 
 def _solve_cut(
-    problem: GroupingProblem, chunks: list[_Chunk], solver: MicroBatchSolver, stop_s: float, waiting: int, beat_s: float
+    problem: GroupingProblem, cut: list[_MicroBatch], solver: MicroBatchSolver, stop_s: float, num_waiting: int, beat_s: float
 ) -> list[GroupedMicroBatch]:
-    """The chunks solved one after the other, until they cannot be faster than `beat_s` any more; `waiting` chunks follow."""
+    """Solve the micro-batches of a cut one by one until they can no longer be faster than `beat_s` seconds in total.
+
+    num_waiting: number of micro-batches in later cuts that need time too.
+    """
     solved: list[GroupedMicroBatch] = []
-    for position, chunk in enumerate(chunks):
-        if _total_s(problem, solved) + _bound_s(chunks[position:]) >= beat_s:
+    for index, micro_batch in enumerate(cut):
+        if _total_s(problem, solved) + _bound_s(cut[index:]) >= beat_s:
             break
-        share = len(chunks) - position + waiting
-        found = chunk.solve(solver, (stop_s - time.perf_counter()) / share)
+        num_left = len(cut) - index + num_waiting
+        found = micro_batch.solve(solver, (stop_s - time.perf_counter()) / num_left)
         if found is None:
             break
         solved.append(found)
@@ -131,14 +147,15 @@ def _solve_cut(
 def _solve_again(
     problem: GroupingProblem, best: list[GroupedMicroBatch], solver: MicroBatchSolver, stop_s: float, time_limit_s: float
 ) -> list[GroupedMicroBatch]:
-    """The micro-batches that are not proven to be the best, solved once more if enough time is left."""
+    """Solve the micro-batches that are not proven optimal once more, if enough time is left."""
     result = list(best)
-    doubts = [m for m, found in enumerate(best) if problem.micro_batch_seconds(found.groups) > found.bound_s * (1 + _PROVEN)]
-    for place, m in enumerate(doubts):
-        share_s = (stop_s - time.perf_counter()) / (len(doubts) - place)
-        if share_s <= _WORTHWHILE * time_limit_s / len(doubts):
+    within = 1 + _SHARES.proven
+    doubts = [m for m, found in enumerate(best) if problem.micro_batch_seconds(found.groups) > found.bound_s * within]
+    for index, m in enumerate(doubts):
+        share_s = (stop_s - time.perf_counter()) / (len(doubts) - index)
+        if share_s <= _SHARES.worth_again * time_limit_s / len(doubts):
             continue
-        again = _Chunk.around(problem, best[m].groups).solve(solver, share_s)
+        again = _MicroBatch.around(problem, best[m].groups).solve(solver, share_s)
         if again is not None:
             result[m] = replace(again, is_fallback=again.is_fallback and best[m].is_fallback)
     return result
@@ -148,21 +165,21 @@ def _total_s(problem: GroupingProblem, solved: list[GroupedMicroBatch]) -> float
     return sum(problem.micro_batch_seconds(micro_batch.groups) for micro_batch in solved)
 
 
-def _bound_s(chunks: Sequence[_Chunk]) -> float:
-    return sum(chunk.bound_s for chunk in chunks)
+def _bound_s(cut: Sequence[_MicroBatch]) -> float:
+    return sum(micro_batch.bound_s for micro_batch in cut)
 
 
-def _cuts(problem: GroupingProblem, trials: int, seed: Layout) -> list[list[_Chunk]]:
-    """The seed's micro-batches, then the blaster's chunks for `trials` numbers of them, the most promising first."""
+def _cuts(problem: GroupingProblem, trials: int, seed: Layout) -> list[list[_MicroBatch]]:
+    """The micro-batches of the seed, then the blaster's cuts into `trials` numbers of micro-batches, most promising first."""
     room = problem.num_ranks * problem.capacity
     order = sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i))
     lengths = [problem.lengths[i] for i in order]
-    found: list[list[_Chunk]] = []
+    found: list[list[_MicroBatch]] = []
     for number in range(max(1, math.ceil(sum(lengths) / room)), len(lengths) + 1):
         if len(found) == trials:
             break
-        ends = consecutive_chunks(lengths, number)
-        parts = [order[start:end] for start, end in itertools.pairwise([0, *ends])]
-        if len(parts) == number and all(sum(problem.lengths[i] for i in part) <= room for part in parts):
-            found.append([_Chunk.of(problem, part) for part in parts])
-    return [[_Chunk.around(problem, groups) for groups in seed], *sorted(found, key=_bound_s)]
+        ends = micro_batch_ends(lengths, number)
+        cut = [order[start:end] for start, end in itertools.pairwise([0, *ends])]
+        if len(cut) == number and all(sum(problem.lengths[i] for i in members) <= room for members in cut):
+            found.append([_MicroBatch.of(problem, members) for members in cut])
+    return [[_MicroBatch.around(problem, groups) for groups in seed], *sorted(found, key=_bound_s)]

@@ -1,9 +1,10 @@
-"""FlexSP's integer program of one micro-batch (arXiv 2412.01523, section 4.2 and 4.3), and the step by its blaster.
+"""Solver "milp": group a micro-batch with FlexSP's integer program (arXiv 2412.01523, sections 4.2 and 4.3).
 
-For every degree there are as many virtual groups as fit the ranks; whether one is used is a binary, how many sequences of a
-length bucket it takes an integer, and the slowest one is minimized. Against the paper's form it is tightened: memory is
-linked to use, used groups of a degree come first, the makespan is at least the fluid bound, and only a group in use pays its
-fixed cost. Ranks may stay idle; the paper's artefact forbids that for the sake of alignment, which our placement has anyway.
+For every degree there are as many virtual groups as fit the ranks. A binary variable says whether a virtual group is used, an
+integer variable how many sequences of each length bucket it takes, and the time of the slowest group is minimized. The program is
+tighter than the paper's: an unused group has no memory, used groups of a degree come first, the makespan is at least the fluid
+bound, and only used groups pay their fixed cost. Ranks may stay idle. The paper's artefact forbids that to keep groups aligned,
+which our placement does in any case.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses, draw_groups
-from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, GroupedStep, plan_by_chunks
+from hf_longctx.plan.groups.programs.micro_batches import GroupedMicroBatch, GroupedStep, plan_by_micro_batches
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
 from hf_longctx.plan.solver.solve import Backend, solve_integer_program
 
+# fewest length buckets, as in FlexSP's artefact
 _NUM_BUCKETS = 16
 
 
 def plan_milp(problem: GroupingProblem, trials: int, time_limit_s: float, seed: Layout) -> GroupedStep:
-    """The step by one integer program per micro-batch of the blaster's cuts and of `seed`; never slower than `seed`."""
-    return plan_by_chunks(problem, trials, time_limit_s, seed, group_by_milp)
+    """Plan a step with one integer program per micro-batch of the blaster's cuts and of `seed`; never slower than `seed`."""
+    return plan_by_micro_batches(problem, trials, time_limit_s, seed, group_by_milp)
 
 
 def group_by_milp(
     problem: GroupingProblem, seed: Sequence[Group], time_limit_s: float = 10.0, backend: Backend = "auto"
 ) -> GroupedMicroBatch:
-    """Groups for all sequences in one micro-batch, never slower than the groups of `seed`.
+    """Groups for all sequences in one micro-batch, never slower than `seed`.
 
-    bound_s is the fluid bound: the program proves nothing about lengths that its buckets rounded up.
+    The result's bound is the fluid bound, because the program, whose buckets round lengths up, proves none.
     """
     bound_s, seed_s = fluid_bound_s(problem), problem.micro_batch_seconds(seed)
-    given = GroupedMicroBatch(tuple(seed), min(bound_s, seed_s), is_fallback=True)
+    fallback = GroupedMicroBatch(tuple(seed), min(bound_s, seed_s), is_fallback=True)
     classes = _buckets(problem)
     kinds = _virtual_groups(problem)
     start = _best_start(problem, classes, kinds, seed)
@@ -45,18 +47,18 @@ def group_by_milp(
     try:
         solved = solve_integer_program(program, is_integer, SearchLimits(time_limit_s), start, backend)
     except SolverError:
-        return given
+        return fallback
     if not solved.has_values:
-        return given
+        return fallback
     contents = solved.values[1 + len(kinds) :].reshape(len(kinds), -1)
     groups = draw_groups(problem, classes, kinds, contents)
     if groups and problem.micro_batch_seconds(groups) < seed_s:
         return GroupedMicroBatch(groups, bound_s, is_fallback=False)
-    return GroupedMicroBatch(tuple(seed), given.bound_s, is_fallback=solved.status != "optimal")
+    return GroupedMicroBatch(tuple(seed), fallback.bound_s, is_fallback=solved.status != "optimal")
 
 
 def _buckets(problem: GroupingProblem) -> LengthClasses:
-    """At least 16 buckets, and as many as leave half of the free memory free when all lengths are rounded up."""
+    """At least 16 buckets, and more until rounding lengths up takes at most half of the free memory."""
     tokens, room = sum(problem.lengths), problem.num_ranks * problem.capacity
     number = _NUM_BUCKETS
     while True:
@@ -67,9 +69,9 @@ def _buckets(problem: GroupingProblem) -> LengthClasses:
 
 
 def _virtual_groups(problem: GroupingProblem) -> NDArray[np.int64]:
-    """Degree indices of all groups that a grouping may need, degree by degree.
+    """Degree indices of all virtual groups, ascending.
 
-    The longest sequence occupies a group that holds it, which leaves fewer ranks to smaller groups.
+    One group must hold the longest sequence, which leaves fewer ranks for groups of smaller degrees.
     """
     longest = max(problem.lengths)
     needed = next(degree for degree in problem.degrees if longest <= degree * problem.capacity)
@@ -83,7 +85,11 @@ def _virtual_groups(problem: GroupingProblem) -> NDArray[np.int64]:
 def _program(
     problem: GroupingProblem, classes: LengthClasses, kinds: NDArray[np.int64], bound_s: float
 ) -> tuple[LinearProgram, NDArray[np.bool_]]:
-    """Columns: the makespan, use of every group, then contents group by group. Rows: time, memory, order, ranks, buckets."""
+    """The integer program, and which of its variables are integers.
+
+    Columns: the makespan, whether each group is used, then the contents group by group. Rows: time and memory of each group,
+    order of equal groups, ranks, and sequences of each bucket.
+    """
     num_groups, num_classes = len(kinds), len(classes.counts)
     degrees = np.array(problem.degrees, dtype=np.float64)[kinds]
     group, bucket = np.repeat(np.arange(num_groups), num_classes), np.tile(np.arange(num_classes), num_groups)
@@ -104,7 +110,7 @@ def _program(
         (np.full(num_groups, ranks_row), used, degrees),
         (bucket_row, content, np.ones(len(content))),
     ]
-    rows, columns, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+    rows, columns, values = (np.concatenate(arrays) for arrays in zip(*entries, strict=True))
     counts = classes.counts.astype(np.float64)
     most = np.minimum(counts, np.floor(room[:, None] / classes.tokens)).ravel()
     program = LinearProgram(
@@ -123,7 +129,7 @@ def _program(
 def _best_start(
     problem: GroupingProblem, classes: LengthClasses, kinds: NDArray[np.int64], seed: Sequence[Group]
 ) -> FloatArray | None:
-    """The fastest of the seed and one balanced solution per degree, as values of the program; None if none fits buckets."""
+    """The fastest of the seed and one balanced solution per degree, as values of the program; None if none fits the buckets."""
     bucket_of = {i: j for j, members in enumerate(classes.members) for i in members}
     options = [np.array([[bucket_of[i] for i in group].count(j) for j in range(len(classes.counts))]) for _, group in seed]
     candidates = [
@@ -134,7 +140,7 @@ def _best_start(
 
 
 def _one_degree(problem: GroupingProblem, classes: LengthClasses, kind: int) -> list[tuple[int, NDArray[np.int64]]]:
-    """Longest first, each into the group of one degree that is the least busy among those with room; empty if one fits none."""
+    """Put each sequence, longest first, into the least busy group of one degree that has room; empty if one fits nowhere."""
     degree = problem.degrees[kind]
     number = problem.num_ranks // degree
     contents = np.zeros((number, len(classes.counts)), dtype=np.int64)
@@ -157,7 +163,7 @@ def _as_values(
     kinds: NDArray[np.int64],
     groups: Sequence[tuple[int, NDArray[np.int64]]],
 ) -> FloatArray | None:
-    """Groups of bucket contents as values of the program; None where they break memory, ranks or buckets."""
+    """Values of the program for groups with these bucket contents; None if they break memory, ranks or buckets."""
     contents, used = np.zeros((len(kinds), len(classes.counts))), np.zeros(len(kinds))
     for kind, content in groups:
         free = np.flatnonzero((kinds == kind) & (used == 0))

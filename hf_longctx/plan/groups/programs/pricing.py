@@ -1,7 +1,8 @@
-"""Configurations: what one group can run in a given time, and which of them are worth the most.
+"""Configurations, the sets of sequences that one group can run within a given time, and the search for those worth most.
 
-Pricing is a knapsack with two rows, time and tokens. Most rounds get by with filling groups in several orders, then with a
-dynamic program over one mixture of both rows; only where these leave a doubt does the integer program decide.
+This pricing step of the configuration LP is a knapsack with two constraints, time and tokens. Usually it is enough to fill groups
+greedily in several orders, or to run a dynamic program over one weighted sum (mixture) of both constraints. The integer program
+decides only if these leave a doubt.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from hf_longctx.plan.groups.programs.length_classes import LengthClasses
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits
 from hf_longctx.plan.solver.solve import solve_integer_program
 
-# shares of time in the mixture of time and tokens; 0 and 1 are the rows themselves
+# weights of time in mixtures of time and tokens; 0 is tokens alone, 1 is time alone
 _MIXTURES = np.linspace(0.0, 1.0, 9)
-# of the mixed row in dynamic programs
+# cells into which the dynamic program divides the mixed constraint
 _CELLS = 20_000
+# mixtures that `on_grid` tries, and most further fillings that one dynamic program returns
 _GRID_TRIALS = 4
 _MAX_FILLINGS = 30
+# relative gap at which the integer program stops
 _PRICING_GAP = 1e-3
-# more than a row may hold, for sums that end exactly at its end
+# relative tolerance of a constraint, for sums that fill it exactly
 _SLACK = 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Configurations:
-    """Groups that can be run: the degree's index, sequences of each class, and seconds with the fixed cost."""
+    """Groups that can be run: degree index, number of sequences of each class, and seconds including the fixed cost."""
 
     kinds: NDArray[np.int64]
     contents: FloatArray
@@ -45,7 +48,7 @@ class Configurations:
         return len(self.kinds)
 
     def joined(self, more: Configurations) -> Configurations:
-        """Both, without repeats."""
+        """Configurations of both, without duplicates."""
         kinds = np.concatenate([self.kinds, more.kinds])
         contents = np.concatenate([self.contents, more.contents])
         _, first = np.unique(np.column_stack([kinds, contents]), axis=0, return_index=True)
@@ -58,7 +61,11 @@ class Configurations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pricing:
-    """The knapsacks of all degrees at one T: what a class takes of the room, as shares of time and of tokens (K x n)."""
+    """The knapsacks of all K degrees for one T.
+
+    time_share, token_share: shares of a group's time and tokens that one sequence of each of n classes takes (K x n). most: most
+    sequences of each class in a group (K x n).
+    """
 
     classes: LengthClasses
     degrees: FloatArray
@@ -71,7 +78,7 @@ class Pricing:
     def at(cls, problem: GroupingProblem, classes: LengthClasses, limit_s: float) -> Pricing:
         degrees, fixed_s = np.array(problem.degrees, dtype=np.float64), np.array(problem.group_s)
         room_s = limit_s - fixed_s
-        # a hair of slack, so that what ends exactly at the limit counts as in time
+        # a small tolerance, so that groups that end exactly at the limit are in time
         room_s = np.where(room_s > 0, room_s * (1 + _SLACK), np.nan)
         time_share = np.where(np.isnan(room_s)[:, None], np.inf, classes.seconds / room_s[:, None])
         token_share = classes.tokens / (degrees[:, None] * problem.capacity)
@@ -79,7 +86,7 @@ class Pricing:
         return cls(classes, degrees, fixed_s, time_share, token_share, np.minimum(most, classes.counts))
 
     def fill(self, kinds: NDArray[np.int64], orders: NDArray[np.int64]) -> Configurations:
-        """One group per row, of degree index kinds[r], filled with as many of every class as fit, in the order orders[r]."""
+        """Fill one group per row r, of degree index kinds[r], with as many of each class as fit, in the order orders[r]."""
         rows = np.arange(len(kinds))
         free_time, free_tokens = np.ones(len(kinds)), np.ones(len(kinds))
         contents = np.zeros((len(kinds), len(self.classes.counts)))
@@ -96,36 +103,36 @@ class Pricing:
         return Configurations(kinds, contents, seconds).chosen(contents.sum(axis=1) > 0)
 
     def runs(self) -> Configurations:
-        """Groups of neighbouring lengths: from every class downwards, one per degree."""
+        """Groups of similar lengths: one for every degree and class, filled from that class downwards."""
         number, count = len(self.degrees), len(self.classes.counts)
         order = (np.arange(count)[:, None] - np.arange(count)) % count
         return self.fill(np.repeat(np.arange(number), count), np.tile(order, (number, 1)))
 
     def promising(self, duals: FloatArray) -> Configurations:
-        """Groups filled by what a class is worth per share of the room, for several mixtures of time and tokens."""
+        """Groups filled in order of a class's worth per share of the mixed constraint, for several mixtures."""
         worth = self._worth_per_share(duals)
         number, num_mixtures, count = worth.shape
         orders = np.argsort(-worth, axis=2, kind="stable").reshape(-1, count)
         return self.fill(np.repeat(np.arange(number), num_mixtures), orders)
 
     def ceilings(self, duals: FloatArray) -> FloatArray:
-        """What no configuration of a degree is worth more than (K)."""
+        """Upper bound on the worth of any configuration of each degree (K)."""
         ceilings: FloatArray = self._ceilings_by_mixture(duals).min(axis=1)
         return ceilings
 
     def _ceilings_by_mixture(self, duals: FloatArray) -> FloatArray:
-        """The same for every mixture: fractions allowed and both rows mixed into one (K x mixtures)."""
+        """Upper bounds from the fractional knapsack of every mixture (K x mixtures)."""
         worth = self._worth_per_share(duals)
         order = np.argsort(-worth, axis=2, kind="stable")
         shares = np.take_along_axis(self._mixed() * self.most[:, None, :], order, axis=2)
         before = np.cumsum(shares, axis=2) - shares
-        part = np.clip((1 - before) / np.maximum(shares, 1e-300), 0.0, 1.0)
+        fraction = np.clip((1 - before) / np.maximum(shares, 1e-300), 0.0, 1.0)
         value = np.take_along_axis(np.broadcast_to((duals * self.most)[:, None, :], worth.shape), order, axis=2)
-        ceilings: FloatArray = (part * value).sum(axis=2)
+        ceilings: FloatArray = (fraction * value).sum(axis=2)
         return ceilings
 
     def best(self, kind: int, duals: FloatArray, time_limit_s: float) -> tuple[Configurations, float]:
-        """The most valuable configuration of a degree, and what none is worth more than."""
+        """The most valuable configuration of a degree, and an upper bound on the worth of any, by an integer program."""
         useful = (self.most[kind] > 0) & (duals > 0)
         shares = np.stack([self.time_share[kind, useful], self.token_share[kind, useful]])
         program = LinearProgram.dense(
@@ -141,9 +148,10 @@ class Pricing:
         return Configurations(np.array([kind]), contents, seconds), -found.bound
 
     def on_grid(self, kind: int, duals: FloatArray) -> tuple[Configurations, float]:
-        """Valuable configurations of a degree and a ceiling, by dynamic programming over one mixed row cut into cells.
+        """Valuable configurations of a degree and an upper bound on their worth, by dynamic programming over a mixture.
 
-        Whole sequences and shares rounded down: a ceiling. What it holds is a configuration after the surplus is taken out.
+        The mixed constraint is divided into cells and shares are rounded down, so the result is an upper bound. Its filling
+        becomes a configuration once the sequences that break a constraint are removed.
         """
         ceilings = self._ceilings_by_mixture(duals)[kind]
         least, mixture = float(ceilings.min()), float(_MIXTURES[ceilings.argmin()])
@@ -163,7 +171,7 @@ class Pricing:
         return found, least
 
     def _within_rows(self, kind: int, fillings: FloatArray, duals: FloatArray) -> Configurations:
-        """The fillings that keep both rows, and the first one after the classes of least worth left until it does."""
+        """The fillings that keep both constraints; from the first, the least valuable sequences are removed until it does."""
         times = np.where(self.most[kind] > 0, self.time_share[kind], 0.0)
         shares = np.stack([times, self.token_share[kind]])
         worth = np.where(fillings[0] > 0, duals / np.maximum(shares.sum(axis=0), 1e-300), np.inf)
@@ -175,7 +183,7 @@ class Pricing:
         return Configurations(np.full(len(fillings), kind), fillings, seconds)
 
     def _mixed(self) -> FloatArray:
-        """Shares of a single row that every configuration keeps (K x mixtures x n)."""
+        """Shares of each mixed constraint that one sequence of each class takes (K x mixtures x n)."""
         times = np.where(self.most > 0, self.time_share, 1.0)[:, None, :]
         mixed: FloatArray = _MIXTURES[:, None] * times + (1 - _MIXTURES[:, None]) * self.token_share[:, None, :]
         return mixed
@@ -186,34 +194,35 @@ class Pricing:
 
 
 def _fill_grid(shares: FloatArray, duals: FloatArray, most: FloatArray, least_worth: float) -> tuple[float, FloatArray]:
-    """The most that classes are worth together in one row of `_CELLS` cells, shares rounded down, and how many of each.
+    """The largest worth that fits one constraint of `_CELLS` cells, shares rounded down, and fillings (sequences per class).
 
-    Below the best filling (first row) come the next best ones that need fewer cells, as far as worth more than `least_worth`.
+    The first filling is the best; after it come the best ones with fewer cells, as long as they are worth more than
+    `least_worth`.
     """
     cells = np.floor(shares * _CELLS * (1 - _SLACK)).astype(np.int64)
-    # a class in parts of 1, 2, 4, ... sequences, which make up every number up to `most`
-    parts: list[tuple[int, int]] = []
+    # bundles of 1, 2, 4, ... sequences of a class add up to every number up to `most`
+    bundles: list[tuple[int, int]] = []
     for j in np.flatnonzero((most > 0) & (duals > 0)).tolist():
         left, size = int(most[j]), 1
         while left > 0:
-            parts.append((j, min(size, left)))
+            bundles.append((j, min(size, left)))
             left, size = left - size, 2 * size
     value = np.zeros(_CELLS + 1)
-    is_taken = np.zeros((len(parts), _CELLS + 1), dtype=bool)
-    for row, (j, size) in enumerate(parts):
+    is_taken = np.zeros((len(bundles), _CELLS + 1), dtype=bool)
+    for row, (j, size) in enumerate(bundles):
         width = int(cells[j]) * size
         if width <= _CELLS:
             candidate = value[: _CELLS + 1 - width] + duals[j] * size
             np.greater(candidate, value[width:], out=is_taken[row, width:])
             value[width:] = np.maximum(candidate, value[width:])
-    # the first cell of every level of worth
-    steps = np.flatnonzero(np.diff(value, prepend=-1.0) > 1e-9)[::-1]
-    places = [_CELLS, *[int(place) for place in steps[:_MAX_FILLINGS] if value[place] > least_worth]]
-    fillings = np.zeros((len(places), len(duals)))
-    for filling, place in zip(fillings, places, strict=True):
-        for row in range(len(parts) - 1, -1, -1):
-            if is_taken[row, place]:
-                j, size = parts[row]
+    # the first cell at each level of worth, highest first
+    levels = np.flatnonzero(np.diff(value, prepend=-1.0) > 1e-9)[::-1]
+    last_cells = [_CELLS, *[int(cell) for cell in levels[:_MAX_FILLINGS] if value[cell] > least_worth]]
+    fillings = np.zeros((len(last_cells), len(duals)))
+    for filling, cell in zip(fillings, last_cells, strict=True):
+        for row in range(len(bundles) - 1, -1, -1):
+            if is_taken[row, cell]:
+                j, size = bundles[row]
                 filling[j] += size
-                place -= int(cells[j]) * size
+                cell -= int(cells[j]) * size
     return float(value[_CELLS]), fillings

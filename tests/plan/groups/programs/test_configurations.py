@@ -1,4 +1,4 @@
-"""Promises of the configuration LP: no grouping beats its bound, which is as tight as measured before."""
+"""The configuration LP: no grouping beats its bound, which is as tight as measured before."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_different_fixed_costs_keep_the_bound_a_bound() -> None:
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(few_lengths, kinds)
 def test_more_sequences_never_lower_the_bound(lengths: list[int], kind: str) -> None:
-    # as tight as the search is: 0.05 % of T, 0.1 % of the ranks
+    # the tolerance of the search: 0.05 % of T and 0.1 % of the ranks
     more = configuration_bound_s(build([*lengths, 100], kind, 4000))
     assert more >= configuration_bound_s(build(lengths, kind, 4000)) * (1 - 2e-3)
 
@@ -58,13 +58,13 @@ def test_more_sequences_never_lower_the_bound(lengths: list[int], kind: str) -> 
 def test_the_bounds_reproduce_the_measured_ones() -> None:
     """The measured bounds were searched with a tolerance of 0.4 %; ours may be higher, but not above what MILPs reached."""
     for name, problem, bound_s, best_milp_s in flexsp_problems():
-        # from above, as solvers ask; from below it is as tight but slower
+        # search from above, as solvers do; from below the bound is as tight but slower
         found_s = configuration_bound_s(problem, 60.0, best_milp_s)
         assert bound_s * 0.996 <= found_s <= min(best_milp_s, bound_s * 1.008), name
 
 
 def test_the_bound_of_few_long_sequences_is_the_optimum() -> None:
-    # three on 64 ranks: fractions of whole groups know that none can be cut, the fluid does not
+    # three sequences on 64 ranks: configurations know that groups cannot be cut, the fluid bound does not
     problem = flexsp_problem([100_000] * 3)
     best_s = least_micro_batch_seconds(problem)
     assert configuration_bound_s(problem) == pytest.approx(best_s, rel=1e-3)
@@ -105,7 +105,7 @@ def test_what_memory_rules_out_has_an_infinite_bound() -> None:
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.integers(0, 10_000))
 def test_ceilings_of_pricing_lie_above_every_configuration(seed: int) -> None:
-    """All ceilings against all ways to fill a group, by enumeration; what pricing returns must keep both rows."""
+    """Compares all ceilings with every way to fill a group; configurations that pricing returns must keep both constraints."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(200, 4000, 6).tolist()
     problem = build(lengths, capacity=1500)

@@ -1,4 +1,4 @@
-"""Promises of bucketing: exact against brute force, as close as published, and classes that stay on their side."""
+"""Buckets equal brute force and are as close as published, and classes are rounded to the right side."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_classes_hold_every_sequence_once_and_err_to_one_side(lengths: list[int]
             assert sign * (tokens - lengths[i]) >= 0
             assert (sign * (seconds - problem.seconds[:, i]) >= 0).all()
     if most >= len(set(lengths)):
-        # no rounding where there are enough classes
+        # there is no rounding if there are enough classes
         assert classes.tokens.tolist() == sorted(set(lengths))
         assert np.array_equal(classes.seconds[:, 0], problem.seconds[:, lengths.index(min(lengths))])
 
@@ -67,7 +67,7 @@ def test_groups_are_drawn_from_long_to_short_and_surplus_leaves_the_slowest() ->
     problem = flexsp_problem([1000, 1010, 1020, 3000], num_ranks=8)
     classes = LengthClasses.of(problem, 2, rounded_up=True)
     assert classes.counts.tolist() == [3, 1]
-    # four places for three short ones: the group that also runs the long one gives its place up
+    # four slots for three short sequences: the group that also runs the long one loses its slot
     contents = np.array([[1.0, 1.0], [3.0, 0.0]])
     assert draw_groups(problem, classes, np.array([0, 0]), contents) == ((1, (3,)), (1, (2, 1, 0)))
     # the longest of a class goes to the group that has the least to do

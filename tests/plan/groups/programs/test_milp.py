@@ -1,4 +1,4 @@
-"""Promises of the integer program: exact on few lengths, never slower than its seed, within memory, honest about failure."""
+"""The integer program is exact on few lengths, never slower than its seed, keeps memory, and reports failures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_short_time_never_loses_to_the_seed(name: str) -> None:
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(st.integers(0, 1000))
 def test_memory_holds_on_true_lengths_after_buckets(seed: int) -> None:
-    """More lengths than buckets, memory nearly full: what the program fits rounded up fits in truth."""
+    """With more lengths than buckets and nearly full memory, groups that fit rounded up also fit in truth."""
     lengths = list(lognormal_lengths(seed, 40, 1500, median=120, sigma=0.8))
     problem = build(lengths, capacity=-(-sum(lengths) * 11 // 40))
     assert len(set(lengths)) > 20
@@ -81,7 +81,7 @@ def test_memory_holds_on_true_lengths_after_buckets(seed: int) -> None:
 
 
 def test_a_seed_that_breaks_buckets_is_no_obstacle() -> None:
-    # rounded up, the long ones of a full group no longer fit it: no start, but an answer
+    # rounded up, the long sequences of a full group no longer fit, so there is no start, but there is an answer
     capacity = 1000
     lengths = [capacity - 3 * i for i in range(20)] + list(range(100, 118))
     problem = GroupingProblem.build(lengths, cost_model("attention", 24), PlannerConfig(capacity, (1, 2, 4)))

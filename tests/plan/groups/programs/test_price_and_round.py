@@ -1,4 +1,4 @@
-"""Promises of price and round: groups that fit, never slower than the seed, with a bound that no grouping beats."""
+"""Price and round: groups fit, are never slower than the seed, and come with a bound that no grouping beats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_groups_and_bound_enclose_the_optimum(lengths: list[int], kind: str) -> 
     best_s, found_s = least_micro_batch_seconds(problem), problem.micro_batch_seconds(found.groups)
     assert found.bound_s <= best_s * (1 + 1e-9) <= found_s * (1 + 2e-9)
     assert found_s <= problem.micro_batch_seconds(seed)
-    # known configurations only, so no promise of the optimum; with so few sequences it is near
+    # only known configurations are used, so the optimum is not guaranteed, but it is near with so few sequences
     assert found_s <= best_s * 1.1
 
 
