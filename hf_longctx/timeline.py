@@ -1,4 +1,7 @@
-"""Timelines: one event type for predicted and measured runs, and writers for SVG pictures, Chrome traces and text."""
+"""Timelines: one event type for predicted and measured runs, written as SVG or PNG pictures and as Chrome traces.
+
+The simulator draws predictions with it, and the trainer draws predicted and measured steps side by side.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ _DPI = 110
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """What one rank did from `start_s` to `stop_s`, in seconds from the start of the timeline.
+    """An activity of one rank from `start_s` to `stop_s`, in seconds from the start of the timeline.
 
-    kind: an action kind or another word that groups events; name: short text; detail: what a reader sees on hovering.
+    kind: an action kind, or another word by which events are coloured. name: short text. detail: text shown on hovering.
     """
 
     rank: int
@@ -56,23 +59,8 @@ def chrome_trace(events: Sequence[TimelineEvent]) -> str:
     return json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
 
 
-def text_timeline(events: Sequence[TimelineEvent], num_columns: int = 100) -> str:
-    """One line per rank; every column is an equal share of the time and shows the first letter of what ran there."""
-    stop_s = max((event.stop_s for event in events), default=0.0)
-    lines = []
-    for rank in sorted({event.rank for event in events}):
-        cells = ["."] * num_columns
-        for event in (event for event in events if event.rank == rank):
-            first = int(event.start_s / stop_s * num_columns) if stop_s else 0
-            last = max(first + 1, int(event.stop_s / stop_s * num_columns)) if stop_s else 1
-            for column in range(first, min(last, num_columns)):
-                cells[column] = event.kind[0]
-        lines.append(f"rank {rank:3d} " + "".join(cells))
-    return "\n".join(lines)
-
-
 def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> str:
-    """A picture with one panel per name (for example "predicted" and "measured") on one time axis, a row per rank."""
+    """An SVG picture with one panel per name (for example "predicted" and "measured"), one row per rank, and one time axis."""
     stop_s = max((event.stop_s for events in panels.values() for event in events), default=0.0) or 1.0
     # the last few pixels keep the rightmost axis label inside the picture
     scale = (_WIDTH - _LABEL_WIDTH - 2 * _MARGIN - 20) / stop_s
@@ -99,16 +87,16 @@ def svg_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str) -> s
 
 
 def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path) -> None:
-    """The picture of `svg_timeline` as a PNG file, for many ranks too; needs matplotlib (the extra `plot`).
+    """Write the picture of `svg_timeline` as a PNG file, also for many ranks; needs matplotlib (the extra `plot`).
 
-    Neighbouring ranks that do the same are one box, as high as their number.
+    Neighbouring ranks that do the same are drawn as one box, as high as their number.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     panels = panels or {"nothing": ()}
-    # 64 ranks still get rows that can be told apart, and two ranks rows that are no stripes
+    # rows of 64 ranks can still be told apart, and rows of two ranks are not too thin
     heights = [min(9.0, max(1.2, 0.11 * len({e.rank for e in events}))) for events in panels.values()]
     figure = Figure(figsize=(14, 1.3 + sum(height + 0.6 for height in heights)), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
@@ -127,11 +115,11 @@ def save_png_timeline(panels: Mapping[str, Sequence[TimelineEvent]], title: str,
 
 
 def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, height: float) -> None:
-    """The boxes of one panel of `height` inches, by kind, with labels where they fit and a few names of ranks."""
+    """Draw one panel of `height` inches: the boxes by kind, labels that fit into them, and the names of some ranks."""
     from matplotlib.collections import PolyCollection
 
     ranks = sorted({event.rank for event in events})
-    row = {rank: place for place, rank in enumerate(ranks)}
+    row = {rank: index for index, rank in enumerate(ranks)}
     boxes = list(_merged_boxes(events))
     for kind in _ordered({event.kind for event in events}):
         corners = [
@@ -144,7 +132,7 @@ def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, heigh
     dots_per_s, dots_per_row = 12.5 * _DPI / stop_s, height * _DPI / max(1, len(ranks))
     for event, num in boxes:
         label = event.detail.split(" ", 1)[0] if event.detail.startswith("<") else event.name
-        # about 6 dots a character and 10 a line at this size
+        # a character is about 6 dots wide and a line 10 dots high at this size
         if (
             event.kind != "exchange"
             and (event.stop_s - event.start_s) * dots_per_s > 6 * len(label) + 3
@@ -161,7 +149,7 @@ def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, heigh
 
 
 def _merged_boxes(events: Sequence[TimelineEvent]) -> Iterator[tuple[TimelineEvent, int]]:
-    """Each event with the number of ranks from its own on that do the same at the same time, as far as its group goes."""
+    """Events with the number of consecutive ranks, starting at the event's own, that do the same, within one group."""
     last: TimelineEvent | None = None
     num = 0
     for event in sorted(events, key=lambda e: (e.start_s, e.stop_s, e.kind, e.detail, e.rank)):
@@ -174,13 +162,13 @@ def _merged_boxes(events: Sequence[TimelineEvent]) -> Iterator[tuple[TimelineEve
 
 
 def _degree(event: TimelineEvent) -> int:
-    """n of an event whose detail starts with <n>; without that, events are merged without end."""
+    """Group size n of an event whose detail starts with <n>; a huge number for others, so that they are merged without limit."""
     digits = event.detail[1:].partition(">")[0]
     return int(digits) if event.detail.startswith("<") and digits.isdigit() else 1 << 30
 
 
 def _ordered(kinds: set[str]) -> list[str]:
-    """Known kinds first, in the order of the colours."""
+    """Kinds in the order of their colours, then those without a colour of their own."""
     return [kind for kind in _COLOURS if kind in kinds] + sorted(kinds - set(_COLOURS))
 
 
@@ -204,7 +192,7 @@ def _box(event: TimelineEvent, y: int, scale: float) -> str:
     hover = html.escape(f"{event.name}: {seconds:.3f} s. {event.detail}")
     box = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" fill="{colour}" stroke="white">'
     label = event.detail.split(" ", 1)[0] if event.detail.startswith("<") else event.name
-    # about 7 pixels a character: a label that does not fit is left to the hover text
+    # a character is about 7 pixels wide; a label that does not fit appears in the hover text only
     text = _text(x + 4, y + 15, label, 11, colour="white") if width > 7 * len(label) + 6 else ""
     return f"{box}<title>{hover}</title></rect>{text}"
 

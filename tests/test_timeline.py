@@ -1,4 +1,4 @@
-"""Promises of the timeline writers: what they write can be read, and says when things ran."""
+"""Timelines: written pictures and traces can be read back and show when events ran."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_longctx.timeline import TimelineEvent, _merged_boxes, chrome_trace, save_png_timeline, svg_timeline, text_timeline
+from hf_longctx.timeline import TimelineEvent, _merged_boxes, chrome_trace, save_png_timeline, svg_timeline
 
 EVENTS = (
     TimelineEvent(0, "F", "0F0", 0.0, 1.0, "<2> 100 tokens in 1 sequence(s)"),
@@ -31,22 +31,8 @@ def test_the_chrome_trace_has_one_complete_event_per_event_in_microseconds() -> 
         assert record["args"]["detail"] == event.detail
 
 
-def test_text_shows_every_rank_on_one_time_axis() -> None:
-    # 4 seconds in 8 columns: half a second each
-    assert text_timeline(EVENTS, num_columns=8).splitlines() == [
-        "rank   0 FFBBBB..",
-        "rank   1 FF.BBBBB",
-        "rank  10 ......ss",
-    ]
-
-
-def test_a_short_event_still_shows_in_text() -> None:
-    events = [TimelineEvent(0, "F", "0F0", 0.0, 1e-6), TimelineEvent(0, "B", "0B0", 50.0, 100.0)]
-    assert text_timeline(events, num_columns=10) == "rank   0 F....BBBBB"
-
-
 def rows(svg: str) -> list[ET.Element]:
-    """The boxes of events: rectangles with a hover title."""
+    """Boxes of events: rectangles with a hover title."""
     return [box for box in ET.fromstring(svg).iter(f"{_SVG}rect") if box.find(f"{_SVG}title") is not None]
 
 
@@ -101,17 +87,17 @@ def test_the_axis_has_a_readable_number_of_ticks(stop_s: float) -> None:
 
 def test_nothing_happened_is_a_valid_picture_too() -> None:
     assert json.loads(chrome_trace([]))["traceEvents"] == []
-    assert text_timeline([]) == ""
     assert rows(svg_timeline({}, "empty")) == []
     assert rows(svg_timeline({"predicted": []}, "empty")) == []
 
 
 def test_an_event_of_no_duration_at_the_start_is_drawn() -> None:
-    assert text_timeline([TimelineEvent(0, "F", "0F0", 0.0, 0.0)], num_columns=3) == "rank   0 F.."
+    [box] = rows(svg_timeline({"predicted": [TimelineEvent(0, "F", "0F0", 0.0, 0.0)]}, "short"))
+    assert float(box.attrib["width"]) > 0
 
 
 def group(first: int, degree: int, start_s: float, stop_s: float, kind: str = "F") -> list[TimelineEvent]:
-    """What the ranks of one sequence group do."""
+    """Equal events of all ranks of one sequence group."""
     ranks = range(first, first + degree)
     return [TimelineEvent(rank, kind, "0F0", start_s, stop_s, f"<{degree}> 9 tokens in 1 sequence(s)") for rank in ranks]
 

@@ -1,1 +1,1 @@
-"""The command line; heavy imports happen inside sub-commands."""
+"""The command line `hf-longctx`; heavy imports happen inside the sub-commands."""

@@ -1,4 +1,4 @@
-"""`hf-longctx calibrate`: measures the machine and writes it as a hardware profile. Starts its own ranks if nobody did."""
+"""`hf-longctx calibrate`: measure this machine and write its hardware profile. Starts its own ranks unless a launcher did."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 
 _DEFAULT_SECONDS = 45.0
-# ranks end by themselves at the deadline; what takes so much longer hangs
+# seconds after the deadline at which a rank counts as hanging; ranks end by themselves at the deadline
 _GRACE_S = 120.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the sub-command to the parser of all commands."""
+    """Add the sub-command to the parser of all commands."""
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine and write its hardware profile",
-        description="Measures decoder layers, exchanges of every degree and copies, fits the cost model, and prints how far "
-        "it is off on chunks that no fit has seen. Under torchrun or accelerate launch it runs on their ranks.",
+        description="Measures decoder layers, exchanges of every degree and copies, fits the cost model, and prints its error "
+        "on chunks that were not used for the fit. Under torchrun or accelerate launch it runs on their ranks.",
     )
     parser.add_argument(
         "--model", default="", help="a model's name, its config.json or folder; default: a small Llama (no weights are read)"
@@ -32,13 +32,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--ranks", type=int, help="processes to start; default: one per visible GPU, or 2 on CPU")
     parser.add_argument("--seconds", type=float, default=_DEFAULT_SECONDS, help="when to stop measuring (default: %(default)g)")
     parser.add_argument("--output", type=Path, help="the JSON file to write, for LongContextConfig(hardware=FILE)")
-    # set by the process that starts the ranks: the clock began with its own start
+    # set by the process that starts the ranks, since the time limit counts from its own start
     parser.add_argument("--stop-at", type=float, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures on this rank, or starts the ranks and waits for them; returns the exit status."""
+    """Measure on this rank, or start the ranks and wait for them; returns the exit status."""
     started_s = time.time()
     try:
         _check(options)
@@ -60,7 +60,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.ranks is not None and "WORLD_SIZE" in os.environ and options.ranks != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--ranks is {options.ranks}, but the launcher started {os.environ['WORLD_SIZE']}; leave it out")
     if options.output is not None and not options.output.parent.is_dir():
-        raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}; create it first")
+        raise ValueError(f"--output {options.output}: the folder {options.output.parent} does not exist; create it first")
     if options.output is not None and options.output.is_dir():
         raise ValueError(f"--output {options.output} is a folder; give a file name, hardware.json for example")
 
@@ -73,7 +73,7 @@ def _num_ranks(asked: int | None) -> int:
 
 
 def _num_devices() -> int:
-    """Visible GPUs. Without a driver torch need not be loaded to know that there are none, which takes seconds."""
+    """Number of visible GPUs; without a driver it is 0 and torch, which takes seconds to load, is not needed."""
     if not any(Path("/dev").glob("nvidia*")) and not Path("/dev/dxg").exists():
         return 0
     import torch
@@ -82,7 +82,7 @@ def _num_devices() -> int:
 
 
 def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
-    """Starts the same command as `num_ranks` ranks of this machine; returns the status of the first that failed, or 0."""
+    """Start this command as `num_ranks` ranks of this machine; returns the status of the first one that failed, or 0."""
     words = ["--seconds", str(options.seconds), "--stop-at", str(options.stop_at), "--model", options.model]
     words += ["--precision", options.precision] if options.precision else []
     words += ["--output", str(options.output)] if options.output is not None else []
@@ -93,7 +93,7 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
         while any(process.poll() is None for process in processes):
             failed = next((process.returncode for process in processes if process.returncode), 0)
             if failed or time.time() > deadline_s:
-                # a moment for the others to say what they know
+                # give the other ranks a moment to print their errors
                 time.sleep(1.0)
                 break
             time.sleep(0.05)
@@ -103,12 +103,12 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
             process.kill()
         for process in processes:
             process.wait()
-    # a rank that was killed has a negative status and is not what failed first
+    # ranks that were killed have a negative status and are not those that failed first
     return max((process.returncode for process in processes), default=0) or int(bool(late))
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:
-    """What torchrun would set for every rank of one machine; the cores are divided among them."""
+    """Environments of all ranks as torchrun would set them on one machine; the cores are divided among the ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -133,7 +133,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     try:
         calibration = calibrate(CalibrationRequest(options.model, options.precision or "", options.stop_at))
     except ValueError as error:
-        # all ranks find the same, one says it
+        # all ranks raise the same error, so one prints it
         if is_first:
             print(f"calibrate: {error}", file=sys.stderr)
         return 1

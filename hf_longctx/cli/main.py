@@ -1,4 +1,4 @@
-"""`hf-longctx`: small tools around plans. Training runs through `accelerate launch` and the scripts in recipes/."""
+"""`hf-longctx`: plan, simulate, show and calibrate. Training runs through `accelerate launch` and the scripts in recipes/."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf-longctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    plan = commands.add_parser("plan", help="say what a step would take, its layout, memory and baselines, without a GPU")
+    plan = commands.add_parser("plan", help="forecast a step without a GPU: its seconds, layout, memory and baselines")
     add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
     simulate = commands.add_parser("simulate", help="run a saved plan under a cost model: seconds, waiting and bytes per rank")
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command and return the exit status."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # the reader went away, for example `| head`; Python would complain again when it closes the stream
+        # the reader has closed the pipe, for example `| head`; Python would complain again when it closes the stream
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

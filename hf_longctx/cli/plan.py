@@ -1,6 +1,6 @@
-"""`hf-longctx plan` and `hf-longctx simulate`: what a training step would take, before anything is paid for.
+"""`hf-longctx plan` and `hf-longctx simulate`: forecast the time and memory of a training step without running it.
 
-Only argparse here; numpy and the planner are imported when a command runs, torch never.
+Only argparse is imported here; numpy and the planner are imported when a command runs, torch never is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAN_EPILOG = """examples:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `hf-longctx plan`."""
+    """Add the options of `hf-longctx plan`."""
     parser.epilog, parser.formatter_class = _PLAN_EPILOG, argparse.RawDescriptionHelpFormatter
     what = parser.add_argument_group("what to train")
     what.add_argument(
@@ -37,43 +37,47 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--lengths",
-        help="one length a line (.gz too), a histogram file ('length count' lines), FILE.jsonl:COLUMN (.json, .csv, .parquet), "
-        "or lognormal:MU,SIGMA; without it: only memory and the longest sequence",
+        help="one length per line (.gz too), a histogram file ('length count' lines), FILE.jsonl:COLUMN (.json, .csv, "
+        ".parquet), or lognormal:MU,SIGMA; without it, only memory and the longest sequence are forecast",
     )
-    what.add_argument("--limit", type=int, help="longest sequence in tokens; longer ones are left out and counted")
+    what.add_argument("--limit", type=int, help="most tokens of a sequence; longer sequences are left out and counted")
     what.add_argument(
-        "--global-batch", type=int, help=f"sequences of a step (default: {_DEFAULT_BATCH}, or all if there are fewer)"
+        "--global-batch", type=int, help=f"sequences per step (default: {_DEFAULT_BATCH}, or all if there are fewer)"
     )
     what.add_argument(
-        "--steps", type=int, default=_DEFAULT_STEPS, help="steps to plan and to average over (default: %(default)s)"
+        "--steps", type=int, default=_DEFAULT_STEPS, help="number of steps to plan and average over (default: %(default)s)"
     )
-    what.add_argument("--seed", type=int, default=0, help="of the shuffle and of sampled lengths (default: %(default)s)")
+    what.add_argument("--seed", type=int, default=0, help="seed of the shuffle and of sampled lengths (default: %(default)s)")
     _add_machine_arguments(parser, is_required=True)
-    how = parser.add_argument_group("how to train", "what is left out is chosen")
-    how.add_argument("--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states live")
+    how = parser.add_argument_group("how to train", "options that are left out are chosen by the program")
+    how.add_argument(
+        "--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states are held"
+    )
     how.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
-    how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, of weights and saved activations")
-    how.add_argument("--lora-rank", type=int, default=0, help="of adapters on all matrices; 0 trains all weights (default)")
+    how.add_argument("--dtype", default="", help="bfloat16 (default) or float32, for weights and saved activations")
+    how.add_argument("--lora-rank", type=int, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)")
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
     how.add_argument("--host-gib", type=float, help="host memory for each rank's saved tensors (default: the profile's)")
     how.add_argument(
-        "--activations", choices=("auto", "keep"), default="auto", help="auto: recompute and offload by need; keep: never"
+        "--activations", choices=("auto", "keep"), default="auto", help="auto: recompute and offload as needed; keep: never"
     )
     how.add_argument("--degrees", type=_degrees, default=(), help="allowed sizes of sequence groups, for example 1,2,4,8")
     how.add_argument("--method", choices=("auto", "ulysses", "ring", "hybrid"), default="auto", help="how groups share attention")
     how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")
-    how.add_argument("--solver-time-limit", type=float, default=10.0, help="seconds of lp and milp a step (default: %(default)s)")
+    how.add_argument(
+        "--solver-time-limit", type=float, default=10.0, help="seconds per step for lp and milp (default: %(default)s)"
+    )
     how.add_argument("--tokens-per-rank", type=int, default=0, help="most tokens a rank holds (default: as memory allows)")
     how.add_argument(
-        "--ablation", action="store_true", help="also pipeline stages: FlexSP, Seq1F1B, InfiniPipe and SPPO alone, and all in one"
+        "--ablation", action="store_true", help="also plan with pipelines: FlexSP, Seq1F1B, InfiniPipe and SPPO alone, and all"
     )
     _add_output_arguments(parser, "plan.json, report.txt, timeline.png, trace.json (Perfetto) and lengths.png")
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `hf-longctx simulate`."""
-    parser.add_argument("plan", type=Path, help="what `hf-longctx plan --json` printed, or a plan of its own (`plan_to_json`)")
-    parser.add_argument("--model", help="price the plan for this model; needed for a plan of its own")
+    """Add the options of `hf-longctx simulate`."""
+    parser.add_argument("plan", type=Path, help="output of `hf-longctx plan --json`, or a bare plan (`plan_to_json`)")
+    parser.add_argument("--model", help="price the plan for this model; needed for a bare plan")
     parser.add_argument("--dtype", default="", help="bfloat16 (default) or float32")
     parser.add_argument("--shard-ranks", type=int, default=0, help="ranks that share one copy of sharded states (default: all)")
     _add_machine_arguments(parser, is_required=False)
@@ -84,8 +88,8 @@ def _add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) -
     where = parser.add_argument_group("where to train")
     if is_required:
         where.add_argument("--gpus", type=int, required=True, help="number of ranks, one device each")
-    where.add_argument("--ranks-per-node", type=int, default=0, help="devices of a node (default: 8, or all if there are fewer)")
-    where.add_argument("--hardware", required=is_required, help="a profile (a100-40g, h100, ...) or the path of one")
+    where.add_argument("--ranks-per-node", type=int, default=0, help="devices per node (default: 8, or all if there are fewer)")
+    where.add_argument("--hardware", required=is_required, help="a hardware profile (a100-40g, h100, ...) or the path of one")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, files: str) -> None:
@@ -98,11 +102,11 @@ def _degrees(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(word) for word in text.split(",")}))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,2,4,8") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,4,8") from None
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Prints the forecast; the exit status is 1 for what a user can mend."""
+    """Print the forecast; the exit status is 1 for errors that the user can fix."""
     try:
         if options.output:
             from hf_longctx.sim.output.pictures import check_pictures, write_forecast
@@ -148,7 +152,7 @@ def _forecast(options: argparse.Namespace) -> Forecast:
     scenario = build_scenario(_request(options, workload.longest if workload else 0))
     batch = options.global_batch or min(wanted, workload.num_sequences if workload else wanted)
     if options.ablation and workload is None:
-        raise ValueError("--ablation compares plans of sequences; give --lengths too")
+        raise ValueError("--ablation compares plans for sequences; give --lengths too")
     return make_forecast(scenario, workload, options.steps, batch, options.seed, options.ablation)
 
 
@@ -179,7 +183,7 @@ def _request(options: argparse.Namespace, longest_tokens: int) -> Request:
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Prints what a saved plan would take; the exit status is 1 for what a user can mend."""
+    """Print the predicted run of a saved plan; the exit status is 1 for errors that the user can fix."""
     try:
         report = _simulate(options)
     except (OSError, ValueError) as error:
@@ -211,7 +215,7 @@ def _simulate(options: argparse.Namespace) -> str:
 
 
 def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, MemoryModel]:
-    """The cost and the memory model of a plan: the file's own, or those of the options."""
+    """Cost model and memory model of a plan: those of the file, or those that the options name."""
     from hf_longctx.sim.scenario import Request, build_scenario
 
     changes = [name for name in ("model", "hardware", "dtype", "shard_ranks", "ranks_per_node") if getattr(options, name)]
@@ -220,7 +224,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Mem
     model, hardware = options.model or file.model_name, options.hardware or file.hardware_name
     for name, value in (("model", model), ("hardware", hardware)):
         if not value:
-            raise ValueError(f"the file holds a plan alone and does not say which {name} to price it for; add --{name} NAME")
+            raise ValueError(f"the file is a bare plan and does not say which {name} to price it for; add --{name} NAME")
     request = Request(
         model=model,
         hardware=hardware,

@@ -1,1 +1,1 @@
-"""What plans would do without running them: workloads, forecasts with their baselines, memory, tables and pictures."""
+"""Simulate training steps without running them: workloads, forecasts, baselines, memory, tables and pictures."""

@@ -1,4 +1,7 @@
-"""Runs a plan under a cost model, for people to read: shares of computing, communicating and waiting, and a timeline of them."""
+"""Predict how a plan runs, for people to read: shares of computing, communicating and waiting, and a timeline.
+
+Called by `sim/forecast.py` for planned steps and by `hf-longctx simulate` for saved plans.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from hf_longctx.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """A plan's predicted run. `once_s`: of the step, for the optimizer and all that is not part of a chunk.
+    """The predicted run of a plan.
 
-    `events`: F and B without what is communicated in them, which stands behind as "exchange". peak_bytes, host_bytes: of every
-    rank, by the formulas of the cost model's states and of policies.
+    once_s: seconds of the optimizer and of everything else that is not part of a chunk. events: F and B without their
+    communication, which follows each of them as "exchange". peak_bytes, host_bytes: predicted memory of every rank, on its
+    device and on the host.
     """
 
     step_s: float
@@ -26,31 +30,33 @@ class Execution:
     host_bytes: tuple[int, ...]
 
     def share(self, seconds: str) -> float:
-        """The share of all rank-seconds of the step that go into "compute_s", "exchange_s" or "idle_s"."""
+        """Share of the step's rank-seconds spent on "compute_s", "exchange_s" or "idle_s"."""
         total = self.step_s * len(self.ranks)
         return float(sum(getattr(rank, seconds) for rank in self.ranks)) / total if total else 0.0
 
 
 def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:
-    """The predicted run of `plan`; raises ValueError for what the evaluation does not know, or another number of ranks."""
+    """The predicted run of `plan`; raises ValueError if plan and cost model differ in ranks or layers."""
     if plan.num_ranks != costs.cluster.num_ranks:
         raise ValueError(
-            f"the plan is for {plan.num_ranks} ranks, the cost model for {costs.cluster.num_ranks}; make them equal (--gpus)"
+            f"the plan is for {plan.num_ranks} ranks, but the cost model is for {costs.cluster.num_ranks}; make them equal "
+            f"(--gpus)"
         )
     num_layers = sum(stage.num_layers for stage in plan.micro_batches[0].groups[0].stages)
     if num_layers != costs.model.num_layers:
         raise ValueError(
-            f"the plan is for a model of {num_layers} layers, the cost model for {costs.model.num_layers}; name another"
+            f"the plan is for a model of {num_layers} layers, but the cost model is for {costs.model.num_layers} layers; give "
+            f"another model (--model)"
         )
     run = evaluate_plan(plan, costs)
-    events = [part for event, seconds in zip(run.events, run.exchange_s, strict=True) for part in _split(event, seconds)]
+    events = [piece for event, seconds in zip(run.events, run.exchange_s, strict=True) for piece in _split(event, seconds)]
     if run.once_s:
         events += [TimelineEvent(r, "step", "optimizer", run.step_s - run.once_s, run.step_s) for r in range(plan.num_ranks)]
     return Execution(run.step_s, run.once_s, run.ranks, tuple(events), run.peak_bytes, run.host_bytes)
 
 
 def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:
-    """The event's computation and, behind it, what it communicates; in truth both alternate layer by layer."""
+    """Split an event into its computation and, after it, its communication; in reality both alternate layer by layer."""
     if exchange_s <= 0:
         return [event]
     middle_s = max(event.start_s, event.stop_s - exchange_s)

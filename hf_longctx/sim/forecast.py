@@ -1,4 +1,7 @@
-"""A workload on a scenario: the plans of some steps, what others would do with them, and what was rejected."""
+"""Forecast a workload on a scenario: plans of some steps, what other systems would do with them, and rejected alternatives.
+
+Called by `hf-longctx plan`; `sim/output` writes the result as text, JSON and pictures.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ _METHODS: tuple[GroupMethod, ...] = ("ulysses", "ring", "hybrid")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Another way to run the same sequences: its mean seconds per step, or why it cannot run (then step_s is 0).
+    """Another way to run the same sequences: its mean seconds per step, or (step_s 0) the reason why it cannot run.
 
-    degree: the one of all groups, where the choice is about that.
+    degree: the degree of all groups, if the choice fixes it, else 0.
     """
 
     name: str
@@ -45,9 +48,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """One step: the plan, its run and memory, and the seconds of every baseline with the same lengths and cost model.
+    """One step: its plan, predicted run and memory, and the seconds of every baseline with the same lengths and cost model.
 
-    Baselines keep everything, in the same memory.
+    Baselines keep all activations, in the same memory.
     """
 
     plan: StepPlan
@@ -58,7 +61,7 @@ class StepForecast:
 
 @dataclass(frozen=True, slots=True)
 class DegreeUse:
-    """The sequences that run in groups of one degree and method, over all steps."""
+    """Sequences of all steps that run in groups of one degree and method."""
 
     degree: int
     method: str
@@ -70,11 +73,11 @@ class DegreeUse:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Everything the report says. Without lengths there are no steps, but memory and the longest sequence are known.
+    """Everything that the report says. Without lengths there are no steps, but memory and the longest sequence are known.
 
-    longest: what the activation engine makes of one sequence, by its switches.
-    alternatives: other degrees and methods for the first step. context_limit: the tokens that a run with one degree for all its
-    steps must be able to hold. ablation: what each system alone makes of the first step, where it was asked for.
+    alternatives: other degrees and methods for the first step. remedies: changes that would allow longer sequences. longest: the
+    longest sequence for each setting of the activation engine. context_limit: tokens that a run with one degree for all steps
+    must be able to hold. ablation: the first step as each of the four systems alone would plan it, if asked for.
     """
 
     scenario: Scenario
@@ -89,7 +92,7 @@ class Forecast:
 
     @property
     def longest_row(self) -> LongestRow:
-        """The row with the most tokens, the fastest of equals."""
+        """The row with the most tokens; the fastest one if several are equal."""
         return max(self.longest, key=lambda row: (row.tokens, -row.step_s))
 
     @property
@@ -107,25 +110,25 @@ class Forecast:
 
     @property
     def peak_tokens(self) -> int:
-        """The most tokens that a rank holds in any step; without steps, as many as fit with everything kept."""
+        """Most tokens that a rank holds in any step; without steps, most tokens that fit with all activations kept."""
         held = [rank.peak_tokens for step in self.steps for rank in step.execution.ranks]
         return max(held, default=self.scenario.kept_tokens)
 
     @property
     def fullest(self) -> MemoryUse | None:
-        """Of the step whose fullest rank holds the most bytes; None without steps."""
+        """Memory of the step whose fullest rank holds the most bytes; None without steps."""
         return max((step.memory_use for step in self.steps), key=lambda use: use.peak_bytes, default=None)
 
     @property
     def activation_bytes(self) -> int:
-        """What the fullest rank of all steps holds beside the states; without steps, what as many tokens as fit save."""
+        """Bytes that the fullest rank of all steps holds besides the states; without steps, bytes saved by `peak_tokens`."""
         memory, placement = self.scenario.memory, self.scenario.placement
         if self.fullest is None:
             return self.peak_tokens * memory.saved_bytes_per_token
         return self.fullest.peak_bytes - memory.state_bytes(placement.parameters, placement.shard_ranks)
 
     def share(self, seconds: str) -> float:
-        """As `Execution.share`, over all steps."""
+        """Share of the rank-seconds of all steps, as for `Execution.share`."""
         total_s = sum(step.execution.step_s for step in self.steps)
         return sum(step.execution.share(seconds) * step.execution.step_s for step in self.steps) / total_s
 
@@ -137,7 +140,7 @@ class Forecast:
 
     @property
     def degrees_used(self) -> tuple[DegreeUse, ...]:
-        """Which sequences run on which degree, largest first."""
+        """Sequences by the degree they run on, largest degree first."""
         found: dict[tuple[int, str], list[int]] = defaultdict(list)
         for length, group in self.placed_lengths():
             found[group.degree, group.method].append(length)
@@ -147,10 +150,10 @@ class Forecast:
         )
 
     def placed_lengths(self) -> Iterator[tuple[int, SequenceGroup]]:
-        """Every sequence's length with the group that it runs in."""
+        """Length and group of every sequence of all steps."""
         for plan in (step.plan for step in self.steps):
             for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
-                # a sequence in slices counts by its first one
+                # count a sliced sequence once, by its first slice
                 for span in (span for chunk in group.chunks for span in chunk.spans if not span.start):
                     yield plan.lengths[span.sequence], group
 
@@ -158,9 +161,9 @@ class Forecast:
 def make_forecast(
     scenario: Scenario, workload: Workload | None, num_steps: int, global_batch: int, seed: int, with_ablation: bool = False
 ) -> Forecast:
-    """Plans `num_steps` steps of the workload and compares them; raises ValueError when a sequence fits nowhere.
+    """Plan `num_steps` steps of the workload and compare them with baselines; raises ValueError if a sequence fits nowhere.
 
-    with_ablation: also with pipelines, and with each of the four systems alone.
+    with_ablation: also plan the first step with pipelines, and as each of the four systems alone would.
     """
     longer = remedies(scenario.memory, scenario.placement)
     longest = _longest(scenario)
@@ -183,20 +186,20 @@ def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, limi
 
 
 def _kept_config(scenario: Scenario) -> PlannerConfig:
-    """What others plan with: everything is kept. Only where a token fits so."""
+    """Settings of the baselines, which keep all activations; only valid if at least one token fits."""
     return replace(scenario.planner_config, tokens_per_rank=scenario.kept_tokens, activations=None)
 
 
 def _unfit(longest: int, degree: int, scenario: Scenario) -> str:
-    """Why a sequence does not fit a group with everything kept; empty where it does."""
+    """Reason why a sequence does not fit a group with all activations kept; empty if it fits."""
     if longest <= (room := degree * scenario.kept_tokens):
         return ""
     how = "" if scenario.memory.keeps_everything else " with everything kept"
-    return f"does not fit: the longest sequence has {longest:,} tokens, {degree} rank(s) hold {room:,}{how}"
+    return f"does not fit: the longest sequence has {longest:,} tokens, but {degree} rank(s) hold {room:,}{how}"
 
 
 def _baselines(lengths: Sequence[int], scenario: Scenario, limit: int) -> tuple[Choice, ...]:
-    """What others would do, who keep everything; their layouts run under the same judge as the plan."""
+    """Baselines, which keep all activations; the same prediction as for the plan gives their seconds."""
     if reason := _unfit(max(lengths), scenario.placement.degrees[-1], scenario):
         return tuple(Choice(name, detail=reason) for name in BASELINES)
     problem = GroupingProblem.build(lengths, scenario.costs, _kept_config(scenario))
@@ -211,7 +214,7 @@ def _baselines(lengths: Sequence[int], scenario: Scenario, limit: int) -> tuple[
 
 
 def _static_degrees(lengths: Sequence[int], scenario: Scenario) -> tuple[Choice, ...]:
-    """The step with one degree for all groups, for every degree: the better of our layout and of best-fit packing."""
+    """The step with one degree for all groups, for every degree; the better of `plan_static` and best-fit packing."""
     reasons = {degree: _unfit(max(lengths), degree, scenario) for degree in scenario.placement.degrees}
     choices = [Choice(f"all groups of {degree}", detail=reason, degree=degree) for degree, reason in reasons.items() if reason]
     if len(choices) == len(reasons):
@@ -222,7 +225,8 @@ def _static_degrees(lengths: Sequence[int], scenario: Scenario) -> tuple[Choice,
     for degree in (degree for degree, reason in reasons.items() if not reason):
         name = f"all groups of {degree}"
         packed = [
-            [(d, tuple(order[i] for i in part)) for d, part in groups] for groups in static_layout(ordered, degree, fill=1.0)
+            [(d, tuple(order[i] for i in members)) for d, members in groups]
+            for groups in static_layout(ordered, degree, fill=1.0)
         ]
         layouts = (plan_static(problem, config.micro_batch_trials, degree), packed)
         judged = [_judged(name, lengths, layout, problem, scenario.costs) for layout in layouts]
@@ -231,14 +235,14 @@ def _static_degrees(lengths: Sequence[int], scenario: Scenario) -> tuple[Choice,
 
 
 def _judged(name: str, lengths: Sequence[int], layout: Layout, problem: GroupingProblem, costs: CostModel) -> Choice:
-    """A layout under the same judge as the plan."""
+    """The seconds of a layout, predicted in the same way as those of the plan."""
     placed = place_layout(layout, problem.num_ranks, costs.cluster.ranks_per_node, node_aligned=True)
     plan = build_plan(0, lengths, placed, problem.shapes, costs)
     return Choice(name, execute_plan(plan, costs).step_s, plan.folded_layout)
 
 
 def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
-    """The plan's own groups, but all sharing attention by one method and with everything kept."""
+    """The groups of the plan with all of them sharing attention by one method."""
     config, costs = scenario.planner_config, scenario.costs
     used = {group.method for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1}
     choices = []
@@ -247,9 +251,9 @@ def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
             continue
         name, forced = f"these groups by {method} alone", replace(costs, method=method)
         if has_policies(plan):
-            # slices and shares are chosen for a method
-            reason = f"does not fit: the plan's groups need what the activation engine makes room for, {scenario.kept_tokens:,}"
-            choices.append(Choice(name, detail=f"{reason} tokens a rank are wholly kept"))
+            # slices and shares of policies are chosen for a method and cannot be transferred
+            reason = f"does not fit: the plan's groups recompute or offload to hold more than {scenario.kept_tokens:,}"
+            choices.append(Choice(name, detail=f"{reason} tokens per rank, which fits one method only"))
             continue
         try:
             shapes = _shapes(plan, forced, config)
@@ -289,13 +293,16 @@ def _check_longest(scenario: Scenario, workload: Workload, longer: Sequence[Reme
     advice = "".join(f"; or {text}" for text in enough)
     raise ValueError(
         f"the longest of {workload.num_sequences:,} sequences has {workload.longest:,} tokens, but the largest group "
-        f"({scenario.placement.degrees[-1]} ranks of {scenario.tokens_per_rank:,} tokens) holds {room:,}, which {too_long:,} "
-        f"sequence(s) exceed; leave these out with --limit {room}{advice}"
+        f"({scenario.placement.degrees[-1]} ranks of {scenario.tokens_per_rank:,} tokens) holds {room:,}; {too_long:,} "
+        f"sequence(s) are longer; leave these out with --limit {room}{advice}"
     )
 
 
 def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
-    """Of the largest group. What is gathered beside shards comes by formula, where measured bytes hold it elsewhere."""
+    """The longest sequence of the largest group, by settings of the activation engine.
+
+    Gathered parameters are counted by formula, since measured bytes do not list them separately.
+    """
     memory, placement = scenario.memory, scenario.placement
     ways = (memory, replace(memory, state_bytes_per_parameter=0))
     states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
@@ -306,7 +313,7 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
 
 
 def _machine(scenario: Scenario) -> Machine:
-    """What the rows of an ablation may use."""
+    """The machine and settings that every row of an ablation uses."""
     device_bytes = int(scenario.memory.device_bytes * ENGINE_SHARE)
     return Machine(scenario.costs, scenario.planner_config, device_bytes, scenario.memory.host_bytes)
 

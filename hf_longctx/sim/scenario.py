@@ -1,4 +1,7 @@
-"""What a forecast starts from: a model by name or config.json, a hardware profile, and how the ranks may be used."""
+"""Build the scenario of a forecast: a model by name or config.json, a hardware profile, and how the ranks are used.
+
+Called by `hf-longctx plan` and `hf-longctx simulate`. Options that the user left out are chosen here, with notes that say so.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,17 @@ from hf_longctx.sim.capacity import MemoryModel, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 _GIB = 2**30
-# fewer tokens on a rank than this are no room to train in
+# fewest tokens per rank with which replicated parameters are chosen
 _LEAST_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for; empty strings, zeros and () mean: choose. longest_tokens: of the sequences to be planned.
+    """Options of the user; empty strings, zeros and () mean that the program chooses.
 
-    lora_rank: of adapters, 0 for all weights. quantize: how weights below them are frozen, "nf4" or as they are. host_bytes: for
-    each rank, less than 0 for the profile's. activations: "auto" recomputes and offloads by need, "keep" does not.
+    longest_tokens: tokens of the longest sequence to be planned. lora_rank: rank of the adapters (0: all weights are trained).
+    quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
+    the profile). activations: "auto" recomputes and offloads if needed, "keep" never does.
     """
 
     model: str
@@ -60,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A model on a cluster with all choices made; `notes` say which ones, in sentences. hardware_name: as it was asked for."""
+    """A model on a cluster, with all choices made. notes: sentences about these choices. hardware_name: as the user gave it."""
 
     model_name: str
     hardware_name: str
@@ -73,17 +77,17 @@ class Scenario:
 
     @property
     def tokens_per_rank(self) -> int:
-        """Most tokens on a rank of a plan."""
+        """Most tokens that a plan may put on a rank."""
         return self.placement.tokens_per_rank(self.memory)
 
     @property
     def kept_tokens(self) -> int:
-        """Most tokens on a rank with everything kept."""
+        """Most tokens on a rank with all activations kept."""
         return self.placement.kept_tokens(self.memory)
 
     @property
     def budget(self) -> ActivationBudget | None:
-        """What policies may use beside the states; None where everything is kept."""
+        """Memory for activation policies besides the states; None if all activations are kept."""
         return self.memory.budget(self.placement.parameters, self.placement.shard_ranks)
 
     @property
@@ -92,15 +96,15 @@ class Scenario:
 
     @property
     def planner_config(self) -> PlannerConfig:
-        """As a run on these devices plans."""
+        """The settings with which a run on these devices plans."""
         degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
         return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s, activations=self.budget)
 
 
 def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
-    """The scenario of a request; raises ValueError for what does not exist, contradicts itself or (`must_fit`) is too large."""
+    """The scenario of a request; raises ValueError for unknown names, contradictions and (`must_fit`) models that do not fit."""
     profile = read_profile(request.hardware)
-    # a path is a model of its own, whatever its last part is called
+    # a path is never a measured model, even if its last component is the name of one
     calibration = None if Path(request.model).exists() else profile.calibration(_short_name(request.model))
     model, notes = _model(request, calibration)
     cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
@@ -108,7 +112,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if request.lora_rank < 0:
         raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
     if request.lora_rank and request.longest_tokens:
-        notes.append("planned steps are priced as if all weights were trained, in seconds and workspace; their states are LoRA's")
+        notes.append("seconds and workspace of planned steps are those of training all weights; their states are those of LoRA")
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep")
     memory = replace(
@@ -120,12 +124,12 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if not calibration:
         notes.append(
             f"{request.model} was not measured on {profile.spec.name}: seconds come from operation counts and the rates of "
-            f"the hardware, memory from a formula; the optimizer and gathering sharded parameters are not in the seconds"
+            f"the hardware, memory from a formula; seconds do not include the optimizer and gathering of sharded parameters"
         )
     elif request.method == "auto" and coefficients.forward.tile_s == coefficients.backward.tile_s == 0.0:
         notes.append(
-            "rings were not measured there, so the price of their extra tiles is unknown and taken as nothing; --method ulysses "
-            "keeps to what was measured"
+            "rings were not measured there, so the cost of their extra tiles is unknown and counted as zero; --method ulysses "
+            "uses measured costs only"
         )
     if request.solver not in SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}")
@@ -156,24 +160,24 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
         path = path / "config.json"
         if not path.is_file():
             raise ValueError(
-                f"the folder {name_or_path!r} has no config.json; give the folder of a checkpoint, or a model's name"
+                f"the folder {name_or_path!r} has no config.json; give the folder of a checkpoint, or the name of a model"
             )
     if not path.is_file():
         if path.suffix == ".json":
-            raise ValueError(f"the model config {name_or_path!r} is not there; give a config.json that exists, or a model's name")
+            raise ValueError(f"the model config {name_or_path!r} does not exist; give another path, or the name of a model")
         return named_model(_short_name(name_or_path), bytes_per_element)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"it holds {type(config).__name__}, not an object of fields")
-        # models with several towers keep the decoder's shape in a field of its own
+        # multimodal models keep the config of their decoder in the field text_config
         return ModelSpec.from_config(config.get("text_config") or config, bytes_per_element)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read as a model config: {error}") from None
 
 
 def _short_name(name: str) -> str:
-    """A hub name without its owner: "Qwen/Qwen3-8B" is Qwen3-8B."""
+    """A name on the Hub without its owner: "Qwen/Qwen3-8B" becomes "Qwen3-8B"."""
     return name.rpartition("/")[2]
 
 
@@ -182,26 +186,27 @@ def _model(request: Request, calibration: ModelCalibration | None) -> tuple[Mode
         raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(BYTES_PER_ELEMENT)}")
     if calibration and request.dtype:
         raise ValueError(
-            f"{request.model} was measured on {request.hardware} as it was trained there; --dtype has no effect, leave it out"
+            f"the costs of {request.model} on {request.hardware} were measured, in the dtype of that run; --dtype has no effect, "
+            f"leave it out"
         )
     model = read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"])
     sizes = Counter(window for window in model.windows if window is not None)
     return _quantised(request, model), [
-        f"{count} of {model.num_layers} layers see the last {window:,} tokens only, and cost no more than that"
+        f"{count} of {model.num_layers} layers see only the last {window:,} tokens, and are priced accordingly"
         for window, count in sorted(sizes.items())
     ]
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
-    """`model` with the weights of its layers in four bits if the request asks for them."""
+    """`model`, with the weights of its layers in four bits if the request asks for that."""
     if not request.quantize:
         return model
     if request.quantize != "nf4":
         raise ValueError(f"--quantize is {request.quantize!r}; give nf4, or leave it out")
     if not request.lora_rank:
-        raise ValueError("--quantize freezes the weights, so that nothing is left to train; give --lora-rank, or leave it out")
+        raise ValueError("--quantize freezes all weights, so nothing would be trained; give --lora-rank too, or leave it out")
     if model.idle_parameters:
-        raise ValueError(f"--quantize leaves experts as they are, of which {request.model} is mostly made; leave it out")
+        raise ValueError(f"--quantize does not quantize experts, which are most of {request.model}; leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False)
 
 
@@ -213,8 +218,8 @@ def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSp
     ranks_per_node = request.ranks_per_node or min(8, request.num_ranks)
     if not 1 <= ranks_per_node <= request.num_ranks or request.num_ranks % ranks_per_node:
         raise ValueError(
-            f"{request.num_ranks} ranks of {hardware} cannot stand on nodes of {ranks_per_node}; set --ranks-per-node to a "
-            f"divisor of --gpus"
+            f"{request.num_ranks} ranks of {hardware} cannot be divided into nodes of {ranks_per_node}; set --ranks-per-node to "
+            f"a divisor of --gpus"
         )
     return replace(cluster, ranks_per_node=ranks_per_node)
 
@@ -223,7 +228,7 @@ def _host_bytes(request: Request, cluster: ClusterSpec, notes: list[str]) -> int
     if request.host_bytes >= 0:
         return request.host_bytes
     if not cluster.hardware.host_bytes:
-        notes.append("host memory is not known and not counted; --host-gib says how much each rank may use")
+        notes.append("host memory is unknown, so nothing is offloaded; give each rank's share with --host-gib")
     return cluster.hardware.host_bytes
 
 
@@ -254,15 +259,15 @@ def _placement(request: Request, memory: MemoryModel, degrees: tuple[int, ...], 
     whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank)
     if parameters != "replicated":
         return replace(whole, shard_ranks=shard_ranks)
-    # what is kept costs nothing, so states are sharded before anything is computed again
+    # kept activations cost no time, so shard the states before recomputing anything
     kept = whole.kept_tokens(memory)
     has_room = memory.tokens_per_rank("replicated", 1) >= _LEAST_TOKENS and degrees[-1] * kept >= request.longest_tokens
     if request.parameters or request.num_ranks == 1 or has_room:
         return whole
     states = memory.state_bytes("replicated", 1)
     notes.append(
-        f"states are sharded over {shard_ranks} ranks: whole on every rank they take {states / _GIB:.1f} GiB of the "
-        f"{memory.usable_bytes / _GIB:.1f} GiB that can be used"
+        f"states are sharded over {shard_ranks} ranks: replicated, they would need {states / _GIB:.1f} GiB per rank; "
+        f"{memory.usable_bytes / _GIB:.1f} GiB are usable"
     )
     return replace(whole, parameters="sharded", shard_ranks=shard_ranks)
 
@@ -276,7 +281,7 @@ def _as_parameters(text: str) -> Parameters:
 
 
 def _check_fits(scenario: Scenario) -> None:
-    """Raises ValueError with numbers and remedies when the states leave no room for a single token."""
+    """Raise ValueError with numbers and remedies if the states leave no room for a single token."""
     if scenario.tokens_per_rank >= 1:
         return
     memory, placement = scenario.memory, scenario.placement
@@ -286,7 +291,7 @@ def _check_fits(scenario: Scenario) -> None:
     device = scenario.costs.cluster.hardware.name
     raise ValueError(
         f"{scenario.model_name} fits at no degree: weights, gradients and optimizer states ({placement.parameters}{over}) take "
-        f"{states / _GIB:.1f} GiB on each rank and a token takes {memory.saved_bytes_per_token / 2**20:.2f} MiB more, but "
-        f"{memory.usable_bytes / _GIB:.1f} of {memory.device_bytes / _GIB:.1f} GiB of {device} can be used. What would help: "
+        f"{states / _GIB:.1f} GiB on each rank, and a token {memory.saved_bytes_per_token / 2**20:.2f} MiB, but only "
+        f"{memory.usable_bytes / _GIB:.1f} of the {memory.device_bytes / _GIB:.1f} GiB of {device} are usable. Possible changes: "
         f"{advice or 'more than twice the ranks, larger devices, or a smaller model'}"
     )

@@ -1,4 +1,7 @@
-"""Sequence lengths from files, dataset columns and distributions, and the steps that are drawn from them."""
+"""Read sequence lengths from files, dataset columns or distributions, and draw the steps of a forecast from them.
+
+Called by `hf-longctx plan --lengths` and by benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,26 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-# beyond this a number is no length but a mistake: an id, a byte offset, a hash
+# longest length accepted; larger numbers are mistakes, for example ids, byte offsets or hashes
 MAX_LENGTH = 1 << 31
 
 _COLUMN_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-# with or without a column: a table of any columns, or a histogram
+# files that may be a table, if a column is named, or a histogram
 _TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 _FORMS = (
-    "one length a line (.gz too), a histogram file ('length count' lines), a column (FILE.jsonl:COLUMN, .json, .csv, .parquet), "
-    "or lognormal:MU,SIGMA"
+    "one length per line (.gz too), a histogram file ('length count' lines), a column (FILE.jsonl:COLUMN, .json, .csv, "
+    ".parquet), or lognormal:MU,SIGMA"
 )
 _EXAMPLE = "lognormal:6.963,1.6 for a median of exp(6.963) = 1057 tokens"
-# above this many sequences, drawing with and without replacement give the same steps
+# most sequences that are drawn without replacement; with more, replacement makes no difference
 _MAX_EXPANDED = 20_000_000
-# of drawing a distribution again, because most of it is above the limit
-_MAX_ROUNDS = 50
+# most draws from a distribution until enough lengths are within the limit
+_MAX_DRAWS = 50
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How many sequences (`counts`) have which of the ascending `lengths`; `num_dropped` more were longer than `limit`."""
+    """Numbers of sequences (`counts`) with each of the ascending `lengths`; `num_dropped` more were longer than `limit`."""
 
     source: str
     lengths: IntArray
@@ -55,14 +58,14 @@ class Workload:
         return int(self.lengths[-1])
 
     def quantile(self, share: float) -> int:
-        """The length that `share` of the sequences do not exceed."""
-        place = int(np.searchsorted(np.cumsum(self.counts), share * self.num_sequences))
-        return int(self.lengths[min(place, len(self.lengths) - 1)])
+        """The length that this share of the sequences does not exceed."""
+        index = int(np.searchsorted(np.cumsum(self.counts), share * self.num_sequences))
+        return int(self.lengths[min(index, len(self.lengths) - 1)])
 
     def draw_steps(self, num_steps: int, global_batch: int, seed: int) -> tuple[tuple[int, ...], ...]:
         """The lengths of up to `num_steps` steps of `global_batch` sequences, no sequence twice, shuffled by `seed`.
 
-        Fewer steps when the workload ends before. Raises ValueError when it does not fill one.
+        There are fewer steps if the workload has too few sequences. Raises ValueError if it does not fill one step.
         """
         if num_steps < 1 or global_batch < 1:
             raise ValueError(f"{num_steps} steps of {global_batch} sequences were asked for; both must be at least 1")
@@ -82,9 +85,9 @@ class Workload:
 
 
 def read_workload(text: str, limit: int | None = None, num_sampled: int = 0, seed: int = 0) -> Workload:
-    """The workload that `text` names: a file, a column of a file, or `lognormal:mu,sigma`, of which `num_sampled` are drawn.
+    """The workload that `text` names: a file, a column of a file, or `lognormal:mu,sigma` (then `num_sampled` are drawn).
 
-    Sequences longer than `limit` are dropped and counted. Raises ValueError for what is no length, naming its place.
+    Sequences longer than `limit` are dropped and counted. Raises ValueError with file and line for a value that is no length.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the limit is {limit} tokens; it must be at least 1")
@@ -93,18 +96,18 @@ def read_workload(text: str, limit: int | None = None, num_sampled: int = 0, see
         return _collect(text, lengths, np.ones(len(lengths), dtype=np.int64), limit)
     path, column = _split_column(text)
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "not there"
-        raise ValueError(f"lengths are read from {str(path)!r}, which is {what}; give {_FORMS}")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"lengths are read from {str(path)!r}, which {problem}; give {_FORMS}")
     if column:
         lengths = _column_lengths(path, column)
         return _collect(text, lengths, np.ones(len(lengths), dtype=np.int64), limit)
     if str(path).endswith(_COLUMN_SUFFIXES):
-        raise ValueError(f"{path} has columns; write which one holds the tokens or their number, for example {path}:input_ids")
+        raise ValueError(f"{path} has columns; name the one with the tokens or their number, for example {path}:input_ids")
     return _collect(text, *_read_text(path), limit)
 
 
 def _split_column(text: str) -> tuple[Path, str]:
-    """FILE:COLUMN in its parts; the column is empty where the text is the name of a file as it stands."""
+    """Split FILE:COLUMN into path and column; the column is empty if the text as a whole names a file."""
     name, colon, column = text.rpartition(":")
     if not colon or Path(text).exists() or not name.endswith(_COLUMN_SUFFIXES + _TABLE_SUFFIXES):
         return Path(text), ""
@@ -114,9 +117,9 @@ def _split_column(text: str) -> tuple[Path, str]:
 def _collect(source: str, lengths: IntArray, counts: IntArray, limit: int | None) -> Workload:
     if not len(lengths) or not counts.sum():
         raise ValueError(f"{source} holds no lengths; give {_FORMS}")
-    values, places = np.unique(lengths, return_inverse=True)
+    values, indices = np.unique(lengths, return_inverse=True)
     sums = np.zeros(len(values), dtype=np.int64)
-    np.add.at(sums, places.reshape(-1), counts)
+    np.add.at(sums, indices.reshape(-1), counts)
     values, sums = values[sums > 0], sums[sums > 0]
     limit = int(values[-1]) if limit is None else limit
     kept = values <= limit
@@ -126,34 +129,34 @@ def _collect(source: str, lengths: IntArray, counts: IntArray, limit: int | None
 
 
 def _sample_lognormal(text: str, count: int, seed: int, limit: int) -> IntArray:
-    """Lengths in the order they are drawn, until `count` of them are within `limit`."""
+    """Draw lengths until `count` of them are within `limit`; those above it are included."""
     words = text.removeprefix("lognormal:").split(",")
     try:
         mean, sigma = (float(word) for word in words)
     except ValueError:
-        raise ValueError(f"{text!r} is no distribution; write lognormal:MU,SIGMA, for example {_EXAMPLE}") from None
+        raise ValueError(f"{text!r} is not a distribution; write lognormal:MU,SIGMA, for example {_EXAMPLE}") from None
     if not (0 <= mean <= 20 and 0 <= sigma <= 5):
         raise ValueError(f"{text!r}: mu must lie in 0..20 and sigma in 0..5, for example {_EXAMPLE}")
     random = np.random.default_rng(seed)
     lengths = np.zeros(0, dtype=np.int64)
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(_MAX_DRAWS):
         drawn = np.rint(random.lognormal(mean, sigma, count))
         lengths = np.concatenate([lengths, np.clip(drawn, 1, MAX_LENGTH).astype(np.int64)])
         kept = np.flatnonzero(lengths <= limit)
         if len(kept) >= count:
             return lengths[: kept[count - 1] + 1]
-    raise ValueError(f"{text}: fewer than one in {_MAX_ROUNDS} sequences is within the limit of {limit} tokens; raise --limit")
+    raise ValueError(f"{text}: fewer than one in {_MAX_DRAWS} sequences is within the limit of {limit} tokens; raise --limit")
 
 
 def _read_text(path: Path) -> tuple[IntArray, IntArray]:
-    """Lengths and counts of a file with one length a line, or with a length and a count."""
+    """Lengths and counts of a file with one length per line, or with a length and a count per line."""
     lines = _text_lines(path)
     first = next((line for line in lines if line.strip()), "")
     if len(_fields(first)) == 2:
         return _read_histogram(path, lines)
     words = [line.strip() for line in lines]
     try:
-        # one call for the good case: files of millions of lines are common
+        # one fast call if all lines are numbers, because files with millions of lines are common
         lengths = np.array([word for word in words if word], dtype=np.int64)
     except (ValueError, OverflowError):
         lengths = np.zeros(1, dtype=np.int64)
@@ -169,11 +172,11 @@ def _read_histogram(path: Path, lines: list[str]) -> tuple[IntArray, IntArray]:
     lengths, counts = [], []
     for number, fields in rows:
         if len(fields) != 2:
-            raise ValueError(f"{path}, line {number}: {' '.join(fields)!r} is not 'length count', as the lines before it are")
+            raise ValueError(f"{path}, line {number}: {' '.join(fields)!r} is not 'length count' like the lines before it")
         lengths.append(_length(fields[0], f"{path}, line {number}"))
         counts.append(_integer(fields[1], f"{path}, line {number}"))
         if counts[-1] < 0:
-            raise ValueError(f"{path}, line {number}: a count of {counts[-1]} sequences; it cannot be negative")
+            raise ValueError(f"{path}, line {number}: the count is {counts[-1]}; it must be 0 or more")
     return np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64)
 
 
@@ -188,7 +191,7 @@ def _text_lines(path: Path) -> list[str]:
                 return file.read().splitlines()
         return path.read_text(encoding="utf-8-sig").splitlines()
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is no text file ({error}); give {_FORMS}") from None
+        raise ValueError(f"{path} is not a text file ({error}); give {_FORMS}") from None
 
 
 def _column_lengths(path: Path, column: str) -> IntArray:
@@ -196,11 +199,11 @@ def _column_lengths(path: Path, column: str) -> IntArray:
         return _parquet_lengths(path, column)
     if str(path).endswith(_TABLE_SUFFIXES):
         return _table_lengths(path, column)
-    return np.array([_value_length(value, place, column) for place, value in _json_values(path, column)], dtype=np.int64)
+    return np.array([_value_length(value, where, column) for where, value in _json_values(path, column)], dtype=np.int64)
 
 
 def _table_lengths(path: Path, column: str) -> IntArray:
-    """The numbers in one column of a table with a head, separated by commas or tabs."""
+    """The numbers in one column of a table with a header line, separated by commas or tabs."""
     reader = csv.DictReader(_text_lines(path), delimiter="\t" if ".tsv" in path.suffixes else ",")
     if column not in (reader.fieldnames or ()):
         raise ValueError(f"{path}: no column {column!r}; found {', '.join(reader.fieldnames or ())}")
@@ -208,11 +211,11 @@ def _table_lengths(path: Path, column: str) -> IntArray:
 
 
 def _json_values(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    """(place, value of the column) of every row of a JSON Lines file, or of a JSON file with a list of rows."""
+    """(location for error messages, value of the column) of every row of a JSON Lines file or a JSON file with rows."""
     lines = _text_lines(path)
     if ".jsonl" in path.suffixes:
         texts: Iterable[tuple[str, str]] = ((f"line {i}", line) for i, line in enumerate(lines, 1) if line.strip())
-        rows = [(place, _parse_json(text, f"{path}, {place}")) for place, text in texts]
+        rows = [(where, _parse_json(text, f"{path}, {where}")) for where, text in texts]
     else:
         data = _parse_json("\n".join(lines), str(path))
         if isinstance(data, dict) and isinstance(data.get(column), list):
@@ -220,18 +223,18 @@ def _json_values(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         if not isinstance(data, list):
             raise ValueError(f"{path} holds {type(data).__name__} where a list of rows or an object of columns is needed")
         rows = [(f"row {i}", row) for i, row in enumerate(data)]
-    for place, row in rows:
+    for where, row in rows:
         if not isinstance(row, dict) or column not in row:
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(f"{path}, {place}: no column {column!r}; found {found}")
-        yield f"{path}, {place}", row[column]
+            raise ValueError(f"{path}, {where}: no column {column!r}; found {found}")
+        yield f"{path}, {where}", row[column]
 
 
-def _parse_json(text: str, place: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{place}: no JSON ({error})") from None
+        raise ValueError(f"{where}: not JSON ({error})") from None
 
 
 def _parquet_lengths(path: Path, column: str) -> IntArray:
@@ -246,7 +249,7 @@ def _parquet_lengths(path: Path, column: str) -> IntArray:
             raise ValueError(f"{path}: no column {column!r}; found {', '.join(names)}")
         values = pyarrow.parquet.read_table(path, columns=[column])[column]
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise ValueError(f"{path} is no Parquet file ({error})") from None
+        raise ValueError(f"{path} is not a Parquet file ({error})") from None
     kind = values.type
     if values.null_count:
         raise ValueError(f"{path}: column {column!r} has {values.null_count} empty rows; remove them")
@@ -263,34 +266,34 @@ def _parquet_lengths(path: Path, column: str) -> IntArray:
     return lengths
 
 
-def _value_length(value: Any, place: str, column: str) -> int:
+def _value_length(value: Any, where: str, column: str) -> int:
     if isinstance(value, str):
-        raise ValueError(_text_message(place, column))
+        raise ValueError(_text_message(where, column))
     if isinstance(value, list):
-        return _length(str(len(value)), place)
+        return _length(str(len(value)), where)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{place}: column {column!r} holds {value!r}; a list (of tokens) or an integer is needed")
-    return _length(str(value), place)
+        raise ValueError(f"{where}: column {column!r} holds {value!r}; a list (of tokens) or an integer is needed")
+    return _length(str(value), where)
 
 
-def _text_message(place: str, column: str) -> str:
+def _text_message(where: str, column: str) -> str:
     return (
-        f"{place}: column {column!r} holds text, whose tokens cannot be counted without a tokenizer; tokenise it first and name "
-        f"the column of token ids (input_ids), or write one length a line"
+        f"{where}: column {column!r} holds text, whose tokens cannot be counted without a tokenizer; tokenize it first and name "
+        f"the column of token ids (input_ids), or write one length per line"
     )
 
 
-def _length(word: str, place: str) -> int:
-    length = _integer(word, place)
+def _length(word: str, where: str) -> int:
+    length = _integer(word, where)
     if length < 1:
-        raise ValueError(f"{place}: {length} tokens; every sequence needs at least one")
+        raise ValueError(f"{where}: {length} tokens; every sequence needs at least one")
     if length > MAX_LENGTH:
-        raise ValueError(f"{place}: {length} tokens is above {MAX_LENGTH}, which no sequence has; is this a list of lengths?")
+        raise ValueError(f"{where}: {length} tokens, but at most {MAX_LENGTH} are possible; is this a list of lengths?")
     return length
 
 
-def _integer(word: str, place: str) -> int:
+def _integer(word: str, where: str) -> int:
     try:
         return int(word)
     except ValueError:
-        raise ValueError(f"{place}: {word!r} is no integer; whole numbers of tokens are needed") from None
+        raise ValueError(f"{where}: {word!r} is not an integer; whole numbers of tokens are needed") from None

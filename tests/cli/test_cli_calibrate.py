@@ -1,4 +1,4 @@
-"""The command `calibrate`: what it refuses before it starts anything, and a short run of two ranks from end to end."""
+"""The command `calibrate`: options it refuses before it starts anything, and a short run of two ranks from end to end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 
-# words behind `calibrate`, and what the message says
+# name -> (arguments of `calibrate`, text of the error)
 REFUSED = {
     "no time": (["--seconds", "0"], "--seconds is 0; give a positive number"),
     "time that is no number": (["--seconds", "nan"], "--seconds is nan; give a positive number"),
     "no ranks": (["--ranks", "0"], "--ranks is 0; at least 1 is needed"),
-    "no folder to write to": (["--output", "missing/hardware.json"], "there is no folder missing; create it first"),
+    "no folder to write to": (["--output", "missing/hardware.json"], "the folder missing does not exist; create it first"),
     "a folder to write": (["--output", "."], "--output . is a folder; give a file name"),
 }
 
@@ -72,7 +72,7 @@ def test_two_ranks_write_a_profile_that_is_read_again(tmp_path: Path) -> None:
     assert calibration.model == "2 layers of 32 and 48, 4/2 heads of 8, vocabulary 64, 4 bytes"
     assert [ranks for ranks, _ in profile.spec.exchange_bytes_per_s] == [2]
     assert "on 2 ranks" in calibration.coefficients.source
-    # once, not once per rank
+    # printed once, not once per rank
     assert run.stdout.count("held-out chunks: mean absolute error") == 1
     assert run.stdout.rstrip().endswith(f"written: {output}")
 

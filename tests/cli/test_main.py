@@ -1,4 +1,4 @@
-"""The command line: what `show` prints and how it fails, the version, and that it starts without torch."""
+"""The command line: output and errors of `show`, the version, and a start without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_longctx import __version__
 from hf_longctx.cli.main import build_parser, main
 
 FIXTURES = Path(__file__).parents[1] / "plan" / "fixtures"
-# the other files there are no plans
+# files with other suffixes are not plans
 PLANS = sorted(path.stem for path in FIXTURES.glob("*.json"))
 
 
@@ -32,14 +32,14 @@ def test_show_prints_groups_chunks_and_schedule(capsys) -> None:
     assert "stage 0: 0F0 0F1 0B0 0B1" in out
 
 
-# name -> (edit of a good plan's text, what the message says)
+# name -> (edit of a good plan's text, text of the error)
 BROKEN_TEXTS: dict[str, tuple[tuple[str, str], str]] = {
     "another schema": (('"schema": 1', '"schema": 7'), "plan schema 7 cannot be read"),
     "an unknown field": (('"step": 12', '"step": 12, "colour": 3'), "colour"),
     "tokens never planned": (("[1, 0, 8000]", "[1, 0, 7000]"), "tokens 7000 to 8000 are never planned"),
     "backward before forward": (("0F0 0F1 0B0 0B1", "0B0 0F0 0F1 0B1"), "0B0"),
 }
-# name -> (bytes of the file, what the message says)
+# name -> (bytes of the file, text of the error)
 BROKEN_BYTES: dict[str, tuple[bytes, str]] = {
     "not JSON": (b"{", "Expecting"),
     "a list": (b"[]", "plan schema 'list' cannot be read"),
@@ -48,7 +48,7 @@ BROKEN_BYTES: dict[str, tuple[bytes, str]] = {
 
 
 def check_refused(path: Path, message: str, capsys) -> None:
-    """Asserts that `show` ends with status one and a message that names the file."""
+    """Assert that `show` ends with status 1 and a message that names the file."""
     assert main(["show", str(path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""

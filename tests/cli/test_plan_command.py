@@ -1,4 +1,4 @@
-"""`hf-longctx plan` and `simulate`: the JSON they print, the files they write, how they fail, and what they never load."""
+"""`hf-longctx plan` and `simulate`: the JSON they print, files they write, errors, and modules they never load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lengths(tmp_path: Path) -> str:
 
 
 def printed(arguments: list[str], capsys) -> str:
-    """What a command that succeeds prints."""
+    """Output of a command that must succeed."""
     assert main(arguments) == 0
     output = capsys.readouterr()
     assert output.err == ""
@@ -54,7 +54,7 @@ def test_without_lengths_the_longest_sequence_is_answered(capsys) -> None:
 
 
 def longest(arguments: list[str], capsys) -> dict[str, dict[str, Any]]:
-    """The rows of the longest sequence by their switches, those with attention kept after the row before them."""
+    """The rows of the longest sequence by their switches; a row with attention kept is named after the row before it."""
     rows = json.loads(printed(["plan", "--model", "llama-3.1-8b", *arguments, "--json"], capsys))["longest_context"]
     names = [row["switches"].strip() for row in rows]
     return {name if names.count(name) == 1 else f"{names[place - 1]}, {name}": rows[place] for place, name in enumerate(names)}
@@ -65,12 +65,12 @@ def test_every_switch_of_the_engine_lengthens_the_longest_sequence(capsys) -> No
     rows = longest(machine, capsys)
     tokens = [row["tokens"] for name, row in rows.items() if "attention kept" not in name]
     assert tokens == sorted(set(tokens)) and len(tokens) == 5
-    # attention costs 12.6 KB per token, layer and byte of the host, and a 4.5th of its seconds less
+    # keeping attention costs 12.6 KB of host memory per token and layer, and saves 1 / 4.5 of its seconds
     kept = [
         (row, list(rows.values())[place - 1]) for place, row in enumerate(rows.values()) if "attention kept" in row["switches"]
     ]
     assert len(kept) == 2 and all(row["tokens"] < before["tokens"] for row, before in kept)
-    # host memory is the profile's unless it is given
+    # host memory is that of the profile unless it is given
     assert "+ 112 GiB of host memory a rank" in rows
     assert longest([*machine, "--host-gib", "112"], capsys) == rows
     more = longest([*machine, "--host-gib", "224"], capsys)
@@ -84,7 +84,7 @@ def test_adapters_leave_more_room_than_all_weights_and_ranks_add_up(capsys) -> N
         for name, arguments in (("all", one), ("lora", [*one, "--lora-rank", "16"]), ("eight", [*eight, "--lora-rank", "16"]))
     }
     assert best["lora"] > 2 * best["all"]
-    # their exchanges take room
+    # exchanges within the group take memory
     assert best["eight"] == pytest.approx(8 * best["lora"], rel=0.05)
 
 
@@ -151,7 +151,7 @@ def test_files_are_written_and_simulated_again(lengths: str, tmp_path: Path, cap
 
 
 def saved_plan(lengths: str, tmp_path: Path, capsys) -> tuple[Path, dict[str, Any]]:
-    """A plan alone, without prices, and the forecast it comes from."""
+    """A bare plan without cost model, and the forecast that it comes from."""
     data = json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json"], capsys))
     path = tmp_path / "plan.json"
     path.write_text(plan_to_json(plan_from_json(json.dumps(data["plan"]))))
@@ -177,7 +177,7 @@ def test_a_forecast_may_be_simulated_on_other_hardware(lengths: str, tmp_path: P
 
 
 def refused(arguments: list[str], capsys) -> str:
-    """What a command that fails prints; never a traceback, and nothing where a script would read."""
+    """Error output of a command that must fail, without a traceback and with nothing on standard output."""
     assert main(arguments) == 1
     output = capsys.readouterr()
     assert output.out == "" and "Traceback" not in output.err
@@ -206,7 +206,7 @@ def refused(arguments: list[str], capsys) -> str:
         (["--lengths", "LENGTHS", "--tokens-per-rank", "100"], "leave --tokens-per-rank out"),
         (["--shard-ranks", "3"], "--shard-ranks 3 does not divide the 8 ranks"),
         (["--lora-rank", "-1"], "--lora-rank is -1"),
-        (["--quantize", "nf4"], "--quantize freezes the weights, so that nothing is left to train; give --lora-rank"),
+        (["--quantize", "nf4"], "--quantize freezes all weights, so nothing would be trained; give --lora-rank"),
         (["--quantize", "int8", "--lora-rank", "4"], "--quantize is 'int8'; give nf4"),
         (["--host-gib", "-2"], "--host-gib is -2"),
         (["--dtype", "int8"], "dtype 'int8' is not one of bfloat16, float32"),
@@ -238,7 +238,7 @@ def test_numbers_that_are_none_end_with_status_two(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", *MACHINE, "--degrees", "one"])
     assert ended.value.code == 2
-    assert "'one' is no list of numbers" in capsys.readouterr().err
+    assert "'one' is not a list of numbers" in capsys.readouterr().err
 
 
 def modules_after(arguments: list[str]) -> set[str]:
@@ -286,7 +286,7 @@ def test_the_readme_shows_what_its_command_prints(capsys) -> None:
     command = next(line for line in readme.splitlines() if line.startswith("hf-longctx plan"))
     shown = readme.split("```text\n")[1].split("```")[0]
     data = json.loads(printed([*command.split()[1:], "--json"], capsys))
-    # a better plan may come any day, but then the numbers here are to be printed anew
+    # the planner may improve, but then the numbers in the README must be printed again
     assert float(shown.split("STEP  ")[1].split()[0]) == pytest.approx(data["mean"]["step_s"], rel=0.03)
     assert float(shown.split("is faster than ")[1].split()[0]) == pytest.approx(data["mean"]["lower_bound_s"], rel=0.03)
     assert f"LONGEST SEQUENCE  {data['longest_context_tokens']:,} tokens" in shown

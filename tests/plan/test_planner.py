@@ -229,7 +229,7 @@ def test_a_sequence_too_long_is_refused_with_the_remedy(num_ranks: int, solver: 
 
 
 def test_a_static_degree_too_small_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"401 tokens does not fit 1 ranks.*raise static_degree or tokens_per_rank"):
+    with pytest.raises(ValueError, match=r"401 tokens does not fit a group of 1 ranks.*raise static_degree or tokens_per_rank"):
         plan([401], solver="static", static_degree=1)
 
 

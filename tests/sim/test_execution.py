@@ -1,4 +1,4 @@
-"""A simulated plan's seconds, rank by rank, against a plan that is worked by hand."""
+"""The seconds of a simulated plan, rank by rank, compared with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hf_longctx.sim.execution import execute_plan
 
 SHAPES = {1: GroupShape(1), 2: GroupShape(2, 2)}
 LENGTHS = (100, 30, 10)
-# a pair with one sequence of 100 tokens, then two single ranks with 30 and 10
+# a pair of ranks with one sequence of 100 tokens, then two single ranks with 30 and 10 tokens
 LAYOUT: Layout = [[(2, (0,))], [(1, (1,)), (1, (2,))]]
-# each rank of the pair sends half of its 50 tokens, in and out 4 query heads and 2 heads of keys and values, each 2 numbers of
-# 4 bytes in 2 layers: 25 * (2 * 4 + 2 * 2) * 16 bytes, 1 us each
+# each rank of the pair sends half of its 50 tokens: 4 query heads before and after attention and 2 heads of keys and values, of 2
+# numbers of 4 bytes in 2 layers, which makes 25 * (2 * 4 + 2 * 2) * 16 bytes at 1 us each
 EXCHANGE_S = 25 * 12 * 16 * 1e-6
 FORWARD_S, BACKWARD_S = 50 * 1e-3 + 0.01, 50 * 2e-3 + 0.01
 

@@ -1,4 +1,4 @@
-"""A forecast compares plans with others under one judge, and says what a reader can check by hand."""
+"""A forecast compares plans by one prediction, and its numbers can be checked by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_peak_is_that_of_the_memory_model() -> None:
     found = forecast()
     held = max(rank.peak_tokens for rank in found.steps[0].execution.ranks)
     assert found.peak_tokens == held <= found.scenario.tokens_per_rank
-    # states sharded over four ranks and what is gathered beside them, as worked in test_memory
+    # states sharded over four ranks, and the parameters gathered from them, as worked out in test_sim_capacity
     assert found.steps[0].plan.estimate.peak_bytes == 15_744 + held * 1296
 
 
@@ -75,7 +75,7 @@ def test_every_static_degree_has_its_seconds_or_the_reason_against_it() -> None:
     for degree in (1, 2):
         assert not by_name[f"all groups of {degree}"].is_possible
         assert by_name[f"all groups of {degree}"].detail == (
-            f"does not fit: the longest sequence has 120 tokens, {degree} rank(s) hold {degree * room}"
+            f"does not fit: the longest sequence has 120 tokens, but {degree} rank(s) hold {degree * room}"
         )
     # 333 tokens in groups of 4 * 49 need two micro-batches of one group; each token costs 3 ms on four ranks, each chunk 20 ms,
     # and a rank sends 3/4 of its tokens in both passes: in and out 4 query heads and, one on each rank, 4 heads of keys and
@@ -110,7 +110,7 @@ def test_degrees_used_count_every_sequence_once() -> None:
     assert sum(use.num_sequences for use in uses) == len(LENGTHS)
     assert sum(use.num_tokens for use in uses) == sum(LENGTHS)
     assert [use.degree for use in uses] == sorted((use.degree for use in uses), reverse=True)
-    # 120 tokens fit no less than four ranks of 49
+    # 120 tokens need at least four ranks of 49
     assert uses[0].degree == 4 and uses[0].longest == 120
 
 
@@ -127,7 +127,7 @@ def test_without_lengths_memory_and_the_longest_sequence_are_known() -> None:
     assert found.steps == () and found.alternatives == () and length_bins(found) == ()
     assert found.scenario.longest_tokens == 4 * 49 and found.peak_tokens == 49
     assert found.longest_row.tokens == max(row.tokens for row in found.longest) > 0
-    # one sequence on four ranks, everything kept: 16 bytes of each of 16 elements go round, 3 of 4 parts of them
+    # one sequence on four ranks with everything kept: 3 / 4 of 16 elements of 16 bytes are sent for each token
     row = found.longest[0]
     exchange_s = 2 * row.tokens / 4 * 3 / 4 * 16 * 16 * 1e-6
     assert row.step_s == pytest.approx(0.25 + 0.02 + row.tokens * 3e-3 / 4 + exchange_s)
@@ -138,9 +138,9 @@ def test_a_sequence_that_fits_nowhere_is_refused_with_what_would_hold_it() -> No
         forecast((500, 197, 30))
     message = str(error.value)
     assert "the longest of 3 sequences has 500 tokens" in message
-    assert "(4 ranks of 49 tokens) holds 196, which 2 sequence(s) exceed" in message
+    assert "(4 ranks of 49 tokens) holds 196; 2 sequence(s) are longer" in message
     assert "leave these out with --limit 196" in message
-    # MODEL has four heads: no group of more ranks, and no number of ranks holds it by Ulysses
+    # MODEL has four heads, so Ulysses groups have at most four ranks, and more ranks do not help
     assert "--gpus" not in message
 
 
@@ -168,6 +168,6 @@ def test_layouts_are_folded_by_degree_and_by_repeat() -> None:
     costs = cost_model(4)
     assert plan_of(costs, [[(4, (0,))]], (9,)) == "<4>"
     assert plan_of(costs, [[(2, (0,)), (1, (1,)), (1, (2,))]], (9, 8, 7)) == "<2,1x2>"
-    # ranks without work are single ones on the dummy chunk
+    # ranks without sequences run the dummy chunk alone
     assert plan_of(costs, [[(2, (0,))]], (9,)) == "<2,1x2>"
     assert plan_of(costs, [[(4, (0,))], [(4, (1,))], [(2, (2,)), (2, (3,))]], (90, 80, 7, 6)) == "<4> x2 <2x2>"

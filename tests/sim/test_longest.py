@@ -1,4 +1,4 @@
-"""The longest sequence by switches: the row's own policy fits, one token more does not, and seconds add up."""
+"""The longest sequence of every row fits with the row's policy, one token more does not, and seconds add up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_keeping_attention_saves_its_seconds() -> None:
         both = (forward.pair_s + backward.pair_s) * pairs + (forward.token_s + backward.token_s) * tokens
         return both + forward.chunk_s + backward.chunk_s
 
-    # all tokens' matrices run again
+    # the matrix products of all tokens run again
     assert kept.step_s == pytest.approx(passes_s(kept.tokens) + forward.token_s * kept.tokens)
     again = forward.token_s * recomputed.tokens + forward.pair_s * recomputed.tokens**2 / 2
     assert recomputed.step_s == pytest.approx(passes_s(recomputed.tokens) + again)

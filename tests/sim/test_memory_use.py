@@ -1,4 +1,4 @@
-"""Plans above what is wholly kept: what a forecast says of their memory, and what those say who keep everything."""
+"""Forecasts of the memory of plans that hold more tokens than can be kept, and of baselines that keep everything."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.text import forecast_text
 from hf_longctx.sim.scenario import Scenario
 
-# 49 tokens a rank are kept, as worked in test_memory
+# most tokens of four ranks with everything kept, 49 each, as worked out in test_sim_capacity
 KEPT = 196
 
 
 def engine(**changes: int) -> Scenario:
-    """The toy scenario as a run would plan it."""
+    """The toy scenario with the activation engine, as a run would plan it."""
     own = scenario()
     return replace(own, memory=replace(own.memory, keeps_everything=False, **changes))
 
@@ -48,7 +48,7 @@ def test_a_sequence_above_what_is_kept_is_planned_and_others_say_that_it_does_no
     assert step.memory_use.num_tiled + step.memory_use.num_chosen == 1
     assert step.plan.estimate.step_s == step.execution.step_s == execute_plan(step.plan, cost_model(4)).step_s
     assert step.plan.estimate.peak_bytes == max(step.execution.peak_bytes) <= MEMORY.usable_bytes
-    reason = f"does not fit: the longest sequence has {KEPT + 1} tokens, 4 rank(s) hold {KEPT} with everything kept"
+    reason = f"does not fit: the longest sequence has {KEPT + 1} tokens, but 4 rank(s) hold {KEPT} with everything kept"
     assert len(step.baselines) == 4 and all(choice.detail == reason and not choice.is_possible for choice in step.baselines)
     degrees = [choice for choice in found.alternatives if choice.degree]
     assert [choice.degree for choice in degrees] == [1, 2, 4] and not any(choice.is_possible for choice in degrees)
@@ -83,7 +83,7 @@ def test_a_bound_on_tokens_holds_for_the_engine_too() -> None:
 
 def test_what_fits_is_planned_as_if_there_were_no_engine() -> None:
     with_engine, without = forecast(of=engine()), forecast()
-    # all of LENGTHS fit four ranks, but fewer micro-batches of more tokens may be faster
+    # LENGTHS fit with everything kept, but fewer micro-batches with more tokens may be faster
     assert with_engine.step_s <= without.step_s * (1 + 1e-12)
     few = (30, 20, 10)
     assert plan_digest(forecast(few, of=engine()).steps[0].plan) == plan_digest(forecast(few).steps[0].plan)
@@ -92,7 +92,7 @@ def test_what_fits_is_planned_as_if_there_were_no_engine() -> None:
 
 
 def hand_made() -> StepPlan:
-    """Two slices of one sequence of 40 tokens on one rank: of the second, one layer is recomputed and half on the host."""
+    """Two slices of a sequence of 40 tokens on one rank; one layer of the second is recomputed and half of it offloaded."""
     half = LayerPolicy(
         (
             TensorShare("layer_input", host=0.5, device=0.5),
@@ -117,7 +117,7 @@ def test_shares_are_counted_by_bytes() -> None:
     run = execute_plan(plan, costs)
     use = memory_use(plan, run, costs, MEMORY)
     assert (use.num_kept, use.num_tiled, use.num_chosen, use.num_sliced, use.most_slices) == (1, 0, 1, 1, 2)
-    # one of two layers of 30 of 40 tokens
+    # one of two layers, for 30 of 40 tokens
     assert dict(use.recomputed) == pytest.approx({"attention_output": 0.375, "qkv": 0.375, "mlp": 0.375 / 4})
     names = ("layer_input", "attention_output", "qkv", "mlp")
     whole = sum(class_bytes(MODEL, name) for name in names) * 2 * 40
@@ -158,4 +158,4 @@ def test_the_report_says_what_planned_steps_hold() -> None:
     )
     planned = forecast_text(forecast((KEPT + 1, 30), of=own))
     assert "  activations: 1 group(s) " in planned and "nothing is offloaded: " in planned
-    assert "does not fit: the longest sequence has 197 tokens, 4 rank(s) hold 196 with everything kept" in planned
+    assert "does not fit: the longest sequence has 197 tokens, but 4 rank(s) hold 196 with everything kept" in planned

@@ -1,4 +1,4 @@
-"""A request becomes a scenario: measured numbers where there are some, choices that are said, and refusals with numbers."""
+"""A request becomes a scenario: it uses measured numbers if there are any, notes its choices, and refuses with numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> 
     scenario = build_scenario(GPT)
     assert (scenario.placement.parameters, scenario.placement.shard_ranks) == ("sharded", 64)
     assert scenario.costs.parameters == "sharded" and scenario.costs.shard_ranks == 64
-    assert any("states are sharded over 64 ranks: whole on every rank they take 113" in note for note in scenario.notes)
+    assert any("states are sharded over 64 ranks: replicated, they would need 113" in note for note in scenario.notes)
 
 
 def test_states_are_sharded_for_a_sequence_that_would_not_fit_beside_whole_ones() -> None:
@@ -146,7 +146,7 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 192.5 GiB" in message
     assert "59.6 of 74.5 GiB" in message
     assert "4 times the ranks: --gpus 8 (up to 1,432 tokens)" in message
-    # the remedy that it names works
+    # the change that it proposes works
     assert build_scenario(Request("qwen3-32b", "h100", 8)).longest_tokens == 1432
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
@@ -156,12 +156,12 @@ def test_plans_of_adapters_say_what_they_are_priced_as() -> None:
     assert not any("all weights were trained" in note for note in build_scenario(lora).notes)
     planned = build_scenario(replace(lora, longest_tokens=1000))
     assert any("all weights were trained" in note for note in planned.notes)
-    # as of all weights, but beside smaller states
+    # saved activations are those of training all weights, but the states are smaller
     assert planned.tokens_per_rank > build_scenario(SMALL).tokens_per_rank
 
 
 def mixture(folder: Path) -> str:
-    """The config of a small mixture of experts."""
+    """Config of a small mixture of experts."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     config = {**sizes, "max_position_embeddings": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
     (folder / "config.json").write_text(json.dumps(config))
@@ -177,7 +177,7 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
     scales = layer // 64 + 4 * -(-layer // (64 * 256))
     saved = 80 * (2 * layer - layer // 2 - scales) - 2 * 28672 * 8192
     assert whole.memory.state_bytes("replicated", 1) - packed.memory.state_bytes("replicated", 1) == saved
-    # scales are whole on every rank, embedding and head as they were
+    # scales are replicated on every rank; embedding and head are unchanged
     for scenario, held in ((whole, 2 * layer), (packed, layer // 2)):
         weights = 80 * held + 2 * 2 * 128256 * 8192
         # LoRA of rank 16: two matrices beside each of the seven, with gradients of 2 bytes and two moments of 4
@@ -187,8 +187,8 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
         gathered = 2 * held + 2 * 2 * 128256 * 8192 + 2 * adapter * (2 + 2)
         beside = 0 if held > layer else 80 * scales + 2 * 28672 * 8192
         assert scenario.memory.state_bytes("sharded", 8) == -(-(weights + adapters) // 8) + gathered + beside
-    # what transformers has of experts is no linear module
-    with pytest.raises(ValueError, match="--quantize leaves experts as they are"):
+    # experts in transformers are not linear modules
+    with pytest.raises(ValueError, match="--quantize does not quantize experts"):
         build_scenario(Request(mixture(tmp_path), "h200", 1, lora_rank=16, quantize="nf4"))
     assert not packed.costs.model.can_keep_qkv and packed.tokens_per_rank > whole.tokens_per_rank == 0
 
@@ -211,6 +211,6 @@ def test_a_plan_has_the_budget_and_the_room_of_the_engine_s_longest_document() -
     assert scenario.budget is not None
     room = scenario.budget.device_bytes, scenario.budget.host_bytes, scenario.budget.tile_tokens
     assert scenario.tokens_per_rank == most_tokens(scenario.costs.model, *room)
-    # in a group exchanges take room
+    # exchanges within a group take memory
     shared = build_scenario(replace(SMALL, degrees=(1, 8)))
     assert shared.tokens_per_rank == most_tokens(scenario.costs.model, *room, is_shared=True) < scenario.tokens_per_rank

@@ -1,4 +1,4 @@
-"""Where memory goes, the longest sequence and what would lengthen it, against numbers worked by hand."""
+"""Uses of memory, the longest sequence and changes that lengthen it, compared with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_longctx.sim.capacity import MemoryModel, Placement, remedies, rooms, wid
 
 # weights and gradients of 4 bytes, two moments of 4 bytes
 WHOLE = 1312 * 16
-# all two layers and the embeddings are gathered, as weights and as gradients
+# weights and gradients of both layers and the embeddings are gathered
 GATHERED = 2 * 1312 * 4
 REPLICATED = Placement(4, "replicated", 1, (1, 2, 4), "auto")
 SHARDED = replace(REPLICATED, parameters="sharded", shard_ranks=4)
@@ -24,7 +24,7 @@ def test_the_model_of_these_tests_has_the_numbers_of_its_comment() -> None:
 
 
 def test_tokens_fill_what_the_states_leave() -> None:
-    # 80,000 - 20,992 = 59,008 bytes, 45 tokens of 1,296 and some rest
+    # 80,000 - 20,992 = 59,008 bytes hold 45 tokens of 1,296
     assert MEMORY.state_bytes("replicated", 1) == WHOLE
     assert MEMORY.tokens_per_rank("replicated", 1) == 45
     # 80,000 - 20,992 / 4 - 10,496 = 64,256 bytes
@@ -42,7 +42,7 @@ def test_measured_states_are_bytes_per_parameter_shared_by_the_ranks() -> None:
     measured = MemoryModel(MODEL, 100_000, 50_000, saved_bytes_per_token=500, state_bytes_per_parameter=18)
     assert measured.state_bytes("replicated", 1) == 1312 * 18
     assert measured.state_bytes("sharded", 4) == 1312 * 18 // 4
-    # all weights beside the shards
+    # all weights in addition to the shards
     assert measured.state_bytes("gathered_per_round", 4) == 1312 * 18 // 4 + 1312 * 4
     assert measured.tokens_per_rank("sharded", 4) == (50_000 - 5_904) // 500
 
@@ -64,7 +64,7 @@ def test_every_remedy_is_computed_by_the_same_formula() -> None:
     assert lengths_by_remedy(REPLICATED) == {
         # 160,000 - 20,992 bytes are 107 tokens on each of 4 ranks
         "devices of 0 GiB": 4 * 107,
-        # a token of two-byte numbers: 2 * 328 + 10 * (2 + 12) = 796 bytes; states 1312 * (4 + 8)
+        # a token in two-byte numbers takes 2 * 328 + 10 * (2 + 12) = 796 bytes; states take 1312 * (4 + 8)
         "weights and activations in bf16: --dtype bfloat16": 4 * ((80_000 - 15_744) // 796),
         "2 times the ranks: --gpus 8": 8 * 45,
         "states sharded over 4 ranks: --parameters sharded": 4 * 49,
@@ -81,10 +81,10 @@ def test_wider_groups_and_a_lifted_bound_are_remedies() -> None:
 
 
 def test_states_shared_by_a_few_ranks_may_be_shared_by_all() -> None:
-    # 80,000 - 20,992 / 2 - 10,496 = 59,008 bytes: 45 tokens, and 49 over all four ranks
+    # 80,000 - 20,992 / 2 - 10,496 = 59,008 bytes hold 45 tokens; sharding over all four ranks allows 49
     found = lengths_by_remedy(replace(SHARDED, shard_ranks=2))
     assert found["states sharded over all ranks: --shard-ranks 4"] == 4 * 49
-    # eight ranks that share states by two as before
+    # eight ranks still share states in pairs
     assert found["2 times the ranks: --gpus 8"] == 8 * 45
 
 
@@ -102,7 +102,7 @@ def test_ranks_are_doubled_until_a_sequence_fits() -> None:
     # replicated: 45 tokens on each rank
     assert wider_job(MEMORY, REPLICATED, 8, 360).num_ranks == 8
     assert wider_job(MEMORY, REPLICATED, 8, 361).num_ranks == 16
-    # no number of ranks helps states that are whole on each; the search ends
+    # more ranks do not help if states are replicated, and the search ends
     tiny = replace(MEMORY, usable_bytes=100)
     assert wider_job(tiny, REPLICATED, 8, 1).longest_tokens(tiny) == 0
 

@@ -1,4 +1,4 @@
-"""Lengths are read from every form that the command line takes, and what is no length is refused with its place."""
+"""Lengths are read from every form that the command line accepts; other values are refused with file and line."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ def test_longer_sequences_are_dropped_and_counted(tmp_path: Path) -> None:
     assert (workload.limit, workload.num_dropped) == (10, 2)
 
 
-# name -> (file, its text, column, what the message says)
+# name -> (file, its text, column, text of the error)
 BAD = {
     "zero": ("a.txt", "5\n0\n", "", "line 2: 0 tokens; every sequence needs at least one"),
     "negative": ("a.txt", "5\n\n-3\n", "", "line 3: -3 tokens"),
     "absurd": ("a.txt", "5\n3000000000\n", "", "line 2: 3000000000 tokens is above 2147483648"),
     "beyond 64 bits": ("a.txt", "5\n99999999999999999999999\n", "", "line 2: 99999999999999999999999 tokens is above"),
-    "fraction": ("a.txt", "5\n6\n7.5\n", "", "line 3: '7.5' is no integer"),
-    "word": ("a.txt", "5\nmany\n", "", "line 2: 'many' is no integer"),
+    "fraction": ("a.txt", "5\n6\n7.5\n", "", "line 3: '7.5' is not an integer"),
+    "word": ("a.txt", "5\nmany\n", "", "line 2: 'many' is not an integer"),
     "empty": ("a.txt", "\n\n", "", "holds no lengths"),
     "only a header": ("a.csv", "length,count\n", "", "holds no lengths"),
     "counts of zero": ("a.csv", "5,0\n", "", "holds no lengths"),
-    "negative count": ("a.csv", "length,count\n5,2\n6,-1\n", "", "line 3: a count of -1 sequences"),
+    "negative count": ("a.csv", "length,count\n5,2\n6,-1\n", "", "line 3: the count is -1"),
     "third field": ("a.csv", "5,2\n6,1,1\n", "", "line 2: '6 1 1' is not 'length count'"),
     "histogram of zero": ("a.csv", "5,2\n0,1\n", "", "line 2: 0 tokens"),
     "text": (
@@ -93,12 +93,12 @@ BAD = {
     "empty list": ("a.jsonl", '{"t": [1]}\n{"t": []}\n', "t", "line 2: 0 tokens"),
     "no such column": ("a.jsonl", '{"t": 1, "u": 2}\n', "x", "line 1: no column 'x'; found t, u"),
     "no such table column": ("a.csv", "n,m\n1,2\n", "x", "no column 'x'; found n, m"),
-    "text in a table": ("a.csv", "n,m\n1,2\nb,3\n", "n", "line 3: 'b' is no integer"),
-    "a gap in a table": ("a.csv", "m,n\n1,2\n3\n", "n", "line 3: '' is no integer"),
-    "broken line": ("a.jsonl", '{"t": 1}\n{"t": \n', "t", "line 2: no JSON"),
+    "text in a table": ("a.csv", "n,m\n1,2\nb,3\n", "n", "line 3: 'b' is not an integer"),
+    "a gap in a table": ("a.csv", "m,n\n1,2\n3\n", "n", "line 3: '' is not an integer"),
+    "broken line": ("a.jsonl", '{"t": 1}\n{"t": \n', "t", "line 2: not JSON"),
     "no rows": ("a.json", "3", "t", "holds int where a list of rows"),
     "column not named": ("a.jsonl", '{"t": 1}\n', "", "a.jsonl:input_ids"),
-    "no parquet": ("a.parquet", "hello", "t", "is no Parquet file"),
+    "no parquet": ("a.parquet", "hello", "t", "is not a Parquet file"),
 }
 
 
@@ -158,7 +158,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "b.gz").write_bytes(b"no gzip")
     for name in ("a.txt", "b.gz"):
-        with pytest.raises(ValueError, match=f"{name} is no text file"):
+        with pytest.raises(ValueError, match=f"{name} is not a text file"):
             read_workload(str(tmp_path / name))
 
 

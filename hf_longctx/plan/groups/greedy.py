@@ -357,7 +357,7 @@ def _plan_one_degree(problem: GroupingProblem, trials: int, degrees: Sequence[in
 
 
 def _fewest_groups(problem: GroupingProblem, degree: int) -> Layout:
-    """As few groups of `degree` ranks as best fit finds; groups that take equally long run in the same micro-batch."""
+    """The fewest groups of `degree` ranks that best fit finds; groups that take equally long run in the same micro-batch."""
     packing = pack_sequences(problem.lengths, min(degree * problem.capacity, MAX_CAPACITY))
     groups = [(degree, tuple(members)) for members in packing.bins()]
     groups.sort(key=problem.group_seconds, reverse=True)

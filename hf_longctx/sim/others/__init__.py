@@ -1,1 +1,1 @@
-"""Plans that other systems would make with the same lengths."""
+"""Plans that other systems would make with the same lengths, for comparison with ours."""

@@ -1,9 +1,10 @@
-"""What others would do with the same sequences, under the same costs and memory, as layouts priced like our own.
+"""Layouts that other systems would make of the same sequences, priced with the same costs and memory as our own.
 
-static: one degree for the whole run that fits its context limit (DeepSpeed-Ulysses), best-fit packing. BatchAda: the same
-with the best degree of each batch (FlexSP's name for it, arXiv 2412.01523, section 6.1). Megatron hybrid-CP: the greedy of
-Megatron-Core's `BalancedCPScheduler`. FCP: the two-stage planner of arXiv 2602.21788. Where an original would break memory
-or leave a choice open, it gets what serves it best, and its function says so.
+Compared with our plans in forecasts and benchmarks. static: best-fit packing with one degree for the whole run that holds its
+context limit (DeepSpeed-Ulysses). BatchAda: static with the best degree for each batch (named in FlexSP, arXiv 2412.01523,
+section 6.1). Megatron hybrid-CP: the greedy method of Megatron-Core's `BalancedCPScheduler`. FCP: the two-stage planner of arXiv
+2602.21788. If an original would exceed memory or leaves a choice open, the version here makes the choice that favours it, and its
+docstring says so.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 from hf_longctx.plan.groups.cuts import micro_batch_ends
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
 
-# how full best-fit packing makes a group; Megatron's balance within a round, and how far a queue may exceed its share of work
+# share of a group's tokens that best-fit packing fills
 _FILL = 0.9
+# Megatron's limits: imbalance of a micro-batch as a share, and work of a queue in multiples of an even share
 _BALANCE_SLACK = 0.05
 _QUEUE_SLACK = 1.1
 # numbers of micro-batches that FCP tries, from the fewest that fit
@@ -30,7 +32,7 @@ BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP")
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """One way to lay out a step, and its seconds; one that cannot run has no layout, infinite seconds and says why."""
+    """One layout of a step with its seconds; if it cannot run: no layout, infinite seconds and the reason in `detail`."""
 
     name: str
     layout: tuple[tuple[Group, ...], ...]
@@ -43,9 +45,9 @@ class Baseline:
 
 
 def all_baselines(problem: GroupingProblem, limit: int, names: Sequence[str] = BASELINES) -> tuple[Baseline, ...]:
-    """The named baselines on the sequences of one step of a run whose sequences have at most `limit` tokens.
+    """The named baselines for the sequences of one step; raises ValueError for a sequence above `limit`.
 
-    Raises ValueError for a sequence above the limit.
+    limit: most tokens of a sequence in the whole run.
     """
     if problem.lengths and max(problem.lengths) > limit:
         raise ValueError(f"a sequence has {max(problem.lengths)} tokens, but the limit is {limit}; raise it or drop the sequence")
@@ -63,7 +65,7 @@ def all_baselines(problem: GroupingProblem, limit: int, names: Sequence[str] = B
         except CannotRunError as error:
             found.append(Baseline(name, (), math.inf, f"{name} cannot run: {error}"))
             continue
-        renumbered = tuple(tuple((degree, tuple(order[i] for i in part)) for degree, part in groups) for groups in layout)
+        renumbered = tuple(tuple((degree, tuple(order[i] for i in some)) for degree, some in groups) for groups in layout)
         found.append(Baseline(name, renumbered, problem.step_seconds([list(groups) for groups in renumbered]), _detail(layout)))
     return tuple(found)
 
@@ -73,10 +75,10 @@ class CannotRunError(ValueError):
 
 
 def _detail(layout: Layout) -> str:
-    """Such as "2 micro-batches: <8x2>, <4x3,2x2>"."""
+    """The layout in short, for example "2 micro-batches: <8x2>, <4x3,2x2>"."""
     described = []
     for groups in layout:
-        degrees = [degree for degree, part in groups if part]
+        degrees = [degree for degree, members in groups if members]
         described.append(",".join(f"{degree}x{degrees.count(degree)}" for degree in sorted(set(degrees), reverse=True)))
     return f"{len(layout)} micro-batches: {', '.join(f'<{text}>' for text in described)}"
 
@@ -84,7 +86,7 @@ def _detail(layout: Layout) -> str:
 def best_static_layout(problem: GroupingProblem, limit: int) -> Layout:
     """The fastest layout of `static_layout` over all degrees that divide the ranks and hold `limit` tokens.
 
-    Raises CannotRunError when there is no such degree.
+    Raises CannotRunError if there is no such degree.
     """
     degrees = [d for d in problem.degrees if problem.num_ranks % d == 0 and limit <= d * problem.capacity]
     if not degrees:
@@ -96,14 +98,14 @@ def best_static_layout(problem: GroupingProblem, limit: int) -> Layout:
 
 
 def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) -> Layout:
-    """Groups of one degree: best-fit-decreasing packs of `fill` of a group's tokens, as many at once as the ranks allow.
+    """Groups of one degree: best-fit-decreasing packs of at most `fill` of a group's tokens, as many at once as ranks allow.
 
-    A sequence above that fills a group alone. The last micro-batch has packs left over: its sequences are dealt out anew,
-    longest first to the group that is done first. Raises CannotRunError when the longest sequence fits no group.
+    A longer sequence fills a group alone. The last micro-batch may have too few packs, so its sequences are also dealt out anew,
+    longest first to the group that is done first, if that is faster. Raises CannotRunError if the longest sequence fits no group.
     """
     longest, room = max(problem.lengths), degree * problem.capacity
     if longest > room:
-        raise CannotRunError(f"a sequence of {longest} tokens does not fit {degree} ranks of {problem.capacity} tokens")
+        raise CannotRunError(f"a sequence of {longest} tokens does not fit {degree} ranks of {problem.capacity} tokens each")
     packs = best_fit(problem.lengths, max(longest, int(fill * room)))
     num_groups = problem.num_ranks // degree
     layout: Layout = [
@@ -114,7 +116,7 @@ def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) ->
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Sequences, longest first, each into the fullest pack with room for it; numbers of sequences, packs in order of opening."""
+    """Put sequences, longest first, each into the fullest pack with room for it; packs of their numbers, in order of opening."""
     packs: list[list[int]] = []
     left: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -130,25 +132,25 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _deal_out(problem: GroupingProblem, degree: int, members: Sequence[int]) -> list[Group]:
-    """One micro-batch of groups of one degree, longest first into the one done first; empty if one fits nowhere."""
+    """One micro-batch with groups of one degree, longest sequence first into the group done first; empty if one fits nowhere."""
     seconds = problem.seconds[problem.degrees.index(degree)]
     num_groups = problem.num_ranks // degree
     loads, left = [0.0] * num_groups, [degree * problem.capacity] * num_groups
-    parts: list[list[int]] = [[] for _ in range(num_groups)]
+    chosen: list[list[int]] = [[] for _ in range(num_groups)]
     for i in sorted(members, key=lambda i: -problem.lengths[i]):
         fitting = [(loads[g], g) for g in range(num_groups) if left[g] >= problem.lengths[i]]
         if not fitting:
             return []
         g = min(fitting)[1]
-        parts[g].append(i)
+        chosen[g].append(i)
         loads[g] += float(seconds[i])
         left[g] -= problem.lengths[i]
-    return [(degree, tuple(part)) for part in parts if part]
+    return [(degree, tuple(some)) for some in chosen if some]
 
 
 @dataclass(slots=True)
 class _Team:
-    """Ranks that share sequences in one round of Megatron's greedy; work in its own measure, tokens^2 per rank."""
+    """Ranks that share sequences in one micro-batch of Megatron's method; work is in its own unit, tokens^2 per rank."""
 
     degree: int
     work: float = 0.0
@@ -159,9 +161,9 @@ class _Team:
 def hybrid_cp_layout(problem: GroupingProblem) -> Layout:
     """Megatron-Core's hybrid context parallelism (`BalancedCPScheduler`), with one micro-batch for each of its rounds.
 
-    A sequence gets the next power of two of its tokens over a rank's, and counts as tokens^2 per rank. Megatron runs the
-    sequences of a round one by one and counts no tokens; here they are packed, which saves it the fixed cost of each, and a
-    group takes no more than its memory holds. Raises CannotRunError for a sequence that needs a degree there is not.
+    A sequence gets the smallest power of two of ranks that holds it, and its work is tokens^2 per rank. Megatron runs the
+    sequences of a team one by one and does not count their tokens. Here they are packed, which saves the fixed cost of each, and
+    a team takes no more than its memory holds. Raises CannotRunError for a sequence that needs a degree that is not allowed.
     """
     powers = [degree for degree in problem.degrees if degree & (degree - 1) == 0 and degree <= problem.num_ranks]
     needed = []
@@ -176,14 +178,16 @@ def hybrid_cp_layout(problem: GroupingProblem) -> Layout:
     waiting = sorted(range(len(problem.lengths)), key=lambda i: -problem.lengths[i])
     layout: Layout = []
     while waiting:
-        teams, waiting = _hybrid_cp_round(problem, needed, waiting)
+        teams, waiting = _hybrid_cp_micro_batch(problem, needed, waiting)
         _widen(problem, teams)
         layout.append([(team.degree, tuple(team.members)) for team in teams])
     return layout
 
 
-def _hybrid_cp_round(problem: GroupingProblem, needed: Sequence[int], waiting: Sequence[int]) -> tuple[list[_Team], list[int]]:
-    """Teams filled until their work is balanced, and the sequences that wait for the next round."""
+def _hybrid_cp_micro_batch(
+    problem: GroupingProblem, needed: Sequence[int], waiting: Sequence[int]
+) -> tuple[list[_Team], list[int]]:
+    """Teams filled until their work is balanced, and the sequences left for later micro-batches."""
     work = {i: problem.lengths[i] ** 2 / needed[i] for i in waiting}
     queues = _queues(waiting, work, len({needed[i] for i in waiting}))
     teams: list[_Team] = []
@@ -199,7 +203,7 @@ def _hybrid_cp_round(problem: GroupingProblem, needed: Sequence[int], waiting: S
         first_degree = first_degree or needed[i]
         while queues and not queues[0]:
             queues.pop(0)
-        # balance is looked at only once a smaller degree has had its turn
+        # check the balance only once a smaller degree has had its turn
         if needed[i] < first_degree and _slack(problem, teams) <= _BALANCE_SLACK:
             break
     left = [i for queue in queues for i in queue]
@@ -207,12 +211,12 @@ def _hybrid_cp_round(problem: GroupingProblem, needed: Sequence[int], waiting: S
 
 
 def _queues(waiting: Sequence[int], work: dict[int, float], number: int) -> list[list[int]]:
-    """The waiting sequences in order, cut into about `number` queues of like work."""
+    """Cut the waiting sequences, in order, into about `number` queues of similar work."""
     share = sum(work.values()) / number
     queues: list[list[int]] = [[]]
     filled = 0.0
     for position, i in enumerate(waiting):
-        # the closing rule counts both the queues done and what they leave to do, so the last queues may stay away
+        # Megatron's rule subtracts the finished queues twice, so the last queues may be missing
         must_leave = len(waiting) - position <= number - 2 * (len(queues) - 1)
         if queues[-1] and (filled + work[i] > share * _QUEUE_SLACK or must_leave):
             queues.append([])
@@ -225,7 +229,7 @@ def _queues(waiting: Sequence[int], work: dict[int, float], number: int) -> list
 def _place_next(
     problem: GroupingProblem, needed: Sequence[int], queues: list[list[int]], teams: list[_Team]
 ) -> tuple[int, _Team] | None:
-    """Takes the first sequence off the first queue whose head has a place, and names its team: a new one before an old one."""
+    """Take the first sequence of the first queue whose head fits somewhere; return it with its team, a new one if possible."""
     free = problem.num_ranks - sum(team.degree for team in teams)
     for queue in queues:
         if not queue:
@@ -242,14 +246,14 @@ def _place_next(
 
 
 def _slack(problem: GroupingProblem, teams: Sequence[_Team]) -> float:
-    """How far the least loaded rank stays below the most loaded one, as a share; ranks without a team have no work."""
+    """Share by which the least loaded rank is below the most loaded one; ranks without a team have no work."""
     most = max(team.work for team in teams)
     is_idle = sum(team.degree for team in teams) < problem.num_ranks
     return 1.0 if is_idle else 1 - min(team.work for team in teams) / most
 
 
 def _trim(problem: GroupingProblem, teams: list[_Team], work: dict[int, float]) -> list[int]:
-    """Sequences taken off the most loaded team again, last first, while that evens out the work of a full round."""
+    """Remove sequences from the most loaded team, last first, while that evens out the work; return them."""
     trimmed: list[int] = []
     while _BALANCE_SLACK < _slack(problem, teams) < 1:
         team = max(teams, key=lambda team: team.work)
@@ -265,7 +269,7 @@ def _trim(problem: GroupingProblem, teams: list[_Team], work: dict[int, float]) 
 
 
 def _widen(problem: GroupingProblem, teams: list[_Team]) -> None:
-    """Doubles the first of the smallest teams while ranks are idle; stops where Megatron fails, at too few of them."""
+    """Double the first of the smallest teams while enough ranks are idle; Megatron would fail where this stops."""
     while True:
         free = problem.num_ranks - sum(team.degree for team in teams)
         team = min(teams, key=lambda team: team.degree)
@@ -276,15 +280,17 @@ def _widen(problem: GroupingProblem, teams: list[_Team]) -> None:
 
 
 def fcp_layout(problem: GroupingProblem, trials: int = _FCP_TRIALS) -> Layout:
-    """FCP's two-stage planner: sequences packed by memory alone, then degrees for the packs by dynamic programming.
+    """FCP's two-stage planner: pack sequences by memory alone, then choose degrees for the packs by dynamic programming.
 
-    How a batch becomes micro-batches is left open; here sequences in descending order are cut into runs of like tokens, for
-    `trials` numbers of runs from the fewest that fit, and the fastest is kept. A run whose packs need more ranks than there
-    are is cut in two. Raises CannotRunError for a sequence that fits no degree.
+    The paper does not say how a batch becomes micro-batches. Here sequences, longest first, are cut into runs of similar tokens,
+    for `trials` numbers of runs starting at the fewest that fit, and the fastest layout is kept. A run whose packs need too many
+    ranks is cut in two. Raises CannotRunError for a sequence that fits no degree.
     """
     longest, room = max(problem.lengths), problem.degrees[-1] * problem.capacity
     if longest > room:
-        raise CannotRunError(f"a sequence of {longest} tokens does not fit the largest degree, {problem.degrees[-1]}: {room}")
+        raise CannotRunError(
+            f"a sequence of {longest} tokens does not fit the largest degree, {problem.degrees[-1]}, which holds {room}"
+        )
     order = sorted(range(len(problem.lengths)), key=lambda i: -problem.lengths[i])
     fewest = max(1, math.ceil(sum(problem.lengths) / (problem.capacity * problem.num_ranks)))
     layouts = [
@@ -298,29 +304,29 @@ def _fcp_micro_batches(problem: GroupingProblem, run: Sequence[int]) -> Layout:
     groups = fcp_groups(problem, run)
     if groups:
         return [groups]
-    # a sequence alone always fits, so there are two at least
+    # a single sequence always fits, so the run has at least two
     return [groups for half in even_runs(problem.lengths, run, 2) for groups in _fcp_micro_batches(problem, half)]
 
 
 def even_runs(lengths: Sequence[int], order: Sequence[int], number: int) -> list[list[int]]:
-    """`order` cut into at most `number` consecutive runs with the least maximum of tokens."""
+    """Cut `order` into at most `number` consecutive runs with the least maximum of tokens."""
     ends = micro_batch_ends([lengths[i] for i in order], number)
     return [list(order[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def fcp_groups(problem: GroupingProblem, run: Sequence[int]) -> list[Group]:
-    """One micro-batch of FCP: packs, the degrees that end them soonest, and idle ranks handed out; empty if they do not fit."""
+    """One micro-batch of FCP: packs with the degrees that end soonest, after idle ranks are handed out; empty if none fit."""
     packs = pack_by_memory(problem, run)
     degrees = soonest_degrees(problem, packs)
     if not degrees:
         return []
-    return [(degree, tuple(part)) for degree, (_, part) in zip(_hand_out(problem, packs, degrees), packs, strict=True)]
+    return [(degree, tuple(some)) for degree, (_, some) in zip(_hand_out(problem, packs, degrees), packs, strict=True)]
 
 
 def pack_by_memory(problem: GroupingProblem, run: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """(least degree, sequences) of packs: longest first into the fullest pack with room, else a pack of its own.
+    """(least degree, sequences) of every pack: longest sequence first, into the fullest pack with room or a new one.
 
-    A pack has room for what the least degree of its first, longest sequence can hold.
+    A pack has the room of the least degree that holds its first and longest sequence.
     """
     packs: list[tuple[int, list[int]]] = []
     left: list[int] = []
@@ -339,18 +345,18 @@ def pack_by_memory(problem: GroupingProblem, run: Sequence[int]) -> list[tuple[i
 
 
 def soonest_degrees(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """A degree for every pack, at least its own, such that the last one ends soonest; empty if they do not fit the ranks.
+    """A degree for every pack, at least its least, so that the last pack ends soonest; empty if they do not fit the ranks.
 
-    best[j]: the least makespan of the packs so far on exactly j ranks.
+    best[j]: least makespan of the packs so far on exactly j ranks.
     """
     best = np.full(problem.num_ranks + 1, math.inf)
     best[0] = 0.0
     choices = []
-    for least, part in packs:
+    for least, some in packs:
         extended, choice = np.full_like(best, math.inf), np.zeros(len(best), dtype=np.int64)
         for degree in problem.degrees:
             if least <= degree <= problem.num_ranks:
-                ends = np.maximum(best[: len(best) - degree], problem.group_seconds((degree, tuple(part))))
+                ends = np.maximum(best[: len(best) - degree], problem.group_seconds((degree, tuple(some))))
                 is_sooner = ends < extended[degree:]
                 extended[degree:][is_sooner] = ends[is_sooner]
                 choice[degree:][is_sooner] = degree
@@ -367,17 +373,17 @@ def soonest_degrees(problem: GroupingProblem, packs: Sequence[tuple[int, Sequenc
 
 
 def _hand_out(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]]], degrees: Sequence[int]) -> list[int]:
-    """Degrees after idle ranks went round: each pack in turn gets the next degree if it is there and no slower."""
+    """Degrees after handing out idle ranks: each pack in turn gets the next degree if ranks allow it and it is not slower."""
     widened = list(degrees)
     idle = problem.num_ranks - sum(widened)
     has_changed = True
     while has_changed:
         has_changed = False
-        for p, (_, part) in enumerate(packs):
+        for p, (_, some) in enumerate(packs):
             wider = next((degree for degree in problem.degrees if degree > widened[p]), 0)
             if not 0 < wider - widened[p] <= idle:
                 continue
-            members = tuple(part)
+            members = tuple(some)
             if problem.group_seconds((wider, members)) <= problem.group_seconds((widened[p], members)):
                 idle -= wider - widened[p]
                 widened[p] = wider

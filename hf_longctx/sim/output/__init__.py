@@ -1,1 +1,1 @@
-"""Forecasts as text, JSON and pictures."""
+"""Write forecasts and simulations as text, JSON and pictures."""

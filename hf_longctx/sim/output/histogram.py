@@ -1,4 +1,7 @@
-"""The sequences of planned steps by length, in bins of a factor of two, and the degrees that each bin runs on."""
+"""Histogram of the planned sequences: bins of a factor of two in length, with the degrees that each bin runs on.
+
+Used by the report, the JSON record and the picture of a forecast.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from hf_longctx.sim.forecast import Forecast
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """Sequences of `low` to `high` - 1 tokens; by_degree: (ranks of the group, sequences, tokens), smallest groups first."""
+    """Sequences of `low` to `high` - 1 tokens. by_degree: (ranks of the group, sequences, tokens), smallest groups first."""
 
     low: int
     high: int
@@ -26,7 +29,7 @@ class LengthBin:
 
 
 def length_bins(forecast: Forecast) -> tuple[LengthBin, ...]:
-    """All bins between the shortest and the longest planned sequence, empty ones too; none without steps."""
+    """All bins from the shortest to the longest planned sequence, including empty ones; none without steps."""
     counts, tokens = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for length, group in forecast.placed_lengths():
         key = (length.bit_length() - 1, group.degree)

@@ -1,4 +1,7 @@
-"""Forecasts and cost models as JSON, and back as far as a simulation needs them."""
+"""Convert forecasts and simulations to JSON records, and read plan and cost model back.
+
+The command line prints the records (--json) and reads them again for `hf-longctx simulate` and `hf-longctx show`.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from hf_longctx.sim.forecast import Choice, Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import length_bins
 
-# annotation -> types of a value read from JSON
+# annotation of a field -> types that its JSON value may have
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
 def forecast_record(forecast: Forecast) -> dict[str, Any]:
-    """The forecast as plain data. "plan", "estimate" and "baselines" are those of the first step, "mean" is over all."""
+    """The forecast as plain data; "plan", "estimate" and "baselines" are of the first step, "mean" is over all steps."""
     scenario, first = forecast.scenario, forecast.steps[0] if forecast.steps else None
     return {
         "hf_longctx": __version__,
@@ -143,7 +146,7 @@ def _choice_record(choice: Choice) -> dict[str, Any]:
 
 
 def cost_model_record(costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
-    """What prices a plan, so that `simulate` needs nothing but the file."""
+    """Cost model and memory model as plain data, so that `simulate` needs only the file."""
     return {
         **dataclasses.asdict(costs),
         "memory": {name: value for name, value in dataclasses.asdict(memory).items() if name != "model"},
@@ -152,7 +155,7 @@ def cost_model_record(costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A saved plan; one that `hf-longctx plan` wrote comes with names and prices, another without (None, empty names)."""
+    """A saved plan. A file of `hf-longctx plan` also has names and cost model; any other has empty names and None."""
 
     plan: StepPlan
     model_name: str = ""
@@ -162,15 +165,12 @@ class PlanFile:
 
 
 def read_plan_file(text: str) -> PlanFile:
-    """A plan as `plan_to_json` writes it, or a forecast with the cost model that it was made with.
-
-    Raises ValueError naming what is wrong.
-    """
+    """Read a plan as `plan_to_json` writes it, or a forecast with its cost model; raises ValueError naming the wrong field."""
     data = json.loads(text)
     if not isinstance(data, Mapping) or "cost_model" not in data:
         return PlanFile(plan_from_json(text))
     if data.get("plan") is None:
-        raise ValueError("the file is a forecast without a plan, because no --lengths were given; make one with lengths")
+        raise ValueError("the file is a forecast without a plan, because it was made without --lengths; make one with --lengths")
     plan = plan_from_json(json.dumps(data["plan"]))
     record = dict(_object(data["cost_model"], "cost_model"))
     shapes = _fields(ModelSpec, record.get("model"), "cost_model.model")
@@ -200,13 +200,13 @@ def _cost_model(record: Mapping[str, Any], model: ModelSpec) -> CostModel:
 
 
 def _fields(kind: type, data: Any, path: str, leave: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of `kind` but those to leave, all there and none unknown, numbers where numbers belong."""
+    """The fields of `data` for a `kind`, except `leave`; ValueError if one is missing, unknown or of the wrong type."""
     record = dict(_object(data, path))
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name not in leave}
     for name in (*fields, *record):
         if name not in record or name not in fields:
-            what = "missing" if name not in record else "unknown"
-            raise ValueError(f"{path}.{name} is {what}; make the file anew with hf-longctx plan --json")
+            problem = "missing" if name not in record else "unknown"
+            raise ValueError(f"{path}.{name} is {problem}; write the file again with hf-longctx plan --json")
         if (kinds := _PLAIN.get(fields[name])) is not None and type(record[name]) not in kinds:
             raise ValueError(f"{path}.{name} is {record[name]!r}; a value of type {fields[name]} is needed")
     return record

@@ -1,4 +1,7 @@
-"""Forecasts and simulations as files in a folder: JSON, text, traces and pictures (matplotlib, the extra `plot`)."""
+"""Write forecasts and simulations as files in a folder: JSON, text, traces and pictures (matplotlib, the extra `plot`).
+
+Called by the command line for option --output.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from hf_longctx.sim.output.json_records import forecast_record
 from hf_longctx.sim.output.text import forecast_text
 from hf_longctx.timeline import chrome_trace, save_png_timeline
 
-# from one rank (light) to the largest groups (dark)
+# colours of the degrees, from one rank (light) to the largest groups (dark)
 _SHADES = ("#d0e1f2", "#a6cbe3", "#6eaed6", "#4292c6", "#2171b5", "#0b559f", "#08306b", "#041a3d")
 
 
 def write_forecast(forecast: Forecast, folder: Path) -> None:
-    """plan.json, report.txt, and with steps timeline.png, trace.json and lengths.png; makes the folder."""
+    """Write plan.json and report.txt, and if there are steps timeline.png, trace.json and lengths.png; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(forecast_record(forecast), indent=2) + "\n")
     (folder / "report.txt").write_text(forecast_text(forecast) + "\n")
@@ -33,7 +36,7 @@ def write_forecast(forecast: Forecast, folder: Path) -> None:
 
 
 def write_execution(plan: StepPlan, execution: Execution, text: str, folder: Path) -> None:
-    """report.txt, timeline.png and trace.json of a simulated plan; makes the folder."""
+    """Write report.txt, timeline.png and trace.json of a simulated plan; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.txt").write_text(text + "\n")
     title = f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens on {plan.num_ranks} ranks"
@@ -41,13 +44,13 @@ def write_execution(plan: StepPlan, execution: Execution, text: str, folder: Pat
 
 
 def write_timeline(execution: Execution, title: str, folder: Path) -> None:
-    """timeline.png and trace.json, which chrome://tracing and Perfetto open."""
+    """Write timeline.png and trace.json, which chrome://tracing and Perfetto open."""
     (folder / "trace.json").write_text(chrome_trace(execution.events))
     save_png_timeline({"predicted": execution.events}, title, folder / "timeline.png")
 
 
 def save_png_lengths(forecast: Forecast, path: Path) -> None:
-    """Sequences and tokens by length on a logarithmic axis, every bar split by the degrees that its sequences run on."""
+    """Write bar charts of sequences and tokens by length (logarithmic axis); bars are split by the degrees of their groups."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -66,26 +69,26 @@ def save_png_lengths(forecast: Forecast, path: Path) -> None:
 
 
 def _draw_shares(axes: Any, bins: tuple[LengthBin, ...], what: str) -> None:
-    """Each bin's share of all sequences or tokens as a bar, stacked by degree."""
+    """Draw each bin's share of all sequences or tokens as a bar, stacked by degree."""
     degrees = sorted({degree for one in bins for degree, _, _ in one.by_degree})
     column = 1 if what == "sequences" else 2
     total = sum(entry[column] for one in bins for entry in one.by_degree)
     bottoms = [0.0] * len(bins)
-    for place, degree in enumerate(degrees):
+    for index, degree in enumerate(degrees):
         heights = [sum(entry[column] for entry in one.by_degree if entry[0] == degree) / total * 100 for one in bins]
-        shade = _SHADES[place * (len(_SHADES) - 1) // max(1, len(degrees) - 1)]
+        shade = _SHADES[index * (len(_SHADES) - 1) // max(1, len(degrees) - 1)]
         axes.bar(range(len(bins)), heights, bottom=bottoms, width=0.92, color=shade, label=str(degree), linewidth=0)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_ylabel(f"% of {what}")
-    # an edge of a bin is a power of two, between two bars
+    # the edges of bins, powers of two, lie between the bars
     edges = [*(one.low for one in bins), bins[-1].high]
-    axes.set_xticks([place - 0.5 for place in range(len(edges))], [_power(edge) for edge in edges], fontsize=8)
+    axes.set_xticks([index - 0.5 for index in range(len(edges))], [_power(edge) for edge in edges], fontsize=8)
     axes.set_xlim(-0.6, len(bins) - 0.4)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _power(number: int) -> str:
-    """1024 as 1K, 2^20 as 1M."""
+    """A power of two in short: 1024 as 1K, 2^20 as 1M."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if number >= unit:
             return f"{number // unit}{letter}"
@@ -93,6 +96,6 @@ def _power(number: int) -> str:
 
 
 def check_pictures() -> None:
-    """Raises ValueError where matplotlib is not installed; cheap, so that it can be asked before a long run."""
+    """Raise ValueError if matplotlib is not installed; cheap, so that it can be called before a long run."""
     if find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib, which is not installed: pip install matplotlib, or leave --output out")
+        raise ValueError("pictures need matplotlib, which is not installed; pip install matplotlib, or leave --output out")

@@ -1,4 +1,7 @@
-"""Forecasts and simulations as text for a reader who has to decide."""
+"""Write forecasts and simulations as text, for a reader who has to choose hardware and settings.
+
+Called by `hf-longctx plan` and `hf-longctx simulate`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
 from hf_longctx.sim.output.histogram import LengthBin, length_bins
 
 _GIB = 2**30
+# characters of the longest bar
 _BAR = 30
+# most micro-batches that are listed
 _MAX_ROWS = 16
+# share of the tokens below which the shortest bins are merged
 _FEW = 1e-3
+# relative difference in seconds below which two plans count as equal
 _EQUAL = 5e-3
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """The whole report: step, layout and why, baselines, what was rejected, memory, the longest sequence."""
+    """The whole report: step, layout with reasons, lengths, baselines, rejected alternatives, memory, and longest sequence."""
     sections = [_head(forecast)]
     if forecast.steps:
         sections += [_step(forecast), _why(forecast), _lengths(forecast), _baselines(forecast), _rejected(forecast)]
@@ -56,9 +63,9 @@ def _step(forecast: Forecast) -> list[str]:
     over = f"mean of {len(forecast.steps)} steps" if len(forecast.steps) > 1 else "one step"
     return [
         f"STEP  {_seconds(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
-        f"  no plan with these degrees and this memory is faster than {_seconds(bound_s)}; at most {gap:.1%} is left",
+        f"  lower bound for these degrees and this memory: {_seconds(bound_s)}; this plan is within {gap:.1%} of optimal",
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
-        f"  planned in {_seconds(first.estimate.solve_s)} on this CPU ({first.estimate.solver}), which a run does one step ahead",
+        f"  planned in {_seconds(first.estimate.solve_s)} on this CPU ({first.estimate.solver}); a run plans one step ahead",
         f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
         *_wrapped(first.folded_layouts),
     ]
@@ -94,7 +101,7 @@ def _reasons(forecast: Forecast, uses: Sequence[DegreeUse]) -> list[str]:
             f"ones run in smaller groups where that saves communication"
         ]
     else:
-        why = "; larger groups are there to end together" if uses[0].degree > 1 else ""
+        why = "; larger groups let all ranks end at the same time" if uses[0].degree > 1 else ""
         sentences = [f"every planned sequence fits on one rank ({room:,} tokens){why}"]
     shares = {"computing": "compute_s", "communication": "exchange_s", "waiting for other groups": "idle_s"}
     ranked = sorted(((forecast.share(name), word) for word, name in shares.items()), reverse=True)
@@ -123,7 +130,7 @@ def _lengths(forecast: Forecast) -> list[str]:
 
 
 def _fold_start(bins: Sequence[LengthBin]) -> list[LengthBin]:
-    """The bins with all short ones in one, as long as these hold next to none of the tokens."""
+    """Merge the bins of the shortest sequences as long as they hold almost none of the tokens."""
     folded, total = list(bins), sum(one.num_tokens for one in bins)
     while len(folded) > 1 and folded[0].num_tokens + folded[1].num_tokens < _FEW * total:
         folded[:2] = [LengthBin(folded[0].low, folded[1].high, folded[0].by_degree + folded[1].by_degree)]
@@ -147,7 +154,7 @@ def _rejected(forecast: Forecast) -> list[str]:
         return []
     ours = forecast.steps[0].execution.step_s
     impossible = [choice for choice in forecast.alternatives if choice.degree and not choice.is_possible]
-    # what does not fit the largest of too small degrees fits none of the smaller ones
+    # one row for all degrees that are too small, with the reason of the largest of them
     rows = [_choice_row(replace(choice, name=f"all groups of {choice.degree} or fewer"), ours) for choice in impossible[-1:]]
     rows += [_choice_row(choice, ours) for choice in forecast.alternatives if choice not in impossible]
     return [f"REJECTED  for the first step, against {_seconds(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
@@ -218,18 +225,18 @@ def _memory(forecast: Forecast) -> list[str]:
 
 
 def _use_lines(use: MemoryUse) -> list[str]:
-    """What a step does with memory, and why."""
+    """Lines that say what a step does with activations, and why."""
     counts = [(use.num_kept, "wholly kept"), (use.num_tiled, "kept with the loss in tiles"), (use.num_chosen, "under policies")]
-    parts = [f"{count} group(s) {what}" for count, what in counts if count]
+    phrases = [f"{count} group(s) {how}" for count, how in counts if count]
     if use.num_chosen:
         again = ", ".join(f"{share:.0%} of {name.replace('_', ' ')}" for name, share in use.recomputed if share)
-        parts.append(f"recomputed: {again}" if again else "nothing is recomputed")
+        phrases.append(f"recomputed: {again}" if again else "nothing is recomputed")
         if use.host_bytes:
-            parts.append(f"{_gib(use.host_bytes)} GiB of the host on the fullest rank")
+            phrases.append(f"{_gib(use.host_bytes)} GiB of host memory on the fullest rank")
         if use.num_sliced:
-            parts.append(f"{use.num_sliced} group(s) in up to {use.most_slices} slices")
-        parts.append(f"{_seconds(use.added_s)} added to their passes")
-    lines = [f"  activations: {'; '.join(parts)}"]
+            phrases.append(f"{use.num_sliced} group(s) in up to {use.most_slices} slices")
+        phrases.append(f"{_seconds(use.added_s)} added to their passes")
+    lines = [f"  activations: {'; '.join(phrases)}"]
     return [*lines, f"  {use.reason}"] if use.reason else lines
 
 
@@ -252,10 +259,10 @@ def _longest(forecast: Forecast) -> list[str]:
     if scenario.memory.is_measured:
         how = "as was measured"
     elif scenario.memory.keeps_everything:
-        how = "everything kept, a fifth of the device left alone"
+        how = "everything kept, a fifth of the device reserved"
     else:
         kept = min(scenario.kept_tokens, scenario.tokens_per_rank)
-        how = f"everything kept up to {kept:,} on a rank, recomputed by need above,\n  a fifth of the device left alone"
+        how = f"everything kept up to {kept:,} on a rank, recomputed as needed above,\n  a fifth of the device reserved"
     lines.append(f"  planned steps hold {planned:,} tokens ({_ranks(degree)} of {scenario.tokens_per_rank:,}): {how}")
     rows = [
         (remedy.change, f"{remedy.longest_tokens:,}", f"{remedy.longest_tokens / planned:.1f}x", "")
@@ -265,7 +272,7 @@ def _longest(forecast: Forecast) -> list[str]:
 
 
 def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> str:
-    """A simulated step: its seconds and shares, and a row per rank, ranks alike folded into one."""
+    """The report of a simulated step: seconds, shares, and a row per rank; consecutive ranks with equal rows share one."""
     folded: list[tuple[int, int, tuple[str, ...]]] = []
     peaks = peak_bytes(plan, execution, costs, memory)
     for rank, on_device, on_host in zip(execution.ranks, peaks, execution.host_bytes, strict=True):
@@ -288,7 +295,7 @@ def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memor
             f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
             f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
             f"  {_seconds(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
-            f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB that can be used",
+            f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
             *_use_lines(memory_use(plan, execution, costs, memory)),
             *_table(("rank", "busy", "computing", "communication", "waiting", "peak tokens", "peak GiB", "host GiB"), rows),
         ]
@@ -308,7 +315,7 @@ def _shares(compute: float, exchange: float, idle: float) -> str:
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
-    """Micro-batches, a line each, not too many."""
+    """One line for each micro-batch, up to `_MAX_ROWS`."""
     lines = [f"    {word}" for word in words[:_MAX_ROWS]]
     return [*lines, f"    ... {len(words) - _MAX_ROWS} more"] if len(words) > _MAX_ROWS else lines
 
@@ -318,7 +325,7 @@ def _shortened(text: str, limit: int = 60) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows under their head, indented by two, the first and the last column to the left and the others to the right."""
+    """Rows below their header, indented by two; the first and last column are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = []
     for row in (head, *rows):

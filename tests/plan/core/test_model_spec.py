@@ -100,7 +100,7 @@ DEEPSEEK_V3 = {
 PUBLISHED = [(MIXTRAL_8X7B, 46.7, 12.9), (QWEN3_30B_A3B, 30.5, 3.3), (GPT_OSS_20B, 20.9, 4.2), (DEEPSEEK_V3, 671, 37)]
 
 
-# as their authors publish them, in billions: all of them, and those that a token passes with one embedding or two
+# published numbers in billions: all parameters, and those that a token uses, with one embedding or two
 @pytest.mark.parametrize("config,total,active", PUBLISHED)
 def test_experts_count_whole_as_weights_and_by_choice_as_work(config: dict[str, Any], total: float, active: float) -> None:
     spec = ModelSpec.from_config(config)

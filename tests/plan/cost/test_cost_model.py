@@ -212,7 +212,7 @@ def test_a_group_across_nodes_pays_the_network_though_it_would_fit_into_one() ->
     chunk, shape = Chunk(0, (Span(0, 0, 4000),)), GroupShape(4, 4)
     sent = mean_traffic(MODEL, costs.cluster, shape, 4000.0, is_backward=False).num_bytes
     inside, across = (costs.forward_s(chunk, shape, MODEL.num_layers, near) for near in (4, 2))
-    # of three neighbours two are on the other node
+    # two of three neighbours are on the other node
     assert across - inside == pytest.approx(sent * 2 / 3 * (1e-8 - 1e-9))
     assert costs.forward_s(chunk, shape, MODEL.num_layers) == inside
 

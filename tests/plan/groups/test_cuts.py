@@ -1,4 +1,4 @@
-"""Cuts into micro-batches cover all sequences, fit the memory, and contain the blaster's; expected seconds are checked by hand."""
+"""Cuts into micro-batches cover all sequences, fit memory, and contain the blaster's; expected seconds are checked by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_cuts_by_time_come_after_those_by_tokens(problem: GroupingProblem, trial
     by_tokens = candidate_cuts(problem, trials, problem.num_ranks, time_aware=False)
     assert len(by_tokens) <= trials
     assert candidate_cuts(problem, trials, problem.num_ranks, time_aware=True)[: len(by_tokens)] == by_tokens
-    # as many numbers of micro-batches as there are different cuts, in ascending order
+    # every cut has a different number of micro-batches, in ascending order
     sizes = [len(cut) for cut in by_tokens]
     assert sizes == sorted(set(sizes))
 

@@ -1,4 +1,4 @@
-"""Promises of the baselines: layouts that cover every sequence within memory, by hand and by brute force as published."""
+"""Baselines cover every sequence within memory, and equal the published methods by hand and by brute force."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hand_problem(
     exchange: float = 0.0,
     group_s: float = 1.0,
 ) -> GroupingProblem:
-    """A token costs one second of one rank, and `exchange` seconds more for every doubling of the group."""
+    """A problem in which a token costs one second of one rank, and `exchange` seconds for every doubling of the group."""
     seconds = np.array([[length * (1 / d + exchange * math.log2(d)) for length in lengths] for d in degrees])
     shapes = {degree: GroupShape(degree, degree) for degree in degrees}
     return GroupingProblem(lengths, num_ranks, capacity, degrees, shapes, seconds, (group_s,) * len(degrees))
@@ -77,7 +77,7 @@ def test_every_layout_covers_each_sequence_once_within_memory(
             assert baseline.name in baseline.detail and not baseline.layout
     # the best degree of a batch is no worse than one for all of them
     assert found[1].step_s <= found[0].step_s
-    # all but Megatron, which takes powers of two alone, can run whatever a plan can
+    # all but Megatron, which needs powers of two, can run whenever a plan exists
     assert all(baseline.can_run for baseline in (found[0], found[1], found[3]))
 
 
@@ -113,7 +113,7 @@ def test_the_layout_does_not_depend_on_the_order_of_the_sequences() -> None:
 
 
 def test_best_fit_by_hand() -> None:
-    # 9 | 7 2 | 6 3: the 3 goes to the fuller pack with room, 6 and not 7 has it; 2 to 7, left over 1
+    # 9 | 7 2 | 6 3: the fullest pack with room for 3 is that of 6, and 2 goes to 7
     assert best_fit((9, 6, 7, 3, 2), 9) == [[0], [2, 4], [1, 3]]
 
 
@@ -128,12 +128,12 @@ def test_static_by_hand() -> None:
 
 def test_a_sequence_above_the_fill_still_fits_alone() -> None:
     problem = hand_problem((20, 19, 1), 4, (2, 4))
-    # the longest sets how full a pack may get
+    # a longest sequence above the limit raises it for all packs
     assert static_layout(problem, 2) == [[(2, (0,)), (2, (1, 2))]]
 
 
 def test_a_last_micro_batch_that_cannot_be_dealt_out_stays_packed() -> None:
-    # filled to the brim, 10 + 10 | 9 6 5: longest first, 9 and 6 go apart, and 5 joins 6
+    # with completely filled packs, 10 + 10 | 9 6 5: dealt out longest first, 9 and 6 are apart and 5 joins 6
     problem = hand_problem((10, 10, 9, 6, 5), 2, (1, 2))
     layout = static_layout(problem, 1, fill=1.0)
     check_layout(layout, problem.lengths, (1,), 2, 10)
@@ -162,10 +162,10 @@ def test_static_degrees_divide_the_ranks() -> None:
 def test_hybrid_cp_by_hand() -> None:
     # 17 tokens need two ranks, 9, 8 and 7 one: work 17^2 / 2 = 144.5, 81, 64, 49. The queues, two for two degrees, close at
     # 1.1 * 338.5 / 2 = 186: [17] and [9 8 7]. 17 takes two ranks, 9 and 8 one each; 7 finds no rank with room, since its
-    # group would hold 15 of 10 tokens, and waits. Alone in the next round, it is widened to 2 and then 4 ranks.
+    # group would hold 15 of 10 tokens, and waits. Alone in the next micro-batch, it is widened to 2 and then 4 ranks.
     problem = hand_problem((7, 17, 9, 8), 4, (1, 2, 4))
     assert hybrid_cp_layout(problem) == [[(2, (1,)), (1, (2,)), (1, (3,))], [(4, (0,))]]
-    # 17 / 2 + 1 and 9 + 1 in the first round, 7 / 4 + 1 in the second
+    # 17 / 2 + 1 and 9 + 1 in the first micro-batch, 7 / 4 + 1 in the second
     assert problem.step_seconds(hybrid_cp_layout(problem)) == 10.0 + 2.75
 
 
@@ -226,7 +226,7 @@ def test_degrees_are_the_best_of_all_by_brute_force(degrees: tuple[int, ...], ex
     ]
     chosen = soonest_degrees(problem, packs)
     makespan = max(problem.group_seconds((d, tuple(part))) for d, (_, part) in zip(chosen, packs, strict=True))
-    # of equally fast ones, those that take the fewest ranks
+    # among equally fast degrees, those that take the fewest ranks
     assert (makespan, sum(chosen)) == min(options)
 
 
@@ -234,7 +234,7 @@ def test_packs_that_need_more_ranks_than_there_are_get_none() -> None:
     problem = hand_problem((25, 25), 4, (1, 2, 3, 4))
     assert soonest_degrees(problem, [(3, [0]), (3, [1])]) == []
     assert fcp_groups(problem, (0, 1)) == []
-    # so the batch is cut in two, and each half gets all ranks
+    # the batch is cut in two, and each half gets all ranks
     assert fcp_layout(problem) == [[(4, (0,))], [(4, (1,))]]
 
 
@@ -256,7 +256,7 @@ def test_idle_ranks_are_handed_out_unless_they_slow_a_group_down() -> None:
     # 20 needs two ranks; 4 is done before it on one, so two of five ranks stay idle
     lengths = (20, 4)
     assert fcp_groups(hand_problem(lengths, 5, (1, 2, 3, 4)), (0, 1)) == [(4, (0,)), (1, (1,))]
-    # exchanges eat up the gain: 20 / 2 + 20 * 0.25 = 15 on two, 20 / 4 + 20 * 0.5 = 15 on four, 4 on one, 4 / 2 + 1 on two
+    # exchanges cost the gain: 20 / 2 + 20 * 0.25 = 15 on two, 20 / 4 + 20 * 0.5 = 15 on four, 4 on one, 4 / 2 + 1 on two
     dear = hand_problem(lengths, 4, (1, 2, 4), exchange=0.25)
     assert fcp_groups(dear, (0, 1)) == [(2, (0,)), (2, (1,))]
     # 4 / 2 + 4 * 0.75 = 5 on two is slower than 4 on one

@@ -1,4 +1,4 @@
-"""What a forecast says in JSON, and that a plan in it is simulated again from the file alone."""
+"""The JSON of a forecast, and a simulation of its plan from the file alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a forecast: all there, readable, and pictures of a size that can be looked at."""
+"""The files of a forecast are complete and readable, and its pictures have a reasonable size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 
 
 def png_size(path: Path) -> tuple[int, int]:
-    """Width and height out of a PNG's head."""
+    """Width and height from the header of a PNG file."""
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", head[16:24])

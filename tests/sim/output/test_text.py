@@ -1,4 +1,4 @@
-"""The report names the numbers that decide, and nothing it cannot know."""
+"""The report names the numbers that matter for a decision, and nothing that is not known."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequenc
         [choice] = [choice for choice in found.baselines if choice.name == name]
         factor = choice.step_s / found.step_s
         assert not choice.is_possible or ("equal" if abs(factor - 1) < 0.004 else f"{factor:.2f}x faster") in row
-    # of the degrees that are too small only the largest is shown
-    assert "all groups of 2 or fewer" in text and "does not fit: the longest sequence has 120 tokens, 2 rank(s) hold 98" in text
+    # only the largest of the degrees that are too small is shown
+    assert "all groups of 2 or fewer" in text
+    assert "does not fit: the longest sequence has 120 tokens, but 2 rank(s) hold 98" in text
     assert "1 rank(s) hold 49" not in text
     assert "planned steps hold 196 tokens (4 ranks of 49): everything kept" in text
     assert "2 times the ranks: --gpus 8" not in text
@@ -60,4 +61,4 @@ def test_a_peak_above_the_memory_shows_in_the_simulation() -> None:
     plan = forecast((120,)).steps[0].plan
     small = replace(MEMORY, usable_bytes=2**30)
     text = execution_text(plan, execute_plan(plan, cost_model(4)), cost_model(4), replace(small, saved_bytes_per_token=2**28))
-    assert "peak 7.5 GiB of 1.0 GiB that can be used" in text
+    assert "peak 7.5 GiB of 1.0 GiB usable" in text
