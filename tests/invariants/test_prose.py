@@ -67,7 +67,6 @@ _NOT_YET: tuple[str, ...] = (
     "tests/hf/trainer",
     "tests/kernels",
     "tests/plan",
-    "tests/plan/activations",
     "tests/plan/memory",
     "tests/plan/pipeline",
     "tests/plan/pipeline/activations",

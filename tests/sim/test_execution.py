@@ -89,8 +89,8 @@ def test_the_peak_is_the_fullest_micro_batch_of_each_rank() -> None:
 
 def test_another_number_of_ranks_or_layers_is_refused() -> None:
     plan = hand_plan(cost_model(2))
-    with pytest.raises(ValueError, match="the plan is for 2 ranks, the cost model for 4"):
+    with pytest.raises(ValueError, match="the plan is for 2 ranks, but the cost model is for 4"):
         execute_plan(plan, cost_model(4))
     costs = cost_model(2)
-    with pytest.raises(ValueError, match="a model of 2 layers, the cost model for 3"):
+    with pytest.raises(ValueError, match="a model of 2 layers, but the cost model is for 3"):
         execute_plan(plan, replace(costs, model=replace(costs.model, num_layers=3)))

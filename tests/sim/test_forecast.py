@@ -146,7 +146,7 @@ def test_a_sequence_that_fits_nowhere_is_refused_with_what_would_hold_it() -> No
 
 def test_one_token_too_many_is_refused() -> None:
     assert forecast((196, 30)).step_s > 0
-    with pytest.raises(ValueError, match=r"has 197 tokens, .* holds 196, which 1 sequence"):
+    with pytest.raises(ValueError, match=r"has 197 tokens, .* holds 196; 1 sequence"):
         forecast((197, 30))
 
 

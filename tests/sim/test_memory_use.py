@@ -59,7 +59,7 @@ def test_the_longest_sequence_of_the_engine_is_planned_and_one_token_more_is_ref
     room = own.longest_tokens
     assert room > 1.5 * KEPT and own.kept_tokens * 4 == KEPT
     assert forecast((room, 30), of=own).fullest.peak_bytes <= MEMORY.usable_bytes
-    with pytest.raises(ValueError, match=rf"has {room + 1} tokens, .* holds {room}, which 1 sequence.*--limit {room}"):
+    with pytest.raises(ValueError, match=rf"has {room + 1} tokens, .* holds {room}; 1 sequence.*--limit {room}"):
         forecast((room + 1, 30), of=own)
 
 
@@ -69,7 +69,9 @@ def test_host_memory_that_is_used_shows_with_its_reason() -> None:
     assert found.fullest.host_bytes == max(found.steps[0].execution.host_bytes)
     assert "are offloaded" in found.fullest.reason
     text = forecast_text(found)
-    assert f"{found.fullest.host_bytes / 2**30:.1f} GiB of the host on the fullest rank" in text and found.fullest.reason in text
+    assert (
+        f"{found.fullest.host_bytes / 2**30:.1f} GiB of host memory on the fullest rank" in text and found.fullest.reason in text
+    )
     without = forecast((200,), of=engine()).fullest
     assert without.host_bytes == 0 and without.reason == "nothing is offloaded: there is no host memory for it"
 

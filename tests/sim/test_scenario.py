@@ -106,7 +106,7 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_model(str(tmp_path), 2)
-    with pytest.raises(ValueError, match=r"'nowhere\.json' is not there"):
+    with pytest.raises(ValueError, match=r"'nowhere\.json' does not exist"):
         read_model("nowhere.json", 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no config\.json"):
@@ -144,7 +144,7 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
         build_scenario(Request("qwen3-32b", "h100", 2))
     message = str(error.value)
     assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 192.5 GiB" in message
-    assert "59.6 of 74.5 GiB" in message
+    assert "59.6 of the 74.5 GiB" in message
     assert "4 times the ranks: --gpus 8 (up to 1,432 tokens)" in message
     # the change that it proposes works
     assert build_scenario(Request("qwen3-32b", "h100", 8)).longest_tokens == 1432
@@ -153,9 +153,9 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
 
 def test_plans_of_adapters_say_what_they_are_priced_as() -> None:
     lora = replace(SMALL, lora_rank=8)
-    assert not any("all weights were trained" in note for note in build_scenario(lora).notes)
+    assert not any("those of training all weights" in note for note in build_scenario(lora).notes)
     planned = build_scenario(replace(lora, longest_tokens=1000))
-    assert any("all weights were trained" in note for note in planned.notes)
+    assert any("those of training all weights" in note for note in planned.notes)
     # saved activations are those of training all weights, but the states are smaller
     assert planned.tokens_per_rank > build_scenario(SMALL).tokens_per_rank
 

@@ -72,8 +72,8 @@ def test_longer_sequences_are_dropped_and_counted(tmp_path: Path) -> None:
 BAD = {
     "zero": ("a.txt", "5\n0\n", "", "line 2: 0 tokens; every sequence needs at least one"),
     "negative": ("a.txt", "5\n\n-3\n", "", "line 3: -3 tokens"),
-    "absurd": ("a.txt", "5\n3000000000\n", "", "line 2: 3000000000 tokens is above 2147483648"),
-    "beyond 64 bits": ("a.txt", "5\n99999999999999999999999\n", "", "line 2: 99999999999999999999999 tokens is above"),
+    "absurd": ("a.txt", "5\n3000000000\n", "", "line 2: 3000000000 tokens, but at most 2147483648"),
+    "beyond 64 bits": ("a.txt", "5\n99999999999999999999999\n", "", "line 2: 99999999999999999999999 tokens, but at most"),
     "fraction": ("a.txt", "5\n6\n7.5\n", "", "line 3: '7.5' is not an integer"),
     "word": ("a.txt", "5\nmany\n", "", "line 2: 'many' is not an integer"),
     "empty": ("a.txt", "\n\n", "", "holds no lengths"),
@@ -130,7 +130,7 @@ def test_a_parquet_column_that_is_no_length_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nowhere.txt", "'nowhere.txt', which is not there"),
+        ("nowhere.txt", "'nowhere.txt', which does not exist"),
         (".", "'.', which is a folder"),
         ("lognormal:7", "write lognormal:MU,SIGMA"),
         ("lognormal:7,x", "write lognormal:MU,SIGMA"),
