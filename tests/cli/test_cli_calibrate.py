@@ -52,7 +52,7 @@ def test_words_of_the_wrong_kind_are_refused_by_the_parser(words: list[str], cap
     assert words[0] in capsys.readouterr().err
 
 
-# what a launcher sets
+# variables that a launcher sets
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

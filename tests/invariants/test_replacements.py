@@ -1,4 +1,4 @@
-"""What tests replace in a module of the package is a name that this module itself reads, or nobody would call the replacement."""
+"""Names that tests replace in a module of the package are read by this module, or nobody would call the replacement."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
         # LoRA of rank 16: two matrices beside each of the seven, with gradients of 2 bytes and two moments of 4
         adapter = 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
         adapters = 80 * adapter * (2 + 2 + 8)
-        # of two layers the weights, adapters, and gradients of these
+        # the weights and adapters of two layers, and gradients of the adapters
         gathered = 2 * held + 2 * 2 * 128256 * 8192 + 2 * adapter * (2 + 2)
         beside = 0 if held > layer else 80 * scales + 2 * 28672 * 8192
         assert scenario.memory.state_bytes("sharded", 8) == -(-(weights + adapters) // 8) + gathered + beside
