@@ -29,7 +29,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, recomputed_layer
-from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
@@ -126,7 +126,7 @@ def test_a_lent_slice_takes_the_seconds_of_the_layers_that_it_runs_in() -> None:
     seconds = []
     for model in (WINDOWED, replace(WINDOWED, windows=WINDOWED.windows[::-1])):
         group, plan = two_stages(4)
-        lent = replace(plan, micro_batches=(MicroBatch((multiplexed(group),)),))
+        lent = replace(plan, micro_batches=(MicroBatch((lent_group(group),)),))
         events = evaluate_plan(lent, replace(costs, model=model)).events
         seconds.append({event.name: event.stop_s - event.start_s for event in events})
     # the first slice has 100 tokens: 30^2 / 2 + 70 * 30 pairs under the window of 30, and 100^2 / 2 in all other layers

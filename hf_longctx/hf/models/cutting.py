@@ -201,7 +201,7 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
     )
 
 
-def shared_stages_of(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
+def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
     """Every stage of `model`, which stays whole, as the executor runs them where ranks help other stages than their own.
 
     Once per model. `parts` as for `cut_model`, one range each. Raises ValueError for models that cannot be cut.

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hf_longctx.hf.planning.refit import Samples
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import is_shared
+from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, PassSample
@@ -50,7 +50,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         )
         for index, (group, stage) in enumerate(plan.for_rank(rank).rounds)
         # passes that several stages share are no samples of a chunk on its own group
-        if not is_shared(group)
+        if not is_lent(group)
         for forward in stage.actions
         if forward.kind == "F"
     }

@@ -12,7 +12,7 @@ from hf_longctx.hf.planning.ahead import is_stand_in
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples
 from hf_longctx.hf.planning.samples import pass_samples
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import held_tokens, is_shared, rank_pieces, shard_tokens
+from hf_longctx.plan.core.sharding import held_tokens, is_lent, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -175,7 +175,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
     memory = NO_MEMORY
     _, position = plan.place(rank)
     for group, stage in plan.for_rank(rank).rounds:
-        if is_shared(group):
+        if is_lent(group):
             # a rank that helps other stages holds parts of their chunks too
             memory = memory.most(StepMemory(device_peak=plan.estimate.peak_bytes))
             continue

@@ -19,7 +19,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
-from hf_longctx.hf.models.cutting import cut_model, shared_stages_of, stage_model
+from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
@@ -133,7 +133,7 @@ def start_run(request: RunRequest) -> Run:
         patch_model(model)
         # before the model is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
-        all_stages = shared_stages_of(model, setup.ranges) if setup.planner.lend_stages else ()
+        all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
         stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
         if setup.num_stages > 1 and not all_stages:
             check_trained(stage, control)

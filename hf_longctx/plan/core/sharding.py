@@ -226,7 +226,7 @@ def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
     return (0, *accumulate(piece.num_tokens for piece in pieces))
 
 
-def shared_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
     """Pieces that `[stage][position]` holds of a slice shared by stages: the shard of its position, cut in zigzag over stages.
 
     `start` counts from the start of the slice. Raises ValueError if a rank would get no token.
@@ -246,17 +246,17 @@ def shared_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple
     return tuple(zip(*by_position, strict=True))
 
 
-def is_shared(group: SequenceGroup) -> bool:
+def is_lent(group: SequenceGroup) -> bool:
     """Whether stages share any chunk of the group (actions with helpers)."""
     return any(action.helpers for stage in group.stages for action in stage.actions)
 
 
-def sharing_stages(action: Action) -> tuple[int, ...]:
+def running_stages(action: Action) -> tuple[int, ...]:
     """Stages whose ranks run an action together, in order."""
     return tuple(sorted({action.stage, *(stage for stage, _ in action.helpers)}))
 
 
-def shared_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
+def lent_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
     """Forwards and backwards that the ranks of every stage run, their own and those they help with, in order.
 
     Slices shared with later stages come first, then slices that are not shared, then those shared with earlier stages; the
@@ -269,4 +269,4 @@ def shared_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
 
     actions = sorted((action for stage in group.stages for action in stage.actions), key=order)
     passes = [action for action in actions if action.kind == "F"] + [action for action in actions[::-1] if action.kind == "B"]
-    return tuple(tuple(action for action in passes if stage.stage in sharing_stages(action)) for stage in group.stages)
+    return tuple(tuple(action for action in passes if stage.stage in running_stages(action)) for stage in group.stages)

@@ -1,4 +1,4 @@
-"""Decides where lent stages pay (`multiplexing.py`): for every long sequence of a plan, first slices, last ones, both or none.
+"""Decides where lent stages pay (`lent_slices.py`): for every long sequence of a plan, first slices, last ones, both or none.
 
 Predictions are for ranks that have the weights of all stages at hand, as under adapters, whose frozen weights every rank can
 keep; the runtime executes no other. First slices alone are tried too: only the last ones need the whole front sent to lent ranks.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.core.sharding import shared_order, sharing_stages
+from hf_longctx.plan.core.sharding import lent_order, running_stages
 from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.pipeline.candidates import PipelineStep
-from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import families
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 
@@ -118,7 +118,7 @@ def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]
         and len(families(group.chunks)) == 1
     )
     for front, back in ((True, True), (True, False), (False, True)) if can_share else ():
-        shared = multiplexed(group, front, back)
+        shared = lent_group(group, front, back)
         if _keeps_order(shared) and _has_tokens(shared):
             yield shared
 
@@ -127,14 +127,14 @@ def _keeps_order(group: SequenceGroup) -> bool:
     """Whether every stage's own passes are in the only order in which they can be shared."""
     return all(
         [action for action in row if action.stage == stage.stage] == [a for a in stage.actions if a.kind in ("F", "B")]
-        for row, stage in zip(shared_order(group), group.stages, strict=True)
+        for row, stage in zip(lent_order(group), group.stages, strict=True)
     )
 
 
 def _has_tokens(group: SequenceGroup) -> bool:
     """Whether every sharing rank gets a token of every slice."""
     return all(
-        group.chunks[action.chunk].num_tokens >= len(sharing_stages(action)) * group.degree
+        group.chunks[action.chunk].num_tokens >= len(running_stages(action)) * group.degree
         for stage in group.stages
         for action in stage.actions
         if action.helpers

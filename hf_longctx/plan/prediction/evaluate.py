@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hf_longctx.plan.core.sharding import is_shared, shard_tokens
+from hf_longctx.plan.core.sharding import is_lent, shard_tokens
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_in_flight
-from hf_longctx.plan.prediction.lent_run import run_shared_pipeline
+from hf_longctx.plan.prediction.lent_run import run_lent_pipeline
 from hf_longctx.plan.prediction.pipeline_run import KnownRuns, near_ranks, run_pipeline
 from hf_longctx.timeline import TimelineEvent
 
@@ -104,7 +104,7 @@ class _Run:
         if keeps_whole_chunk(group, self.costs):
             self._enter_kept(group, starts[0])
             return
-        run = run_shared_pipeline if is_shared(group) and len(group.stages) > 1 else partial(run_pipeline, known=self.known)
+        run = run_lent_pipeline if is_lent(group) and len(group.stages) > 1 else partial(run_pipeline, known=self.known)
         for of_stage, stage_run in zip(ranks, run(self.plan, group, self.costs, starts), strict=True):
             self._add(of_stage, stage_run.times, stage_run.exchange_s)
             for rank in of_stage:

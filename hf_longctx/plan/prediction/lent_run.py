@@ -1,6 +1,6 @@
 """A pipeline whose stages share chunks, under a cost model: when every action runs, and what every stage's ranks hold.
 
-A shared action occupies all of its stages at once, in the order of `sharding.shared_order`, which is also the runtime's. Its
+A shared action occupies all of its stages at once, in the order of `sharding.lent_order`, which is also the runtime's. Its
 tokens are split evenly, its kernels are not. Nothing of what moves is hidden: every rank sends its keys and values to the other
 stages' (in backward what it has of their gradients, in at least fp32), lent ranks get the front at a stage's first chunk that
 they lack it for, and the stage's own ranks hand out hidden states and collect them.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hf_longctx.plan.core.schedule import PlanError
-from hf_longctx.plan.core.sharding import head_shares, shard_tokens, shared_order, sharing_stages
+from hf_longctx.plan.core.sharding import head_shares, lent_order, running_stages, shard_tokens
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -23,7 +23,7 @@ from hf_longctx.plan.prediction.event_loop import Times
 from hf_longctx.plan.prediction.pipeline_run import StageRun, StageSeconds, check_action, near_ranks
 
 
-def run_shared(
+def run_lent(
     order: Sequence[Sequence[Action]],
     seconds: Callable[[Action], float],
     hop_s: Callable[[Action], float],
@@ -42,7 +42,7 @@ def run_shared(
         row = rows[waiting.pop()]
         while row:
             action = row[-1]
-            stages = sharing_stages(action)
+            stages = running_stages(action)
             source = action.stage + (-1 if action.kind == "F" else 1)
             came_s = arrived_s.get((action.kind, source, action.chunk), None if 0 <= source < len(order) else 0.0)
             if came_s is None or any(rows[stage][-1:] != [action] for stage in stages):
@@ -62,7 +62,7 @@ def run_shared(
     return tuple(map(tuple, times))
 
 
-def run_shared_pipeline(
+def run_lent_pipeline(
     plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float] = ()
 ) -> tuple[StageRun, ...]:
     """The run of a group some of whose chunks are shared, of every stage with the actions that it helps in.
@@ -76,10 +76,10 @@ def run_shared_pipeline(
         raise ValueError("helpers cannot be evaluated together with parts or activation policies; leave out one of them")
     if any(len(chunk.spans) != 1 for chunk in group.chunks):
         raise ValueError("helpers cannot be evaluated for packs, hybrids and dummies; give one sequence a group of its own")
-    seconds = _SharedSeconds(plan, group, costs)
-    order = shared_order(group)
+    seconds = _LentSeconds(plan, group, costs)
+    order = lent_order(group)
     runs = []
-    for stage, row, times in zip(group.stages, order, run_shared(order, seconds.of, seconds.hop_s, start_s), strict=True):
+    for stage, row, times in zip(group.stages, order, run_lent(order, seconds.of, seconds.hop_s, start_s), strict=True):
         peak_bytes = _peak_bytes(plan, group, costs, stage.stage, row)
         # all forwards come before all backwards
         most = sum(seconds.tokens(action) for action in row if action.kind == "F")
@@ -87,7 +87,7 @@ def run_shared_pipeline(
     return tuple(runs)
 
 
-class _SharedSeconds:
+class _LentSeconds:
     """Seconds of a group's actions, shared or not."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
@@ -100,7 +100,7 @@ class _SharedSeconds:
 
     def tokens(self, action: Action) -> int:
         """Of one rank."""
-        return -(-self.alone.tokens[action.chunk] // len(sharing_stages(action)))
+        return -(-self.alone.tokens[action.chunk] // len(running_stages(action)))
 
     def hop_s(self, action: Action) -> float:
         return self.alone.hop_s(action)
@@ -108,7 +108,7 @@ class _SharedSeconds:
     def of(self, action: Action) -> float:
         if not action.helpers:
             return self.alone.of(action)
-        group, costs, num_stages = self.group, self.costs, len(sharing_stages(action))
+        group, costs, num_stages = self.group, self.costs, len(running_stages(action))
         chunk, is_backward = group.chunks[action.chunk], action.kind == "B"
         degree = group.degree * num_stages
         # the head's tokens are part of what a pass over the model takes
@@ -124,7 +124,7 @@ class _SharedSeconds:
         """How much of an action is communication between its ranks."""
         if not action.helpers:
             return self.alone.exchange_s(action)
-        group, costs, stages = self.group, self.costs, sharing_stages(action)
+        group, costs, stages = self.group, self.costs, running_stages(action)
         num_layers, is_backward = group.stages[action.stage].num_layers, action.kind == "B"
         per_node, per_stage = costs.cluster.ranks_per_node, self.plan.ranks_per_stage
         ranks = [stage * per_stage + group.positions[0] for stage in stages]
@@ -142,7 +142,7 @@ class _SharedSeconds:
         """Bytes that a rank of the action's own stage sends to those of other stages, or gets from them."""
         group, model, chunk = self.group, self.costs.model, self.group.chunks[action.chunk]
         is_backward = action.kind == "B"
-        others = 1 - 1 / len(sharing_stages(action))
+        others = 1 - 1 / len(running_stages(action))
         kv_heads = head_shares(model.num_heads, model.num_kv_heads, group.shape.ulysses)[0].num_kv
         front = chunk.prefix_tokens if action.chunk == self.first_back[action.stage] else 0
         value_bytes = max(4, model.bytes_per_element) if is_backward else model.bytes_per_element
@@ -180,7 +180,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
 
 def _chunk_bytes(group: SequenceGroup, costs: CostModel, action: Action) -> ChunkBytes:
     """What a rank holds of a pass that it takes part in."""
-    num_stages, num_layers = len(sharing_stages(action)), group.stages[action.stage].num_layers
+    num_stages, num_layers = len(running_stages(action)), group.stages[action.stage].num_layers
     load = chunk_load(group, group.chunks[action.chunk], 0, Load(0, (), num_layers))
     tokens = -(-load.num_tokens // num_stages)
     load = replace(

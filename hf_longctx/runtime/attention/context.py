@@ -20,7 +20,7 @@ from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 if TYPE_CHECKING:
     from hf_longctx.runtime.activations.engine import ChunkActivations
-    from hf_longctx.runtime.attention.lent_slice import SharedSlice
+    from hf_longctx.runtime.attention.lent_slice import LentSlice
 
 # a query piece and a key piece, each with its location in its block
 Tile = tuple[Piece, Piece]
@@ -161,7 +161,7 @@ class GroupContext:
     calls: AttentionCalls = field(default_factory=AttentionCalls)
     activations: ChunkActivations | None = None
     attention_record: AttentionRecord | None = None
-    shared: SharedSlice | None = None
+    shared: LentSlice | None = None
     position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ from hf_longctx.runtime.attention.rows import (
 
 
 @dataclass(frozen=True, slots=True)
-class SharedSlice:
+class LentSlice:
     """A slice and the ranks that share it: one rank of every sharing stage, all at one position, in `process_group`'s order.
 
     index: this rank's index in the group. owner: index of the rank of the slice's own stage. blocks: the pieces of every rank;
@@ -73,11 +73,11 @@ class SharedSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedAttention:
+class LentAttention:
     """Attention of one layer within a shared slice. layer: its key in the K/V book, one and the same object in every chunk."""
 
     rule: AttentionRule
-    shared: SharedSlice
+    shared: LentSlice
     kv_book: KVBook
     layer: Hashable
 
@@ -86,13 +86,13 @@ class SharedAttention:
 
         All sharing ranks must call it in one order of layers, and run backward in the reverse order.
         """
-        output: Tensor = _SharedAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
+        output: Tensor = _LentAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
         return output
 
 
-class _SharedAttention(torch.autograd.Function):
+class _LentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, call: SharedAttention) -> Tensor:
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, call: LentAttention) -> Tensor:
         slice_, head_dim = call.shared.slice_, q_hSD.shape[2]
         kv_gTW = _whole_slice(join_kv(k_gSD, v_gSE), call.shared)
         if call.shared.moves_front and not call.shared.is_owner:
@@ -116,7 +116,7 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_ShE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_hSD, out_ShE, lse_hS, sinks_h = ctx.saved_tensors
-        call: SharedAttention = ctx.call
+        call: LentAttention = ctx.call
         shared, slice_, head_dim = call.shared, call.shared.slice_, q_hSD.shape[2]
         front, kv_gTW = call.kv_book.read(call.layer, slice_)
         front_sum_gUW, own_sum_gTW = call.kv_book.gradients(call.layer, slice_)
@@ -144,7 +144,7 @@ class _SharedAttention(torch.autograd.Function):
         return dq_hSD, dk_gSD, dv_gSE, dsinks_h, None
 
 
-def _whole_slice(own_gSW: Tensor, shared: SharedSlice) -> Tensor:
+def _whole_slice(own_gSW: Tensor, shared: LentSlice) -> Tensor:
     """Keys and values of all tokens of the slice, [g, T, W], gathered from the own tokens of every rank."""
     num_kv, num_own, width = own_gSW.shape
     token_values = num_kv * width
@@ -163,7 +163,7 @@ def _whole_slice(own_gSW: Tensor, shared: SharedSlice) -> Tensor:
     return whole_gTW
 
 
-def _own_tokens(whole_gTW: Tensor, shared: SharedSlice) -> Tensor:
+def _own_tokens(whole_gTW: Tensor, shared: LentSlice) -> Tensor:
     """Gradients of this rank's tokens summed over all ranks, [g, S, W]: the backward of `_whole_slice`."""
     num_kv, _, width = whole_gTW.shape
     token_values = num_kv * width
@@ -179,14 +179,14 @@ def _own_tokens(whole_gTW: Tensor, shared: SharedSlice) -> Tensor:
     return received.view(len(counts), num_kv, num_own, width).sum(0)
 
 
-def _send_front(front: tuple[KeyRun, ...], call: SharedAttention) -> None:
+def _send_front(front: tuple[KeyRun, ...], call: LentAttention) -> None:
     """Sends the keys and values of the front that the slice sees; nothing if it sees none. All ranks know call many there are."""
     if front:
         front_gUW = torch.cat([run.kv_GUW for run in front], dim=1)
         dist.broadcast(front_gUW, group=call.shared.process_group, group_src=call.shared.owner)
 
 
-def _receive_front(kv_gTW: Tensor, head_dim: int, call: SharedAttention) -> None:
+def _receive_front(kv_gTW: Tensor, head_dim: int, call: LentAttention) -> None:
     """Receives the front from the owner and writes it into this rank's K/V book."""
     slice_ = call.shared.slice_
     num_seen = slice_.start - call.rule.pattern.first_seen(slice_.start)
@@ -198,7 +198,7 @@ def _receive_front(kv_gTW: Tensor, head_dim: int, call: SharedAttention) -> None
         call.kv_book.write(call.layer, earlier, *split_kv(front_gUW, head_dim), pattern=call.rule.pattern, keeps_own=False)
 
 
-def _return_front(front_sum_gUW: Tensor, shared: SharedSlice) -> None:
+def _return_front(front_sum_gUW: Tensor, shared: LentSlice) -> None:
     """Adds the other ranks' gradients of the front to the owner's."""
     if not front_sum_gUW.shape[1]:
         return

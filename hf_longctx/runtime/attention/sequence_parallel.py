@@ -29,7 +29,7 @@ from hf_longctx.plan.core.sharding import HeadShare, head_shares
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.heads import KVReaders
-from hf_longctx.runtime.attention.lent_slice import SharedAttention
+from hf_longctx.runtime.attention.lent_slice import LentAttention
 from hf_longctx.runtime.attention.ring import ring_attention
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
@@ -92,8 +92,8 @@ def _attention(
     """Attention of this rank's heads over the tokens of its block, shape [1, S, h, E]; with other blocks around the ring."""
     record = context.attention_record
     if context.shared is not None:
-        attend_shared = SharedAttention(rule, context.shared, context.kv_book, layer)
-        return attend_shared(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
+        attend_lent = LentAttention(rule, context.shared, context.kv_book, layer)
+        return attend_lent(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     if context.ring.num_blocks > 1:
         return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h)
     # if values had another head size, torch's own attention would fall back to plain matrices

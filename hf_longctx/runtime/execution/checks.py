@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_longctx.plan.core.sharding import is_shared
+from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.lent_round import check_lending, without_helpers
@@ -46,5 +46,5 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
         for action in (action for each in group.stages for action in each.actions):
             if action.kind not in _EXECUTED:
                 raise ValueError(f"action {action} is not executed; use actions of the kinds {', '.join(_EXECUTED)} only")
-        if is_shared(group):
+        if is_lent(group):
             check_lending(plan, group, has_all_stages)

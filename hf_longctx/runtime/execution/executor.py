@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import is_shared
+from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
@@ -107,7 +107,7 @@ class StepExecutor:
         with self.parameters.in_step():
             for index, (group, stage) in enumerate(plan.rounds):
                 self.parameters.enter_round(plan.parameters)
-                if is_shared(group):
+                if is_lent(group):
                     current: Round = LentRound(host, group, stage, inputs[index], index)
                 else:
                     current = Round(host, group, stage, inputs[index], index, is_counted)

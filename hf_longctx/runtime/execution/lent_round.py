@@ -1,7 +1,7 @@
 """Lent rounds: micro-batches whose first and last slices are shared by several stages (SPPO, arXiv 2503.10377, section 6).
 
 Every rank has the weights of all stages, frozen ones and replicated adapters alike, and runs the order that
-`plan.core.sharding.shared_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline, hands every
+`plan.core.sharding.lent_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline, hands every
 sharing stage those of its tokens, collects what they make of them, and sends it on; backward hands gradients the same way
 back. At the ends of the model nothing travels: every rank has the token ids and the labels of its position.
 
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import Piece, even_shards, sequence_ends, shared_order, shared_pieces, sharing_stages
+from hf_longctx.plan.core.sharding import Piece, even_shards, lent_order, lent_pieces, running_stages, sequence_ends
 from hf_longctx.plan.core.types import Action, Chunk, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
-from hf_longctx.runtime.attention.lent_slice import SharedSlice
+from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import step_loss, summed_cross_entropy
 from hf_longctx.runtime.execution.host import RoundHost
@@ -58,7 +58,7 @@ class Phases:
         Raises ValueError unless the first chunks are shared with later stages and the last ones with earlier stages, with the
         same ones forward and backward, and the chunks in between are not shared.
         """
-        sharers = {(action.kind, action.chunk): sharing_stages(action) for action in actions if action.kind in ("F", "B")}
+        sharers = {(action.kind, action.chunk): running_stages(action) for action in actions if action.kind in ("F", "B")}
         forward = [sharers["F", chunk] for chunk in range(num_chunks)]
         front, back = forward[0], forward[-1]
         first_alone = next((chunk for chunk, stages in enumerate(forward) if stages != front), num_chunks)
@@ -119,7 +119,7 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
                 f"chunk {chunk} is shared in an order of stages in which ranks would wait for each other for ever; let the "
                 f"planner lend stages"
             )
-    for row, stage in zip(shared_order(group), group.stages, strict=True):
+    for row, stage in zip(lent_order(group), group.stages, strict=True):
         own = [action for action in row if action.stage == stage.stage]
         planned = [action for action in stage.actions if action.kind in ("F", "B")]
         if own != planned:
@@ -129,9 +129,9 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
             )
         for action in planned:
             positions = sorted(position for _, position in action.helpers)
-            if positions != sorted(group.positions * (len(sharing_stages(action)) - 1)):
+            if positions != sorted(group.positions * (len(running_stages(action)) - 1)):
                 raise ValueError(f"action {action} must be shared by the group's positions {group.positions} of every stage")
-            shared_pieces(group.chunks[action.chunk].num_tokens, group.degree, len(sharing_stages(action)))
+            lent_pieces(group.chunks[action.chunk].num_tokens, group.degree, len(running_stages(action)))
 
 
 class LentRound(Round):
@@ -148,7 +148,7 @@ class LentRound(Round):
 
     def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
         """Forwards and backwards of this rank's stage and of those it helps; messages are sent and received inside of them."""
-        return shared_order(self.group)[self.stage.stage]
+        return lent_order(self.group)[self.stage.stage]
 
     def _new_books(self) -> list[KVBook]:
         # one per stage, since a lent rank closes its part of a sequence before the stage does
@@ -215,17 +215,17 @@ class LentRound(Round):
     def _context(self, action: Action) -> GroupContext:
         """The context of a chunk that this rank runs for `action.stage`, alone or with other stages."""
         pool, group, chunk, book = self.host.pool, self.group, self.group.chunks[action.chunk], self.books[action.stage]
-        own, stages = self.stage.stage, sharing_stages(action)
+        own, stages = self.stage.stage, running_stages(action)
         context = pool.context(group, chunk, book)
         if len(stages) == 1:
             return context
         phases, (span,) = self.phases[action.stage], chunk.spans
         is_front = action.chunk < phases.first_alone
         last = phases.first_alone - 1 if is_front and action.stage != own else len(group.chunks) - 1
-        held = shared_pieces(chunk.num_tokens, group.degree, len(stages))
+        held = lent_pieces(chunk.num_tokens, group.degree, len(stages))
         tokens = tuple(sum(piece.num_tokens for piece in pieces) for pieces in held[stages.index(own)])
-        shared = SharedSlice(
-            process_group=pool.sharing_group(stages),
+        shared = LentSlice(
+            process_group=pool.lending_group(stages),
             index=stages.index(own),
             owner=stages.index(action.stage),
             blocks=tuple(map(block_of, held)),
@@ -261,13 +261,13 @@ class _Rows:
 
     @classmethod
     def of(cls, pool: GroupPool, group: SequenceGroup, chunk: Chunk, action: Action) -> _Rows:
-        stages, place = sharing_stages(action), group.positions.index(pool.position)
+        stages, place = running_stages(action), group.positions.index(pool.position)
         if len(stages) == 1:
             return cls(None, 0, 0, ((slice(None),),))
         first = (0, *accumulate(even_shards(chunk.num_tokens, group.degree)))[place]
-        held = (of_stage[place] for of_stage in shared_pieces(chunk.num_tokens, group.degree, len(stages)))
+        held = (of_stage[place] for of_stage in lent_pieces(chunk.num_tokens, group.degree, len(stages)))
         rows = tuple(tuple(slice(piece.start - first, piece.stop - first) for piece in pieces) for pieces in held)
-        return cls(pool.sharing_group(stages), stages.index(action.stage), stages.index(pool.stage), rows)
+        return cls(pool.lending_group(stages), stages.index(action.stage), stages.index(pool.stage), rows)
 
     def of_inputs(self, inputs: ChunkInputs) -> ChunkInputs:
         """This rank's rows of the inputs of its position."""

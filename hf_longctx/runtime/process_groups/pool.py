@@ -79,7 +79,7 @@ class GroupPool:
                 ranks = tuple(first + position for position in positions)
                 if ranks not in self._groups:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
-        for ranks in sharing_ranks(num_stages, self.ranks_per_stage) if lends else ():
+        for ranks in lending_ranks(num_stages, self.ranks_per_stage) if lends else ():
             if ranks not in self._groups:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if num_stages > 1:
@@ -113,7 +113,7 @@ class GroupPool:
             )
         return self._groups[ranks]
 
-    def sharing_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+    def lending_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
         """Group of the ranks at this rank's position of `stages`, in order. Raises ValueError if the pool has none."""
         ranks = tuple(stage * self.ranks_per_stage + self.position for stage in stages)
         if ranks not in self._groups:
@@ -171,7 +171,7 @@ def sum_over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return total
 
 
-def sharing_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]]:
+def lending_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]]:
     """Ranks of every set of stages that may share a slice, per position, in the order of creation."""
     spans = [range(first, num_stages) for first in range(num_stages - 1)] + [range(last + 1) for last in range(1, num_stages - 1)]
     return [

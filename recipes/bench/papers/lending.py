@@ -27,20 +27,20 @@ from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.cluster_spec import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.sharding import shared_order, sharing_stages
+from hf_longctx.plan.core.sharding import lent_order, running_stages
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
-from hf_longctx.plan.prediction.lent_run import run_shared
+from hf_longctx.plan.prediction.lent_run import run_lent
 
 Seconds = Callable[[Action, int], float]
 
 
-def shared_makespan(order: Sequence[Sequence[Action]], seconds: Seconds) -> float:
+def lent_makespan(order: Sequence[Sequence[Action]], seconds: Seconds) -> float:
     """Seconds until all stages have finished. `seconds` takes an action and the number of stages that share it."""
-    times = run_shared(order, lambda action: seconds(action, len(sharing_stages(action))), lambda action: 0.0)
+    times = run_lent(order, lambda action: seconds(action, len(running_stages(action))), lambda action: 0.0)
     return max(stop_s for row in times for _, stop_s in row)
 
 
@@ -94,15 +94,15 @@ def gains(
     method = "ring" if ranks_per_stage > 1 else "local"
     group = SequenceGroup(tuple(range(ranks_per_stage)), method, chunks, ())
     group = pipelined(group, layer_ranges(model.num_layers, num_stages))
-    plain_s = shared_makespan(shared_order(group), Lending(costs, group, bytes_per_s).seconds)
-    lent = multiplexed(group)
-    order = shared_order(lent)
+    plain_s = lent_makespan(lent_order(group), Lending(costs, group, bytes_per_s).seconds)
+    lent = lent_group(group)
+    order = lent_order(lent)
     free, kv, weights = (Lending(costs, lent, bytes_per_s, *moves) for moves in ((False, False), (True, False), (True, True)))
     busy_s = sum(free.seconds(action, len(order)) for stage in group.stages for action in stage.actions if action.kind in "FB")
     return {
-        "free": 1 - shared_makespan(order, free.seconds) / plain_s,
-        "kv": 1 - shared_makespan(order, kv.seconds) / plain_s,
-        "weights": 1 - shared_makespan(order, weights.seconds) / plain_s,
+        "free": 1 - lent_makespan(order, free.seconds) / plain_s,
+        "kv": 1 - lent_makespan(order, kv.seconds) / plain_s,
+        "weights": 1 - lent_makespan(order, weights.seconds) / plain_s,
         "idle": 1 - busy_s / plain_s,
     }
 

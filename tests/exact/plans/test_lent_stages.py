@@ -10,13 +10,13 @@ from helpers.models.reference import TOLERANCE, random_rows, reference_step, rel
 from helpers.models.tiny_models import ModelCase, build_model, with_lora
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.sliced_plans import cut
-from helpers.ranks.lent_steps import BUGS, lent_plan, new_optimizer, shared_step_on_rank
+from helpers.ranks.lent_steps import BUGS, lent_plan, lent_step_on_rank, new_optimizer
 from helpers.ranks.rank_pool import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.sharding import is_shared, shared_order
+from hf_longctx.plan.core.sharding import is_lent, lent_order
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.execution.checks import refuse_unsupported
@@ -32,7 +32,7 @@ def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, nu
         loss, expected = reference_step(reference, rows)
         expected_losses.append(loss)
         optimizer.step()
-    results = pool.run(shared_step_on_rank, case, plan_to_json(plan), rows, lora, num_steps, bug)
+    results = pool.run(lent_step_on_rank, case, plan_to_json(plan), rows, lora, num_steps, bug)
     for rank, (losses, gradients, weights, words) in enumerate(results):
         assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
         assert gradients.keys() == expected.keys()
@@ -41,17 +41,17 @@ def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, nu
         for name, parameter in reference.named_parameters():
             if name in weights:
                 assert relative_error(weights[name], parameter.detach()) <= TOLERANCE, (rank, name)
-        assert words == shared_words(plan, rank), rank
+        assert words == lent_words(plan, rank), rank
 
 
-def shared_words(plan: StepPlan, rank: int) -> list[str]:
+def lent_words(plan: StepPlan, rank: int) -> list[str]:
     """The actions that a rank takes part in, in the order of the plan; without messages where stages share slices."""
     stage, _ = plan.place(rank)
     groups = [group for group, _ in plan.for_rank(rank).rounds]
     return [
         str(action)
         for group in groups
-        for action in (shared_order(group)[stage] if is_shared(group) else group.stages[stage].actions)
+        for action in (lent_order(group)[stage] if is_lent(group) else group.stages[stage].actions)
     ]
 
 

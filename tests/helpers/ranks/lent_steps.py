@@ -18,14 +18,14 @@ from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.cutting import shared_stages_of
+from hf_longctx.hf.models.cutting import stages_that_lend
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
-from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.runtime.attention import lent_slice
-from hf_longctx.runtime.attention.lent_slice import SharedSlice
+from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution import lent_round
 from hf_longctx.runtime.execution.executor import StepExecutor
@@ -35,11 +35,11 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 _POOLS: dict[int, GroupPool] = {}
 
 
-def _own_alone(whole_gTW: Tensor, shared: SharedSlice) -> Tensor:
+def _own_alone(whole_gTW: Tensor, shared: LentSlice) -> Tensor:
     return torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in shared.pieces], dim=1)
 
 
-def _in_order_of_ranks(own_gSW: Tensor, shared: SharedSlice) -> Tensor:
+def _in_order_of_ranks(own_gSW: Tensor, shared: LentSlice) -> Tensor:
     counts = [0, *accumulate(shared.block_tokens)]
     blocks = tuple((Piece(0, start, stop, 0),) for start, stop in pairwise(counts))
     return _WHOLE_SLICE(own_gSW, replace(shared, blocks=blocks))
@@ -65,7 +65,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 
 def lent_plan(plan: StepPlan, front: bool = True, back: bool = True) -> StepPlan:
     """The plan with helpers in every group."""
-    batches = tuple(MicroBatch(tuple(multiplexed(group, front, back) for group in each.groups)) for each in plan.micro_batches)
+    batches = tuple(MicroBatch(tuple(lent_group(group, front, back) for group in each.groups)) for each in plan.micro_batches)
     return validate_plan(replace(plan, micro_batches=batches))
 
 
@@ -77,7 +77,7 @@ def lending_pool(num_stages: int) -> GroupPool:
     return _POOLS[num_stages]
 
 
-def shared_step_on_rank(
+def lent_step_on_rank(
     case: ModelCase, plan_json: str, rows: Rows, lora: bool = True, num_steps: int = 1, bug: str = ""
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[str]]:
     """So many optimizer steps on this rank: losses, the last gradients, the trained weights, and what it ran in the last.
@@ -95,7 +95,7 @@ def _steps(
     pool = lending_pool(plan.num_stages)
     model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
-    stages = shared_stages_of(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
+    stages = stages_that_lend(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
     executor = StepExecutor(stages[pool.stage], pool, CPU, case.fp32_gradients, all_stages=stages)
     chunks = rank_inputs(plan, rows, pool.rank)["chunks"]
     num_label_tokens = sum(label != -100 for row in rows for label in row["labels"][1:])

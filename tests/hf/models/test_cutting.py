@@ -14,7 +14,7 @@ from helpers.models.reference import relative_error
 from helpers.models.staged_models import NUM_LAYERS, cut_into_stages, even_parts, family_model, random_inputs, run_pipeline
 from torch import Tensor
 
-from hf_longctx.hf.models.cutting import check_ranges, cut_model, shared_stages_of, stage_model, stage_problems
+from hf_longctx.hf.models.cutting import check_ranges, cut_model, stage_model, stage_problems, stages_that_lend
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.execution.stage_model import StageModel
 
@@ -60,7 +60,7 @@ def test_stages_of_one_whole_model_are_the_model_too(family: str, num_stages: in
     model, inputs = family_model(family, tied=True), random_inputs()
     expected_logits, expected = reference(model)
     whole = copy.deepcopy(model)
-    stages = list(shared_stages_of(whole, even_parts(num_stages)))
+    stages = list(stages_that_lend(whole, even_parts(num_stages)))
     logits, _ = run_pipeline(stages, inputs)
     backward_of(logits, inputs.shift_labels)
     assert relative_error(logits.detach(), expected_logits) <= TOLERANCE

@@ -21,7 +21,7 @@ def test_the_hand_written_plans_are_all_there() -> None:
         "infinipipe",
         "sppo",
         "interleaved",
-        "multiplexed",
+        "lent",
         "nested",
         "layer_first",
         "pp_sp_replicas",

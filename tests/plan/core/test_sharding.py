@@ -13,9 +13,9 @@ from hf_longctx.plan.core.sharding import (
     block_pieces,
     document_bounds,
     held_tokens,
+    lent_pieces,
     rank_pieces,
     seen_pieces,
-    shared_pieces,
     travelling_pieces,
 )
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
@@ -171,7 +171,7 @@ def test_no_rank_holds_more_than_an_even_share(lengths: list[int], shape: tuple[
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60))
 def test_shared_pieces_keep_every_token_at_its_position(num_positions: int, num_stages: int, more: int) -> None:
     num_tokens = num_positions * num_stages + more
-    held = shared_pieces(num_tokens, num_positions, num_stages)
+    held = lent_pieces(num_tokens, num_positions, num_stages)
     alone = rank_pieces(chunk_of([num_tokens]), GroupShape(num_positions, num_positions))
     for position, (whole,) in enumerate(alone):
         found = [token for stage in held for piece in stage[position] for token in range(piece.start, piece.stop)]
@@ -184,7 +184,7 @@ def test_shared_pieces_keep_every_token_at_its_position(num_positions: int, num_
 
 def test_shared_pieces_by_hand() -> None:
     # shards [0, 9) and [9, 17): the first stage holds quarters 0 and 3, the second quarters 1 and 2; the first gets the odd token
-    assert shared_pieces(17, 2, 2) == (
+    assert lent_pieces(17, 2, 2) == (
         ((Piece(0, 0, 3, 0), Piece(0, 7, 9, 3)), (Piece(0, 9, 11, 0), Piece(0, 15, 17, 2))),
         ((Piece(0, 3, 5, 0), Piece(0, 5, 7, 2)), (Piece(0, 11, 13, 0), Piece(0, 13, 15, 2))),
     )
@@ -192,4 +192,4 @@ def test_shared_pieces_by_hand() -> None:
 
 def test_a_slice_of_too_few_tokens_cannot_be_shared() -> None:
     with pytest.raises(ValueError, match=r"7 tokens cannot be shared by 4 stages of 2 rank\(s\); give it at least 8 tokens"):
-        shared_pieces(7, 2, 4)
+        lent_pieces(7, 2, 4)

@@ -333,7 +333,7 @@ def test_packs_may_run_backward_in_any_order() -> None:
     ],
 )
 def test_helpers_are_ranks_of_other_stages_and_share_only_compute(old: str, new: str, message: str) -> None:
-    plan = fixture("multiplexed")
+    plan = fixture("lent")
     words = [new if str(action) == old else str(action) for action in plan.micro_batches[0].groups[0].stages[0].actions]
     assert f">{new}<" in refused(with_actions(plan, 0, " ".join(words)), message)
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.serialize import plan_digest
-from hf_longctx.plan.core.sharding import is_shared
+from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.lending import lend
-from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
@@ -63,7 +63,7 @@ def test_a_lent_plan_is_valid_and_never_predicted_slower(sequences, num_stages: 
     validate_plan(found.plan)
     assert found.plain_s == evaluate_plan(plan, model).step_s
     assert found.lent_s == evaluate_plan(found.plan, model).step_s <= found.plain_s
-    lent = [group for batch in found.plan.micro_batches for group in batch.groups if is_shared(group)]
+    lent = [group for batch in found.plan.micro_batches for group in batch.groups if is_lent(group)]
     assert len(lent) == found.num_lent <= found.num_able <= len(sequences)
     assert (found.lent_s < found.plain_s) == bool(lent) == (plan_digest(found.plan) != plan_digest(plan))
 
@@ -73,7 +73,7 @@ def test_a_lent_plan_is_valid_and_never_predicted_slower(sequences, num_stages: 
 def test_one_sequence_gets_the_best_of_all_ways(kind: str, num_stages: int) -> None:
     plan, model = plan_of([[400, 300, 250, 200, 180]], num_stages), costs(kind, num_stages)
     (group,) = plan.micro_batches[0].groups
-    ways = [multiplexed(group, *sides) for sides in itertools.product((False, True), repeat=2)]
+    ways = [lent_group(group, *sides) for sides in itertools.product((False, True), repeat=2)]
     seconds = [evaluate_plan(dataclasses.replace(plan, micro_batches=(MicroBatch((way,)),)), model).step_s for way in ways]
     assert lend(plan, model).lent_s == min(seconds)
 
@@ -129,7 +129,7 @@ def test_a_step_with_lent_stages_is_never_predicted_slower(lengths, ranks: tuple
         return
     lent = plan_step(0, lengths, model, dataclasses.replace(config, lend_stages=True))
     assert lent.estimate.step_s <= plain.estimate.step_s
-    is_lent = any(is_shared(group) for batch in lent.micro_batches for group in batch.groups)
+    is_lent = any(is_lent(group) for batch in lent.micro_batches for group in batch.groups)
     assert is_lent == (lent.estimate.step_s < plain.estimate.step_s)
     run = evaluate_plan(lent, model)
     assert run.step_s == lent.estimate.step_s and max(run.peak_bytes) == lent.estimate.peak_bytes
@@ -143,5 +143,5 @@ def test_a_long_sequence_gets_a_micro_batch_of_its_own_to_be_lent_ranks() -> Non
     lent = plan_step(0, [3000, 10, 12], model, config)
     plain = plan_step(0, [3000, 10, 12], model, dataclasses.replace(config, lend_stages=False))
     first, *others = [group for batch in lent.micro_batches for group in batch.groups]
-    assert is_shared(first) and {span.sequence for chunk in first.chunks for span in chunk.spans} == {0}
-    assert not any(map(is_shared, others)) and lent.estimate.step_s < plain.estimate.step_s
+    assert is_lent(first) and {span.sequence for chunk in first.chunks for span in chunk.spans} == {0}
+    assert not any(map(is_lent, others)) and lent.estimate.step_s < plain.estimate.step_s

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.schedule import PlanError
-from hf_longctx.plan.core.sharding import shared_order
+from hf_longctx.plan.core.sharding import lent_order
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.stage import message_bytes
-from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.prediction.lent_run import run_shared
+from hf_longctx.plan.prediction.lent_run import run_lent
 
 # no head; forward a second for each token, backward two
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)
@@ -36,7 +36,7 @@ def sliced(num_slices: int, num_stages: int, slice_tokens: int = 40, is_lent: bo
     spans = [Span(0, place * slice_tokens, (place + 1) * slice_tokens) for place in range(num_slices)]
     bare = SequenceGroup((0,), "local", tuple(Chunk(place, (span,)) for place, span in enumerate(spans)), ())
     group = pipelined(bare, layer_ranges(MODEL.num_layers, num_stages))
-    batches = (MicroBatch((multiplexed(group) if is_lent else group,)),)
+    batches = (MicroBatch((lent_group(group) if is_lent else group,)),)
     return validate_plan(StepPlan(0, (num_slices * slice_tokens,), num_stages, 1, "replicated", batches))
 
 
@@ -109,9 +109,9 @@ def test_a_rank_holds_its_parts_of_shared_slices_and_the_states_of_all_stages() 
 @given(st.integers(1, 4), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_no_rank_runs_two_actions_at_once_nor_one_before_its_input(num_stages: int, more: int, draw: random.Random) -> None:
     (group,) = sliced(max(1, num_stages - 1 + more), num_stages).micro_batches[0].groups
-    rows = shared_order(group)
+    rows = lent_order(group)
     lengths = {action: draw.random() for row in rows for action in row}
-    times = run_shared(rows, lengths.__getitem__, lambda action: 0.25)
+    times = run_lent(rows, lengths.__getitem__, lambda action: 0.25)
     when = {action: time for row, of_stage in zip(rows, times, strict=True) for action, time in zip(row, of_stage, strict=True)}
     for row, of_stage in zip(rows, times, strict=True):
         # the same seconds on all of its stages
@@ -125,14 +125,14 @@ def test_no_rank_runs_two_actions_at_once_nor_one_before_its_input(num_stages: i
 
 
 def test_stages_in_another_order_are_a_deadlock() -> None:
-    rows = [list(row) for row in shared_order(sliced(4, 2).micro_batches[0].groups[0])]
+    rows = [list(row) for row in lent_order(sliced(4, 2).micro_batches[0].groups[0])]
     rows[1][0], rows[1][1] = rows[1][1], rows[1][0]
     with pytest.raises(PlanError, match="deadlock: 0F0@1:0, 1F0 wait for ranks that wait for them"):
-        run_shared(rows, lambda action: 1.0, lambda action: 0.0)
+        run_lent(rows, lambda action: 1.0, lambda action: 0.0)
 
 
 def test_the_hand_written_plan_is_evaluated() -> None:
-    lent = evaluate_plan(fixture("multiplexed"), counted_costs(4))
+    lent = evaluate_plan(fixture("lent"), counted_costs(4))
     assert {event.name for event in lent.events if event.rank == 3} >= {"0F0@1:0,1:1", "1F3@0:0,0:1"}
 
 

@@ -44,7 +44,7 @@ def fixture(name: str, **changes: Any) -> StepPlan:
 
 # plan -> (changes, what the refusal says)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "multiplexed": ({"method": "ulysses"}, "the plan has helpers, for which every rank needs the weights of all stages"),
+    "lent": ({"method": "ulysses"}, "the plan has helpers, for which every rank needs the weights of all stages"),
     "interleaved": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
     "infinipipe": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
     "sppo": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hf_longctx.plan.core.sharding import shared_order
+from hf_longctx.plan.core.sharding import lent_order
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
-from hf_longctx.plan.pipeline import multiplexing
-from hf_longctx.plan.pipeline.multiplexing import multiplexed
+from hf_longctx.plan.pipeline import lent_slices
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
 from hf_longctx.recipes.bench.papers import lending as bench
 
@@ -41,21 +41,21 @@ def forward_slots(num_stages: int, num_slices: int) -> float:
 @pytest.mark.parametrize(("num_stages", "num_slices"), [(1, 3), (2, 4), (4, 3), (4, 8), (4, 32), (8, 16), (6, 5)])
 def test_equal_slices_take_the_closed_form_with_and_without_lending(num_stages: int, num_slices: int) -> None:
     group = sliced(num_stages, num_slices)
-    assert bench.shared_makespan(shared_order(group), unit_s) == 3 * (num_slices + num_stages - 1)
-    lent_s = bench.shared_makespan(shared_order(multiplexed(group)), unit_s)
+    assert bench.lent_makespan(lent_order(group), unit_s) == 3 * (num_slices + num_stages - 1)
+    lent_s = bench.lent_makespan(lent_order(lent_group(group)), unit_s)
     assert lent_s == pytest.approx(3 * forward_slots(num_stages, num_slices))
     assert 3 * num_slices <= lent_s + 1e-9
 
 
 def test_eight_slices_on_four_stages_take_25_of_33_slots() -> None:
-    assert bench.shared_makespan(shared_order(multiplexed(sliced(4, 8))), unit_s) == pytest.approx(25)
+    assert bench.lent_makespan(lent_order(lent_group(sliced(4, 8))), unit_s) == pytest.approx(25)
 
 
 def test_stages_that_wait_for_each_other_are_an_error() -> None:
-    rows = [list(row) for row in shared_order(multiplexed(sliced(2, 4)))]
+    rows = [list(row) for row in lent_order(lent_group(sliced(2, 4)))]
     rows[1][0], rows[1][1] = rows[1][1], rows[1][0]
     with pytest.raises(ValueError, match="deadlock: 0F0@1:0, 1F0 wait for ranks that wait for them"):
-        bench.shared_makespan(rows, unit_s)
+        bench.lent_makespan(rows, unit_s)
 
 
 def test_the_table_orders_what_moves_and_saves_no_more_than_is_idle(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_what_moves_for_a_first_and_a_last_slice_by_hand() -> None:
     costs = bench.CostModel(model, *_cluster(model))
     chunks = tuple(Chunk(place, (Span(0, 100 * place, 100 * place + 100),)) for place in range(4))
     group = pipelined(SequenceGroup((0, 1), "ring", chunks, ()), layer_ranges(32, 4))
-    lending = bench.Lending(costs, multiplexed(group), 1.0, True, True)
+    lending = bench.Lending(costs, lent_group(group), 1.0, True, True)
     helpers = tuple((stage, position) for stage in (0, 1, 2) for position in (0, 1))
     # 100 tokens, 4096 hidden there and back, 8 layers of 4096 keys and values, bf16, 3 of 4 stages lent, 2 ranks share
     own = 0.75 * 100 * (2 * 4096 + 8 * 2 * 4096) * 2 / 2
@@ -96,7 +96,7 @@ def test_what_moves_for_a_first_and_a_last_slice_by_hand() -> None:
 
 def test_the_pass_tells_the_numbers_of_the_simulation() -> None:
     pattern = r"^ +(\d+)K, (\d+) +([\d.-]+) % +([\d.-]+) % +([\d.-]+) %$"
-    told = re.findall(pattern, multiplexing.__doc__ or "", re.MULTILINE)
+    told = re.findall(pattern, lent_slices.__doc__ or "", re.MULTILINE)
     assert [row[:2] for row in told] == [("128", "8"), ("128", "32"), ("512", "8"), ("512", "32")]
     model = bench.named_model("gpt-7b")
     for num_ktokens, num_slices, *shares in told:

@@ -32,7 +32,7 @@ from hf_longctx.plan.core.types import Action, SequenceGroup
 from hf_longctx.plan.pipeline.orders import families
 
 
-def multiplexed(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:
+def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:
     """The group with `helpers` on every F and B that idle stages share, at the group's positions; messages stay as they are.
 
     front, back: whether the first and whether the last slices are shared. Raises ValueError unless the chunks are one family of
@@ -42,11 +42,11 @@ def multiplexed(group: SequenceGroup, front: bool = True, back: bool = True) -> 
     num_families = len(families(group.chunks))
     if num_families != 1 or num_chunks < num_stages - 1:
         raise ValueError(
-            f"{num_chunks} chunks of {num_families} sequence(s) on {num_stages} stages cannot be multiplexed; give one sequence "
+            f"{num_chunks} chunks of {num_families} sequence(s) on {num_stages} stages cannot lend ranks; give one sequence "
             f"a group of its own, in at least {num_stages - 1} slices"
         )
     if any(len(stage.parts) != 1 for stage in group.stages):
-        raise ValueError("a stage of several parts cannot be multiplexed; use a schedule other than 'interleaved'")
+        raise ValueError("stages of several parts cannot lend ranks; use a schedule other than 'interleaved'")
     return replace(
         group,
         stages=tuple(
@@ -56,7 +56,7 @@ def multiplexed(group: SequenceGroup, front: bool = True, back: bool = True) -> 
     )
 
 
-def shared_stages(stage: int, chunk: int, num_stages: int, num_chunks: int) -> range:
+def stages_of_slice(stage: int, chunk: int, num_stages: int, num_chunks: int) -> range:
     """The stages whose ranks run `chunk` of `stage`; the stage alone in the steady phase."""
     if chunk <= num_stages - 2 - stage:
         return range(stage, num_stages)
@@ -68,7 +68,7 @@ def shared_stages(stage: int, chunk: int, num_stages: int, num_chunks: int) -> r
 def _with_helpers(action: Action, group: SequenceGroup, front: bool, back: bool) -> Action:
     if action.kind not in ("F", "B"):
         return action
-    stages = shared_stages(action.stage, action.chunk, len(group.stages), len(group.chunks))
+    stages = stages_of_slice(action.stage, action.chunk, len(group.stages), len(group.chunks))
     lenders = [stage for stage in stages if (stage > action.stage and front) or (stage < action.stage and back)]
     lent = tuple((stage, position) for stage in lenders for position in group.positions)
     return replace(action, helpers=lent)

@@ -11,11 +11,11 @@ from helpers.plans.stage_orders import chunks_of, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.sharding import shared_order
+from hf_longctx.plan.core.sharding import lent_order
 from hf_longctx.plan.core.types import Action, MicroBatch, SequenceGroup
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.pipeline.lent_slices import lent_group, stages_of_slice
 from hf_longctx.plan.pipeline.messages import without_messages
-from hf_longctx.plan.pipeline.multiplexing import multiplexed, shared_stages
 
 
 def sliced(num_stages: int, num_slices: int) -> SequenceGroup:
@@ -30,22 +30,22 @@ def test_eight_slices_on_four_stages_are_the_papers_table() -> None:
         expected = [stage]
         for chunks, stages in (front[stage], back[stage]):
             expected = stages if chunk in chunks else expected
-        assert list(shared_stages(stage, chunk, 4, 8)) == expected
-    group = multiplexed(sliced(4, 8))
+        assert list(stages_of_slice(stage, chunk, 4, 8)) == expected
+    group = lent_group(sliced(4, 8))
     for stage in group.stages:
         for action in stage.actions:
-            stages = shared_stages(stage.stage, action.chunk, 4, 8) if action.kind in ("F", "B") else [stage.stage]
+            stages = stages_of_slice(stage.stage, action.chunk, 4, 8) if action.kind in ("F", "B") else [stage.stage]
             assert [helper for helper, _ in action.helpers] == [other for other in stages if other != stage.stage]
 
 
 def test_the_hand_written_plan_comes_out() -> None:
-    plan = fixture("multiplexed")
+    plan = fixture("lent")
     (group,) = plan.micro_batches[0].groups
     bare = tuple(
         dataclasses.replace(stage, actions=tuple(dataclasses.replace(action, helpers=()) for action in stage.actions))
         for stage in group.stages
     )
-    assert multiplexed(dataclasses.replace(group, stages=bare)) == group
+    assert lent_group(dataclasses.replace(group, stages=bare)) == group
 
 
 # whether the first and whether the last slices are shared
@@ -57,12 +57,12 @@ SIDES = st.sampled_from([(True, True), (True, False), (False, True)])
 def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more: int, sides: tuple[bool, bool]) -> None:
     num_slices = max(1, num_stages - 1 + more)
     plan = plan_of(chunks_of([(num_slices, 0)]), num_stages, "elastic")
-    group = multiplexed(plan.micro_batches[0].groups[0], *sides)
+    group = lent_group(plan.micro_batches[0].groups[0], *sides)
     helped = {(a.stage, a.chunk, s) for stage in group.stages for a in stage.actions for s, _ in a.helpers}
-    both = {(a.stage, a.chunk, s) for stage in multiplexed(group).stages for a in stage.actions for s, _ in a.helpers}
+    both = {(a.stage, a.chunk, s) for stage in lent_group(group).stages for a in stage.actions for s, _ in a.helpers}
     assert helped == {one for one in both if sides[one[2] < one[0]]}
     validate_plan(dataclasses.replace(plan, micro_batches=(MicroBatch((group,)),)))
-    rows = shared_order(group)
+    rows = lent_order(group)
     for stage, row in zip(without_messages(group).stages, rows, strict=True):
         assert tuple(action for action in row if action.stage == stage.stage) == stage.actions
         assert len(set(row)) == len(row)
@@ -75,8 +75,8 @@ def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 7), st.integers(0, 8), SIDES, st.randoms(use_true_random=False))
 def test_no_action_waits_for_a_rank_that_waits_for_it(num_stages: int, more: int, sides: tuple[bool, bool], draw: object) -> None:
-    group = multiplexed(sliced(num_stages, max(1, num_stages - 1 + more)), *sides)
-    rows = [list(row) for row in shared_order(group)]
+    group = lent_group(sliced(num_stages, max(1, num_stages - 1 + more)), *sides)
+    rows = [list(row) for row in lent_order(group)]
     done: set[tuple[str, int, int]] = set()
 
     def is_ready(action: Action) -> bool:
@@ -98,17 +98,17 @@ def test_no_action_waits_for_a_rank_that_waits_for_it(num_stages: int, more: int
 @pytest.mark.parametrize(
     ("shapes", "num_stages", "message"),
     [
-        ([(4, 0), (0, 1)], 2, r"5 chunks of 2 sequence\(s\) on 2 stages cannot be multiplexed"),
+        ([(4, 0), (0, 1)], 2, r"5 chunks of 2 sequence\(s\) on 2 stages cannot lend ranks"),
         ([(2, 0)], 4, r"2 chunks of 1 sequence\(s\) on 4 stages .* at least 3 slices"),
     ],
 )
-def test_only_one_sequence_in_enough_slices_is_multiplexed(shapes: list[tuple[int, int]], num_stages: int, message: str) -> None:
+def test_only_one_sequence_in_enough_slices_is_lent_ranks(shapes: list[tuple[int, int]], num_stages: int, message: str) -> None:
     (group,) = plan_of(chunks_of(shapes), num_stages, "elastic").micro_batches[0].groups
     with pytest.raises(ValueError, match=message):
-        multiplexed(group)
+        lent_group(group)
 
 
-def test_parts_are_not_multiplexed() -> None:
+def test_parts_are_not_lent() -> None:
     (group,) = plan_of(chunks_of([(4, 0)]), 2, "interleaved", 2).micro_batches[0].groups
-    with pytest.raises(ValueError, match="several parts cannot be multiplexed; use a schedule other than 'interleaved'"):
-        multiplexed(group)
+    with pytest.raises(ValueError, match="several parts cannot lend ranks; use a schedule other than 'interleaved'"):
+        lent_group(group)
