@@ -1,4 +1,4 @@
-"""The made-up documents of the extension demo, and its committed base: it looks up at its own length and not beyond."""
+"""The made-up documents of the extension demo, and its base model, which looks up values at its own length and not beyond."""
 
 from __future__ import annotations
 

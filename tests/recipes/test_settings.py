@@ -1,4 +1,4 @@
-"""One YAML file and `--key value` overrides make the settings; what does not fit is refused in one line."""
+"""Settings come from one YAML file and `--key value` overrides; settings that do not fit are refused in one line."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_shipped_paths_are_found_from_every_folder(tmp_path: Path, monkeypatch: 
     base = read_settings(ALL, [str(configs / "extend_demo.yaml")])[0].model_name_or_path
     template = read_settings(ALL, [str(configs / "chat.yaml")])[0].chat_template
     assert (Path(base) / "model.safetensors").is_file() and Path(template).is_file()
-    # a folder of one's own wins
+    # the user's own folder wins
     (tmp_path / "recipes" / "copy_base").mkdir(parents=True)
     assert read_settings(ALL, [str(configs / "extend_demo.yaml")])[0].model_name_or_path == "recipes/copy_base"
 

@@ -39,7 +39,7 @@ SMALL = [
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the recipe on two ranks with `folder` as output folder."""
+    """Runs the recipe on two ranks, with its output in `folder`."""
     environment = {"HF_DATASETS_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": "no"}
     return run_ranks(ROOT / "recipes" / "sft.py", [*arguments, "--output_dir", str(folder / "out")], 2, folder, environment)
 
@@ -161,16 +161,16 @@ def test_chat_run_says_what_was_loaded_once(chat) -> None:
     for name, count in {"chats.jsonl": 30, "pairs.csv": 20, "lines.txt": 20}.items():
         found = [line for line in lines if line.startswith(f"{folder / name}: {count} documents, ")]
         assert len(found) == 1 and re.search(r"[\d,]+ tokens, [\d.]+% with loss$", found[0])
-    # 30 documents at 2 shares: 15 a share
+    # 30 documents with weight 2 give 15 per unit of weight
     assert sum(line.startswith("mix (weights 2, 1, 1, first_exhausted): 60 documents") for line in lines) == 1
     assert run.stderr.count("1 of 31 rows are left out, because they have no message of the assistant") == 1
     assert "60 sequences of" in run.stdout
-    # one result per step of the work, not one per rank: three sets tokenised; text filtered, tokenised, given labels
+    # one cached result per operation, not per rank: three datasets tokenised; the text one also filtered and given labels
     assert len(list((folder / "cache").rglob("cache-*.arrow"))) == 6
 
 
 def test_held_out_loss_of_a_chat_run_is_that_of_plain_transformers(chat) -> None:
-    """Model, tokenizer, template and mask of transformers alone, on the conversations as they stand in the file."""
+    """Loss with model, tokenizer, template and mask of transformers alone, on the conversations in the file."""
     run, folder = chat
     assert run.returncode == 0, run.stderr[-3000:]
     model = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
@@ -186,7 +186,7 @@ def test_held_out_loss_of_a_chat_run_is_that_of_plain_transformers(chat) -> None
     plain = float(torch.cat(losses).double().mean())
     ours = json.loads((folder / "out" / "held_out.json").read_text())
     assert abs(plain - ours["loss"]) <= 1e-5
-    # the loss over all tokens is another one
+    # the loss over all tokens differs
     assert sum(label >= 0 for row in ours["labels"] for label in row) < sum(map(len, ours["input_ids"])) / 1.2
     assert abs(plain_loss(folder / "out", ours["input_ids"], ours["labels"]) - ours["loss"]) <= 1e-5
 

@@ -1,4 +1,4 @@
-"""Dataset settings to tokens: several formats in one mix, nothing held out that is trained on, bad input in one line."""
+"""From dataset settings to tokens: several formats in one mix, no training on held-out rows, bad input refused in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = ["--model_name_or_path", "m"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch) -> Path:
-    """Files of every kind, with a datasets cache of their own."""
+    """Files of every kind, with a separate datasets cache."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     chats = [{"messages": conversation(f"what is {i}?", f"it is {i}")} for i in range(30)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
@@ -50,7 +50,7 @@ PAGES = Source("pages.csv", text_column=("title", "body"), column_separator=" - 
 def test_formats_are_mixed_by_weight_and_described(folder: Path) -> None:
     documents = load(CHATS, PAIRS, PAGES, held_out=4)
     train, held_out = texts(documents.train), texts(documents.held_out)
-    # 28, 11 and 19 are left; 11 documents a share
+    # 28, 11 and 19 documents are left; 11 documents per unit of weight
     assert [sum(word in text for text in train) for word in ("what is", "one", " - sat")] == [22, 11, 11]
     assert [sum(word in text for text in held_out) for word in ("what is", "one", " - sat")] == [2, 1, 1]
     assert not set(train) & set(held_out) and len(set(train)) == 44

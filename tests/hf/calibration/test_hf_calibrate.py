@@ -1,4 +1,4 @@
-"""Calibration of a model on real ranks: which models can be built, what the profile says, and that reading it loses nothing."""
+"""Calibration on real ranks: which models can be built, what the profile says, and that it is read back unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def calibrated_on_rank(config_file: str, seconds: float) -> tuple[Calibration, s
 
 @pytest.fixture(scope="module")
 def calibrated(ranks, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Calibration, str]]:
-    """Both ranks' calibration of a model of eight layers, of which six and none are built."""
+    """Calibrations by two ranks of a model of eight layers, from which models of six and of zero layers are built."""
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(small_config(8)))
     found: list[tuple[Calibration, str]] = ranks(2).run(calibrated_on_rank, str(path), 4.0)
@@ -59,7 +59,7 @@ def test_predictions_from_the_file_are_those_of_the_fit(calibrated) -> None:
     whole = ModelSpec.from_config(small_config(8))
     assert measured.model == spec_name(whole) and profile.calibration(measured.model) == measured
     read = CostModel(whole, ClusterSpec(2, 2, profile.spec), measured.coefficients)
-    # what is sent, how often and in which tiles grows with the layers; so does the cost beyond the head's
+    # bytes, messages and tiles grow with the number of layers, and so does all cost except the head's
     fitted = calibration.costs
     shapes = {timing.probe.shape for timing in calibration.timings}
     assert shapes == {GroupShape(1), GroupShape(2, 2), GroupShape(2)}
@@ -73,7 +73,7 @@ def test_predictions_from_the_file_are_those_of_the_fit(calibrated) -> None:
 def test_a_model_of_few_layers_is_described_as_it_was_fitted(ranks, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(small_config(2)))
-    # a folder will do
+    # a folder with a config.json is allowed, too
     calibration, _ = ranks(2).run(calibrated_on_rank, str(tmp_path), 3.0)[0]
     profile = profile_from_json(profile_to_json(calibration.profile))
     read = CostModel(calibration.costs.model, ClusterSpec(2, 2, profile.spec), profile.models[0].coefficients)
@@ -83,7 +83,7 @@ def test_a_model_of_few_layers_is_described_as_it_was_fitted(ranks, tmp_path: Pa
         assert relative_errors(again, read.coefficients) == pytest.approx(
             relative_errors(samples, calibration.costs.coefficients), abs=1e-9
         )
-    # the held-out error is that of the chunks that were not fitted, and no other
+    # the held-out error covers exactly the chunks that were not fitted
     errors = [abs(e) for e in relative_errors(chunk_samples(calibration.timings, read, True), read.coefficients)]
     assert calibration.held_out.mean == pytest.approx(sum(errors) / len(errors))
     assert dict(profile.residuals)["held out"] == pytest.approx(calibration.held_out.mean)

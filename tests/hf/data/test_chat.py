@@ -1,4 +1,4 @@
-"""Conversations: what can be rendered and learnt from, and what is refused, with its row and the remedy."""
+"""Conversations: which ones can be rendered and learnt from, and errors for the others that name the row and the remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_rendered_text_and_spans_are_those_found_by_hand(template: str) -> None:
     text, byte_spans = rendered_by_hand(messages, end_is_learnt=template != BARE_TEMPLATE)
     assert rendered.text == text
     found = [rendered.text[start:stop].encode() for start, stop in rendered.spans]
-    # an empty span holds nothing to learn
+    # an empty span has nothing to learn
     assert found == [text.encode()[start:stop] for start, stop in byte_spans if start < stop]
 
 

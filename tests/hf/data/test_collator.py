@@ -1,4 +1,4 @@
-"""A rank's share of a step: labels shifted before any cut, shards that add up to the chunk, and no row fetched in vain."""
+"""A rank's part of a step: labels are shifted before any cut, shards add up to the chunk, and no unneeded row is fetched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, list, list[int]]] = {
 
 
 def tokens_of(row: Row) -> list[Token]:
-    """(id, position, label) of every token of a document, one by one: the label is what stands at the next token."""
+    """(id, position, label) of every token of a document, token by token; the label comes from the next token."""
     ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
     tokens = []
     for position in range(len(ids)):
@@ -46,7 +46,7 @@ def tokens_of(row: Row) -> list[Token]:
 
 
 def batches_of(plan: StepPlan, rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """What every rank's collator makes of the plan; plan sequence i is row i."""
+    """Batches that the collator of every rank makes for the plan; sequence i of the plan is row i."""
     lengths = np.array([len(row["input_ids"]) for row in rows])
     dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
     return [LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]]) for rank in range(plan.num_ranks)]
@@ -132,7 +132,7 @@ def test_positions_count_from_the_start_of_the_document_in_every_shard() -> None
 
 
 def test_a_slice_keeps_the_positions_and_labels_of_its_document() -> None:
-    # slices are not executed yet, but what a token is must not depend on that
+    # a token's id, position and label must not depend on how its sequence is sliced
     tokens = TokenSequence(torch.arange(10), shift(torch.arange(10)))
     group = SequenceGroup((0, 1), "ulysses", (chunk := Chunk(0, (Span(0, 4, 9),)),), ())
     shards = [tokens_in(chunk_inputs(chunk, group, position, {0: tokens})) for position in (0, 1)]
@@ -160,7 +160,7 @@ def test_pieces_of_a_split_row_are_documents_of_their_own() -> None:
 
 
 class Recorder(Sequence[Row]):
-    """A list of rows that notes which of them were asked for."""
+    """A list of rows that records which of them were read."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows, self.asked = rows, []
@@ -219,7 +219,7 @@ def test_rows_of_any_array_type_give_the_same_batch(kind: str) -> None:
 
 
 class Reading(list):  # type: ignore[type-arg]
-    """A row's tokens that remember how many of them were taken."""
+    """A row's tokens that record how many of them were read."""
 
     taken = 0
 

@@ -1,4 +1,4 @@
-"""Mixes by weight: counts worked out by hand, no document twice unless asked for, no held-out document in training."""
+"""Mixes by weight: counts as worked out by hand, no document twice unless asked for, no held-out document in training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids(dataset: datasets.Dataset) -> list[int]:
 @pytest.mark.parametrize(
     ("sizes", "weights", "first", "everything"),
     [
-        # 100 documents at 3 shares are 33.3 a share; 10 at 1 share are 10 a share
+        # 100 documents with weight 3 give 33.3 per unit of weight; 10 documents with weight 1 give 10
         ([100, 10], [3, 1], [30, 10], [100, 34]),
         ([100, 10], [0.75, 0.25], [30, 10], [100, 34]),
         ([10, 10, 10], [1, 1, 1], [10, 10, 10], [10, 10, 10]),
@@ -42,7 +42,7 @@ def test_counts_by_hand(sizes: list[int], weights: list[float], first: list[int]
 def test_shares_are_the_weights_up_to_one_document() -> None:
     generator = random.Random(0)
     for _ in range(300):
-        # at least 30 documents at weights of at most 5 leave more than one document to a weight of 0.2
+        # with at least 30 documents and weights of at most 5, even a weight of 0.2 gives more than one document
         parts = [(generator.randint(30, 400), generator.uniform(0.2, 5)) for _ in range(generator.randint(1, 5))]
         sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
         room = [size / weight for size, weight in parts]
@@ -50,7 +50,7 @@ def test_shares_are_the_weights_up_to_one_document() -> None:
         for counts, scale in ((fewest, min(room)), (most, max(room))):
             assert all(abs(count - weight * scale) < 1 for count, weight in zip(counts, weights, strict=True))
         assert all(low <= size <= high for low, size, high in zip(fewest, sizes, most, strict=True))
-        # the dataset that sets the scale is used up, and no document more
+        # the dataset that sets the scale is used up exactly
         assert any(low == size for low, size in zip(fewest, sizes, strict=True))
         assert any(high == size for high, size in zip(most, sizes, strict=True))
 
@@ -62,7 +62,7 @@ def test_a_mix_takes_no_document_twice_and_repeats_with_its_seed() -> None:
     assert mix == ids(mix_datasets(parts, [3, 1], seed=1))
     other = ids(mix_datasets(parts, [3, 1], seed=2))
     assert mix != other and set(mix) != set(other)
-    # shuffled, not one dataset behind the other
+    # the mix is shuffled, not one dataset after the other
     assert any(number >= 1000 for number in mix[:20]) and any(number < 1000 for number in mix[-20:])
 
 
@@ -93,7 +93,7 @@ def test_bad_weights_are_refused() -> None:
 def test_held_out_documents_are_shared_like_the_mix() -> None:
     assert held_out_counts(8, [100, 20], [3, 1]) == [6, 2]
     assert held_out_counts(6, [100, 50], None) == [4, 2]
-    # 3 times 1/3, 2 left over for the largest remainders, first come first served
+    # three shares of 1/3 leave 2 documents for the largest remainders, which are equal, so the first datasets get them
     assert held_out_counts(5, [10, 10, 10], None) == [2, 2, 1]
     assert held_out_counts(0, [1, 1], [1, 2]) == [0, 0]
     with pytest.raises(DataError, match="a dataset has 2 documents and 3 of them would be held out"):
@@ -103,7 +103,7 @@ def test_held_out_documents_are_shared_like_the_mix() -> None:
 def test_copies_of_held_out_rows_leave_the_training_set() -> None:
     train, held_out = numbered(0, 6), numbered(4, 3)
     assert ids(without_copies(train, held_out)) == [0, 1, 2, 3]
-    # a selection is read through its indices
+    # a selected dataset is read through its indices
     assert ids(without_copies(train.select([5, 1, 0]), held_out.select([1]))) == [1, 0]
     assert ids(without_copies(train, numbered(50, 2))) == list(range(6))
     with pytest.raises(DataError, match="all 3 training documents are also held out"):

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers about its data: a run that would repeat or skip samples is refused by name."""
+"""The data record of a checkpoint: a run that would repeat or skip samples is refused, and the setting is named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recorder(folder: Path, train_dataset: str, cursor: Cursor | None = None, **a
 
 
 def save(folder: Path, step: int, made: DataRecorder) -> Path:
-    """Writes a record as the trainer does; the checkpoint's folder."""
+    """Writes a record as the trainer does, and returns the checkpoint's folder."""
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir()
     state = TrainerState(global_step=step, is_world_process_zero=True)
@@ -89,7 +89,7 @@ def run_rows(
 
 
 def map_style_then_changed(folder: str) -> list[str]:
-    """The messages with which a map-style run refuses to go on with other data or settings."""
+    """Messages with which a run over a map-style dataset refuses to resume with other data or settings."""
     rows = random_rows([5] * 16)
     config = {"tokens_per_rank": 64}
     run_rows(rows, folder, config, {"max_steps": 3, "save_strategy": "steps", "save_steps": 3})
@@ -134,7 +134,7 @@ def batches(count: int) -> Any:
 
 
 def test_a_run_goes_on_where_it_stopped_with_any_accumulation(tmp_path) -> None:
-    # 7 steps of an epoch of 5 steps: with half the batch twice per step, 14 of 10 batches
+    # 7 steps at 5 steps per epoch; with half the batch size and two batches per step, these are 14 batches at 10 per epoch
     state = TrainerState(global_step=7, epoch=1.4)
     check_resumed(arguments(tmp_path), state, batches(5))
     check_resumed(arguments(tmp_path, 2), state, batches(10))

@@ -1,4 +1,4 @@
-"""Which sequences make a step: every one once per epoch, the same on every rank, near the budget; and the index of pieces."""
+"""Sampler and index: every sequence once per epoch, equal steps on every rank, near the token budget; rows split into pieces."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_budget_is_met_within_the_sequence_at_each_end(lengths: list[int], budge
     sampler = LengthAwareSampler(array(lengths), 8, tokens_per_step=budget)
     steps = epoch_of(sampler, epoch)
     share = sum(lengths) / len(sampler)
-    # a sequence above the share makes its neighbours lighter: they are bounded in the test below
+    # a sequence above the budget makes its neighbours lighter; the test below bounds those
     if max(lengths) > share:
         return
     for before, step in zip([None, *steps], steps, strict=False):
@@ -80,7 +80,7 @@ def test_no_step_exceeds_its_share_by_more_than_its_last_sequence(lengths: list[
 @given(st.lists(st.integers(50, 150), min_size=20, max_size=60), st.integers(300, 1000))
 def test_the_mean_step_has_the_budget(lengths: list[int], budget: int) -> None:
     sampler = LengthAwareSampler(array(lengths), 8, tokens_per_step=budget)
-    # the number of steps is rounded to a whole one
+    # the budget is not met exactly, because the number of steps is rounded
     assert abs(sum(lengths) / budget - len(sampler)) <= 0.5
 
 
@@ -94,7 +94,7 @@ def test_a_sequence_longer_than_many_budgets_has_a_step_of_its_own() -> None:
 def test_around_a_huge_sequence_the_rest_is_still_spread() -> None:
     lengths = [1] * 10 + [20] + [1] * 10
     steps = list(LengthAwareSampler(array(lengths), 1, tokens_per_step=10, shuffle=False))
-    # shares of 10: ten ones, the 20 with what reaches 20 and 30 tokens, the rest; worked out by hand
+    # worked out by hand for a budget of 10: ten ones; then 20, which reaches both 20 and 30 tokens; then the rest
     assert steps == [list(range(10)), [10], [11], list(range(12, 21))]
 
 
@@ -115,7 +115,7 @@ def test_steps_of_every_epoch_are_the_promised_number(
 
 @given(LENGTHS, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 9000)), st.integers(0, 9), st.integers(0, 9))
 def test_equal_arguments_give_equal_steps(lengths: list[int], per_step: int, budget: int | None, seed: int, epoch: int) -> None:
-    # two ranks: objects of their own, one of them used before
+    # two ranks have separate objects, and one was used before
     here, there = (LengthAwareSampler(array(lengths), per_step, budget, seed=seed) for _ in range(2))
     list(there)
     assert epoch_of(here, epoch) == epoch_of(there, epoch) == list(here)
@@ -138,7 +138,7 @@ def test_without_shuffle_every_epoch_is_in_the_order_of_the_set() -> None:
 
 
 def test_steps_hold_plain_integers() -> None:
-    # they travel into plans, which are JSON
+    # they become part of plans, which are JSON
     (step, *_) = LengthAwareSampler(array([3, 5, 8]), 2, tokens_per_step=8)
     assert all(type(i) is int for i in step)
 
@@ -195,7 +195,7 @@ def test_millions_of_lengths_cost_some_arrays_and_little_time(budget: int | None
     first = next(steps)
     seconds, (_, peak_bytes) = time.perf_counter() - start_s, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # a Python list of them would be 36 bytes per sequence, more than three arrays; a slow machine needs 0.3 s
+    # a Python list would take 36 bytes per sequence, more than three arrays; a slow machine needs 0.3 s
     assert len(first) > 10 and seconds < 5.0
     assert peak_bytes <= (18 if budget is None else 42) * len(lengths)
 

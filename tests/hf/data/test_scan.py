@@ -1,4 +1,4 @@
-"""Checks of a dataset before training: every unusable row is found, and the message says which, why and what to do."""
+"""The scan of a dataset before training: every unusable row is found, and the message says which, why and what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_longctx.hf.data.scan import scan_dataset, token_rows, too_long
 
 
 def dataset_problems(dataset: Any, name: str, vocab_size: int) -> tuple[Any, list[str]]:
-    """The lengths and the problems of a scan."""
+    """Lengths and problems that a scan finds."""
     scan = scan_dataset(dataset, name, vocab_size)
     return scan.lengths, scan.problems
 
@@ -36,7 +36,7 @@ GOOD: Rows = [
 
 
 class PlainList(Sequence[dict[str, Any]]):
-    """A map-style dataset of somebody's own: nothing but a length and rows."""
+    """A user's own map-style dataset, which has only a length and rows."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -53,12 +53,12 @@ KINDS = {"arrow": datasets.Dataset.from_list, "plain": PlainList}
 
 @pytest.fixture(params=KINDS)
 def make(request):
-    """Rows to a dataset of either kind."""
+    """Makes a dataset of either kind from rows."""
     return KINDS[request.param]
 
 
 def with_row(**row: Any) -> Rows:
-    """Good rows with one more at number 3; its columns that are not given are fitting."""
+    """Good rows with another one as row 3; columns that are not given for it are filled with good values."""
     num_tokens = len(row.get("input_ids", [5, 5]))
     full = {"input_ids": [5] * num_tokens, "labels": [5] * num_tokens, "attention_mask": [1] * num_tokens}
     return [*GOOD, {**full, **row}]
@@ -80,7 +80,7 @@ def test_other_columns_are_left_alone(make) -> None:
     assert dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)[1] == []
 
 
-# the bad row -> what is said about it
+# name -> (columns of the bad row, the message about it)
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": (
         {"input_ids": []},
@@ -158,7 +158,7 @@ def test_a_column_that_holds_no_token_ids_is_found(make, name: str) -> None:
 
 @pytest.mark.parametrize("labels", [[1, 0], ["good", "bad"]], ids=["classes", "words"])
 def test_labels_of_a_whole_row_are_found(make, labels: list[Any]) -> None:
-    # a data set for classification has one label per row
+    # a classification dataset has one label per row
     rows = [{"input_ids": [1, 2], "labels": label} for label in labels]
     _, problems = dataset_problems(make(rows), "train_dataset", VOCAB_SIZE)
     assert problems and "labels" in problems[0]
@@ -270,7 +270,7 @@ def test_only_columns_that_training_reads_are_decoded(kept: list[str]) -> None:
         found = read[number]
         assert sorted(found.column_names) == kept
         assert all(found[name].to_pylist() == [row[name]] for name in kept)
-    # the user's own object keeps its columns and format
+    # the user's own object keeps its columns and format afterwards
     assert "text" in dataset.column_names and isinstance(dataset[0]["input_ids"], torch.Tensor)
 
 
@@ -310,7 +310,7 @@ def test_a_column_that_would_change_what_is_trained_is_refused(make, column: str
 def test_a_set_without_any_label_is_refused(make) -> None:
     (problem,) = dataset_problems(make([{"input_ids": [1, 2], "labels": [-100, -100]}]), "train_dataset", VOCAB_SIZE)[1]
     assert "has no token with a label" in problem
-    # the first token of a row is nobody's next token
+    # the first token of a row is not the next token of any other
     (problem,) = dataset_problems(make([{"input_ids": [1, 2], "labels": [1, -100]}]), "train_dataset", VOCAB_SIZE)[1]
     assert "has no token with a label" in problem
 

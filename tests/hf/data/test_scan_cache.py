@@ -1,4 +1,4 @@
-"""The kept scan of a dataset: used when it is whole and about the same rows, built again with a line in the log when not."""
+"""The scan file of a dataset is used if it is intact and of the same rows; otherwise the scan runs again and the log says why."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_problems_are_kept_too(tmp_path: Path) -> None:
 def test_everything_that_a_scan_depends_on_gets_a_file_of_its_own(tmp_path: Path) -> None:
     dataset = on_disk(tmp_path, ROWS)
     assert not cached_scan(dataset, "train_dataset", VOCAB_SIZE).problems
-    # token id 49 is outside of this vocabulary, and the message names the set
+    # token id 49 is outside this vocabulary, and the message names the dataset
     assert "vocabulary has 10" in cached_scan(dataset, "train_dataset", 10).problems[0]
     assert cached_scan(dataset, "eval_dataset", 10).problems[0].startswith("eval_dataset")
     assert cached_scan(dataset.select(range(3)), "train_dataset", VOCAB_SIZE).lengths.tolist() == [1, 2, 3]
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_built_again_with_one_line(tmp_path: Path, caplog: Any
 def test_other_rows_under_the_old_fingerprint_are_noticed(tmp_path: Path, caplog: Any) -> None:
     dataset = on_disk(tmp_path / "here", ROWS)
     cached_scan(dataset, "train_dataset", VOCAB_SIZE)
-    # somebody writes other rows into the same files, and the description stays
+    # other rows are written into the same files, but the fingerprint stays
     other = on_disk(tmp_path / "there", [{"input_ids": [1, 2]} for _ in ROWS])
     for file in dataset.cache_files:
         Path(file["filename"]).write_bytes(Path(other.cache_files[0]["filename"]).read_bytes())
@@ -119,8 +119,8 @@ def test_without_room_for_the_file_the_run_goes_on(tmp_path: Path, caplog: Any) 
 
 
 def scans_on_rank(folder: str, in_memory: bool) -> tuple[int, list[int]]:
-    """How often this rank read the rows, and what it knows of them."""
-    # this is what tells accelerate about the ranks
+    """How often this rank read the rows, and the result it has."""
+    # tells accelerate about the ranks
     training_arguments(folder)
     dataset = datasets.load_from_disk(folder)
     if in_memory:

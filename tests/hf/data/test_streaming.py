@@ -1,4 +1,4 @@
-"""Streams: the run of a map-style set, never more than the look-ahead read, an exact cursor, errors on every rank."""
+"""Streams train like map-style datasets, read no more than the look-ahead, resume exactly, and report errors on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = {"tokens_per_rank": 64, "lookahead_batches": 2}
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows in their order, in another one in every epoch, that counts what was read of it."""
+    """An iterable dataset with another order of rows in every epoch, which counts the rows that were read."""
 
     def __init__(self, rows: Rows, fails_at: int | None = None) -> None:
         self.rows, self.fails_at, self.epoch = rows, fails_at, 0
@@ -85,7 +85,7 @@ def test_batches_take_rows_in_order_and_end_with_the_epoch() -> None:
     # the second epoch starts five rows later
     assert [rows_of(batch) for batch in batches] == [ids[:4], ids[4:], [ids[5], *ids[:3]], ids[3:5]]
     assert stream.epochs == [0, 1]
-    # the label of a token is the next one's
+    # the label of a token is the label column's value at the next token
     assert tokens(batches[0])[0][1] == [*rows[0]["labels"][1:], -100]
 
 
@@ -170,7 +170,7 @@ def good(number: int) -> dict[str, list[int]]:
     return {"input_ids": [number % 60] * 3, "labels": [number % 60] * 3}
 
 
-# the row at number 5 -> what is said about it
+# name -> (row 5, the message about it)
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "no tokens": ({"input_ids": [], "labels": []}, "train_dataset row 5 has no tokens"),
     "id outside": (
@@ -227,7 +227,7 @@ def test_what_fails_in_the_source_is_named_with_its_row() -> None:
 
 
 def settled(count: Any) -> int:
-    """A number that another thread raises, once it stays the same."""
+    """Waits until a number that another thread raises stays the same, and returns it."""
     before = -1
     while before != count():
         before = count()
@@ -241,7 +241,7 @@ def test_the_reader_never_gets_further_ahead(lookahead: int) -> None:
     reader = StreamReader(StreamBatches(stream, rules(), Cursor()), lookahead)
     for step in range(5):
         reader.take()
-        # the batch in use and the look-ahead, four rows each
+        # the batch in use and the batches of the look-ahead have four rows each
         assert settled(lambda: stream.num_read) == 4 * (step + 1 + lookahead)
         reader.release()
     reader.stop()
@@ -259,7 +259,7 @@ def test_a_stopped_reader_ends_its_thread_and_whoever_waits() -> None:
 
 
 def train(rows: Any, folder: str, config: dict[str, Any], arguments: dict[str, Any], resume: int | None = None) -> tuple:
-    """Losses and final weights of a run, or of its rest after a checkpoint."""
+    """Losses and final weights of a run, or of the part of it after a checkpoint."""
     trainer = make_trainer(CASE, rows, folder, config, {"max_steps": 7, **arguments})
     recorder = LossRecorder()
     recorder.attach(trainer)
@@ -278,7 +278,7 @@ def stream_and_map_style(lengths: list[int], config: dict[str, Any]) -> tuple[tu
 
 @pytest.mark.parametrize("config", [CONFIG, {**CONFIG, "max_length": 30, "long_sequences": "split", "method": "ring"}])
 def test_a_stream_trains_as_the_map_style_set(ranks, config: dict[str, Any]) -> None:
-    # 21 rows: the third of eight is a short batch, and the run goes through three epochs
+    # 21 rows: the third batch of eight is short, and the run takes three epochs
     for (losses, weights), (expected_losses, expected) in ranks(2).run(stream_and_map_style, LENGTHS, config):
         assert losses == pytest.approx(expected_losses, rel=1e-12) and len(losses) == 7
         assert all(float((weights[name] - expected[name]).abs().max()) <= 1e-11 for name in expected)
@@ -288,7 +288,7 @@ SAVED = {"save_strategy": "steps", "save_steps": 5}
 
 
 def save_and_resume(lengths: list[int], folder: str) -> tuple[list[float], list[float], list[int]]:
-    """Losses of a whole run, those after its checkpoint, and the rows that this rank read of the resumed stream."""
+    """Losses of a whole run, those of a run resumed from its checkpoint, and the rows that this rank read when it resumed."""
     rows, config = random_rows(lengths), {**CONFIG, "max_length": 30, "long_sequences": "split"}
     straight, _ = train(Stream(rows), folder, config, SAVED)
     stream = Stream(rows)
@@ -297,7 +297,7 @@ def save_and_resume(lengths: list[int], folder: str) -> tuple[list[float], list[
 
 
 def resume_elsewhere(lengths: list[int], folder: str, arguments: dict[str, Any], config: dict[str, Any]) -> Any:
-    """Losses after the checkpoint of `save_and_resume`, or the message with which it is refused."""
+    """Losses after the checkpoint of `save_and_resume`, or the message with which resuming is refused."""
     config = {**CONFIG, "max_length": 30, "long_sequences": "split", **config}
     try:
         return train(Stream(random_rows(lengths)), folder, config, {**SAVED, **arguments}, resume=5)[0]
@@ -310,20 +310,20 @@ def test_a_run_resumed_in_the_middle_goes_on_with_the_same_samples(ranks, tmp_pa
     for straight, resumed, _ in results:
         assert len(straight) == 7
         assert resumed == pytest.approx(straight[5:], rel=1e-9)
-    # the second rank has a stream too, and leaves it alone
+    # the second rank has a stream, too, but does not read it
     assert results[0][2] > 0 and results[1][2] == 0
     cursor = json.loads((tmp_path / "checkpoint-5" / "longctx_data.json").read_text())["cursor"]
     assert (cursor["epoch"], len(cursor["digest"])) == (1, 32)
     straight = results[0][0]
-    # one rank with the same eight sequences a step
+    # one rank with the same eight sequences per step
     (elsewhere,) = ranks(1).run(resume_elsewhere, LENGTHS, str(tmp_path), {}, {})
     assert elsewhere == pytest.approx(straight[5:], rel=1e-9)
-    # and with four, as the same per_device_train_batch_size would give
+    # one rank with four sequences per step, as the same per_device_train_batch_size would give
     refusals = ranks(2).run(resume_elsewhere, LENGTHS, str(tmp_path), {"per_device_train_batch_size": 2}, {})
     for message in refusals:
         assert "sequences_per_step was 8 in checkpoint-5 and is 4 now" in message
         assert "choose per_device_train_batch_size" in message and "ignore_data_skip=True" in message
-    # two plans of four for a step: the short batch at an epoch's end would be another one
+    # two plans of four sequences per step: the short batch at the end of an epoch would be another one
     halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     for message in ranks(2).run(resume_elsewhere, LENGTHS, str(tmp_path), halves, {}):
         assert "sequences_per_plan was 8 in checkpoint-5 and is 4 now" in message
@@ -337,7 +337,7 @@ def test_a_run_resumed_in_the_middle_goes_on_with_the_same_samples(ranks, tmp_pa
 
 
 def fail_in_the_middle(kind: str) -> tuple[int, str]:
-    """Steps before the error and its message on this rank; proves that the ranks are in step afterwards."""
+    """Number of steps before the error, and its message on this rank; checks that ranks can communicate afterwards."""
     rows = random_rows([5] * 40)
     if kind == "bad row":
         rows[20]["input_ids"] = [64] * 5
@@ -373,7 +373,7 @@ def test_an_error_of_the_stream_is_raised_on_every_rank_when_its_batch_comes(ran
 
 
 def steps_with_a_slow_source() -> list[int]:
-    """Steps whose look-ahead was exceeded, and a source slower than the control group's time-out."""
+    """Steps in which more than the look-ahead was read, with a source slower than the control group's time-out."""
 
     class Slow(Stream):
         def __iter__(self) -> Iterator[Any]:
@@ -390,7 +390,7 @@ def steps_with_a_slow_source() -> list[int]:
         original = trainer.longctx_run.report.step_done
 
         def step_done(plan: Any, result: Any) -> None:
-            # this step's batch and one more, of eight rows
+            # the batch of this step and one more, of eight rows each
             if stream.num_read > 8 * (plan.step + 2):
                 exceeded.append(plan.step)
             original(plan, result)
@@ -440,7 +440,7 @@ def test_what_a_stream_cannot_do_is_refused_at_start_on_every_rank(ranks, kind: 
 
 
 def own_tokens_on_rank() -> tuple[int, list[list[int]], int]:
-    """Tokens that this rank got, the ids of every step, and the rows it read."""
+    """Number of tokens that this rank got, token ids of every step, and number of rows it read."""
     stream = Stream(random_rows([5] * 40))
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(CASE, stream, folder, CONFIG, {"max_steps": 4})

@@ -1,4 +1,4 @@
-"""Documents to tokens: labels stand on what is to be learnt and nowhere else, against a count of UTF-8 bytes."""
+"""Tokenising: labels are on what is to be learnt and nowhere else, compared with counted UTF-8 bytes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_transformers_agrees_where_its_mask_is_right(make: Any, template: str) -
 
 
 def test_white_space_without_a_token_does_not_lose_the_rest() -> None:
-    """Where a span starts in white space that has no token, transformers' mask stops; where it ends in it, it runs on."""
+    """transformers' mask stops if a span starts in white space without a token, and runs on if a span ends in it."""
     tokenizer = word_tokenizer(BARE_TEMPLATE)
     messages = conversation("one", " two", "three", "four \n", "hello", "cat")
     (row,) = tokenise_chat(chats(messages), tokenizer)
@@ -141,7 +141,7 @@ def test_completions_have_labels_on_the_completion_and_the_end() -> None:
         assert row["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
         spans = [(len((prompt or "").encode()), len(text.encode()))]
         assert row["labels"] == labels_by_bytes(tokenizer, row["input_ids"], spans)
-    # white space may have no token at all: the end is still learnt
+    # white space may have no token at all, but the end token is still learnt
     blank = datasets.Dataset.from_dict({"prompt": [""], "completion": [" "]})
     assert list(tokenise_completions(blank, word_tokenizer())) == [{"input_ids": [1], "labels": [1]}]
     with pytest.raises(DataError, match="cannot say where the completion begins"):
@@ -149,7 +149,7 @@ def test_completions_have_labels_on_the_completion_and_the_end() -> None:
 
 
 def test_special_tokens_of_the_tokenizer_are_added_to_completions_and_not_to_chats() -> None:
-    """A template writes its own; those around a completion stand for no character, the end is learnt all the same."""
+    """Special tokens around a completion cover no characters, but the end token is learnt; a chat template writes its own."""
     tokenizer = byte_tokenizer()
     start, end = tokenizer.convert_tokens_to_ids(["<|pad|>", "<|end|>"])
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -175,7 +175,7 @@ def test_text_columns_are_joined_and_empty_rows_left_out(caplog) -> None:
 def test_counts_leave_out_the_first_label_of_a_row() -> None:
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]], "labels": [[1, -100, 3], [4], [-100, 6]]})
     assert count_tokens(rows) == TokenCounts(3, 6, 2)
-    # a selection reads its own rows only
+    # a selected dataset has only its own rows
     assert count_tokens(rows.select([2, 0])) == TokenCounts(2, 5, 2)
     plain = rows.remove_columns("labels")
     assert count_tokens(plain) == TokenCounts(3, 6, 3)
@@ -183,7 +183,7 @@ def test_counts_leave_out_the_first_label_of_a_row() -> None:
 
 
 def test_a_second_process_finds_the_tokens_of_the_first(tmp_path: Path, monkeypatch) -> None:
-    """The same files, settings and tokenizer are the same fingerprint, also after the tokenizer was used."""
+    """Equal files, settings and tokenizers have the same fingerprint, even after the tokenizer was used."""
     chats(conversation("a", "b"), conversation("c", "hello")).to_json(tmp_path / "chats.jsonl")
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
 
@@ -199,7 +199,7 @@ def test_a_second_process_finds_the_tokens_of_the_first(tmp_path: Path, monkeypa
     monkeypatch.setattr(tokenise, "render_chat", lambda *_: pytest.fail("tokenised again"))
     rows, tokenizer = load()
     assert tokenise_chat(rows, tokenizer)[:] == first[:]
-    # another template is another result
+    # another template gives another fingerprint
     tokenizer.chat_template = BARE_TEMPLATE
     with pytest.raises(BaseException, match="tokenised again"):
         tokenise_chat(rows, tokenizer)

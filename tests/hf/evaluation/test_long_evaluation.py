@@ -1,4 +1,4 @@
-"""Loss by position and needle grid: what plain transformers' logits give, document by document, under every plan and without."""
+"""Loss by position and needle grid equal those of plain transformers' logits, document by document, with and without plans."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Rows = list[dict[str, list[int]]]
 
 CASE = ModelCase("llama", promoted=True)
 TRAINED = random_rows([13, 21, 8, 34, 16, 5, 30, 9])
-# lengths on both sides of powers of two, and a row without labels
+# lengths just below and above powers of two, and a row without labels
 HELD_OUT = random_rows([63, 2, 33, 17, 16, 5, 48, 40, 1], seed=7, masked=(5,))
 LENGTHS, DEPTHS = (24, 60), (0.0, 0.5, 1.0)
 FIRST_BUCKET = 4
 
 
 def guessable(length: int, depth: float, chance: random.Random) -> tuple[list[int], int]:
-    """Random tokens; the last of the two that are the answer is what the model says, the oftener the deeper."""
+    """Random tokens; the second of two answer tokens is the model's own choice, more often the deeper the needle is."""
     ids = [chance.randrange(64) for _ in range(length)]
     if chance.random() < 0.2 + 0.6 * depth:
         with torch.no_grad():
@@ -54,7 +54,7 @@ def task(num_documents: int = 5) -> NeedleTask:
 
 
 def expected_metrics() -> dict[str, float]:
-    """From whole logits of each document, token by token, in plain Python."""
+    """Expected metrics from the whole logits of each document, token by token in plain Python."""
     model = _model()
     buckets: dict[str, list[float]] = {}
     for row in HELD_OUT:
@@ -78,7 +78,7 @@ BUCKETS = [(1, 3), (4, 7), (8, 15), (16, 31), (32, 63)]
 
 @torch.no_grad()
 def token_scores(model: Any, row: dict[str, list[int]]) -> dict[int, tuple[float, bool]]:
-    """Loss of every label token by its position, and whether it is the likeliest."""
+    """Position and loss of every label token, and whether it is the likeliest token."""
     logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0]
     found = {}
     for position, label in enumerate(row["labels"]):
@@ -91,7 +91,7 @@ def token_scores(model: Any, row: dict[str, list[int]]) -> dict[int, tuple[float
 @pytest.fixture(scope="module")
 def expected() -> dict[str, float]:
     metrics = expected_metrics()
-    # a grid of equal cells would hide where documents belong
+    # if all cells were equal, documents in the wrong cell would not show
     assert len({metrics[f"eval_needle_{length}_{depth * 100:g}"] for length in LENGTHS for depth in DEPTHS}) >= 3
     assert len(metrics) == len(BUCKETS) + 8
     return metrics
@@ -100,7 +100,7 @@ def expected() -> dict[str, float]:
 def evaluate_under(
     config: dict[str, Any] | None, folder: str, num_ranks: int, case: ModelCase = CASE
 ) -> tuple[dict[str, float], list[str], int]:
-    """Metrics of one evaluation, the layouts of its plans, and the most chunks of a group."""
+    """Metrics of one evaluation, the layouts of its plans, and the largest number of chunks in a group."""
     held_out = datasets.Dataset.from_list(HELD_OUT)
     if config is None:
         trainer: Any = Trainer(model=build_model(case), args=training_arguments(folder))
@@ -149,7 +149,7 @@ def test_buckets_and_grid_are_those_of_plain_logits(ranks, expected, tmp_path: P
         assert num_chunks > 1
     run = json.loads((tmp_path / "long_evaluation.json").read_text())["runs"][0]
     assert run["step"] == 0 and len(run["cells"]) == 6
-    # every label but those of first tokens
+    # all labels except those of first tokens
     assert sum(bucket["num_tokens"] for bucket in run["buckets"]) == sum(x != -100 for row in HELD_OUT for x in row["labels"][1:])
 
 
@@ -162,7 +162,7 @@ def test_documents_have_their_own_dynamic_frequencies(ranks, tmp_path: Path, nam
     found = ranks(num_ranks).run(evaluate_under, config, str(tmp_path), num_ranks, case)[0][0]
     buckets: dict[str, list[float]] = {}
     for row in HELD_OUT:
-        # a new model has no history
+        # a new model, because rotary frequencies may depend on what a model ran before
         for position, (loss, _) in token_scores(build_model(case), row).items():
             bucket = next(f"{low}_{high}" for low, high in BUCKETS if low <= position <= high)
             buckets.setdefault(f"eval_loss_at_{bucket}", []).append(loss)
@@ -196,18 +196,18 @@ def test_training_is_measured_as_asked_and_not_changed(expected, tmp_path: Path)
     logged = [logs for logs in trainer.state.log_history if "eval_needle" in logs]
     assert [logs["step"] for logs in logged] == [0, 2, 3]
     assert logged[2]["eval_loss_at_32_63"] == evaluation.runs[2].buckets[-1].loss != evaluation.runs[0].buckets[-1].loss
-    # another model beside the trained one
+    # another model next to the trained one
     assert evaluation.measure(_model(), "as it was") == pytest.approx(expected, rel=1e-10)
     runs = json.loads((tmp_path / "long_evaluation.json").read_text())["runs"]
     assert [run["name"] for run in runs] == ["", "", "", "as it was"]
-    # behind the last step, evaluated anew
+    # after the last step, evaluated again
     assert evaluation.run() == pytest.approx(evaluation.runs[2].metrics(), rel=1e-10)
     for name in ("needles.png", "loss_by_position.png"):
         assert (tmp_path / name).stat().st_size > 5000
 
 
 def evaluated_training(folder: str, max_steps: int, start: str | None) -> list[tuple[int, dict[str, float]]]:
-    """Trains to `max_steps` from a checkpoint, with evaluations every second step and no pictures; what its record has then."""
+    """Trains to `max_steps` from a checkpoint, with an evaluation every second step; returns the steps in its record."""
     arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(CASE, TRAINED, folder, {"tokens_per_rank": 64}, arguments)
     evaluation = LongContextEvaluation(trainer, HELD_OUT, task(1), every_steps=2, first_bucket=FIRST_BUCKET)
@@ -226,11 +226,11 @@ def test_a_resumed_training_goes_on_with_its_record(ranks, tmp_path: Path, caplo
     path = tmp_path / "long_evaluation.json"
     first = evaluated_training(str(tmp_path), 3, None)
     assert [step for step, _ in first] == [0, 2, 3]
-    # the third step is taken again
+    # step 3 runs again
     for found in ranks(2).run(evaluated_training, str(tmp_path), 4, "checkpoint-2"):
         assert [step for step, _ in found] == [0, 2, 4] and found[:2] == first[:2]
     assert recorded(path) == [0, 2, 4] and recorded(tmp_path / "long_evaluation.1.json") == [0, 2, 3]
-    # another training, then other cells, then a file that nobody can read: nothing is mixed, nothing is lost
+    # another training, then other cells, then an unreadable file: records are not mixed, and none is lost
     whole = path.read_text()
     assert [step for step, _ in evaluated_training(str(tmp_path), 2, None)] == [0, 2]
     assert (tmp_path / "long_evaluation.2.json").read_text() == whole and recorded(path) == [0, 2]
@@ -262,7 +262,7 @@ def test_stock_trainer_under_the_callback_is_measured_on_its_own_attention(expec
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(CASE, TRAINED, str(tmp_path), {"tokens_per_rank": 40, "max_length": 50, "long_sequences": "split"})
-    # held-out rows may be cut, a needle must not be lost
+    # held-out rows may be cut, but a cut needle document would lose its needle
     with pytest.raises(ValueError, match="a needle document has 60 tokens, but this run fits 40 at most"):
         LongContextEvaluation(trainer, needles=task())
     with pytest.raises(ValueError, match="nothing to do"):
@@ -298,7 +298,7 @@ def test_passkeys_stand_at_their_depth_and_are_asked_for_at_the_end() -> None:
 
 
 def with_tiles(plan: StepPlan) -> StepPlan:
-    """The plan of one stage with an output head that takes seven tokens at a time."""
+    """A plan of one stage, and an output head that takes seven tokens at a time."""
 
     def tiled(group: SequenceGroup) -> SequenceGroup:
         (stage,) = group.stages

@@ -1,4 +1,4 @@
-"""A collator is accepted only where plans teach the same labels, and every refusal names it, the value and the remedy."""
+"""A collator is accepted only if plans train the same labels; every refusal names the collator, the value and the remedy."""
 
 from __future__ import annotations
 

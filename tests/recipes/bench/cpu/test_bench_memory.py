@@ -1,4 +1,4 @@
-"""The benchmark against Hugging Face's checkpointing: what it compares is equal, and it fails where a requirement is missed."""
+"""The benchmark against Hugging Face's checkpointing compares equal results, and fails if a requirement is missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ["--lengths", "96", "--rounds", "1", "--tile-tokens", "32"]
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """Puts back the number of threads, which the benchmark sets."""
+    """Restores the number of threads, which the benchmark sets."""
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)

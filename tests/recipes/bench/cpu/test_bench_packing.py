@@ -22,7 +22,7 @@ def test_every_distribution_has_a_row_and_a_file_adds_one(tmp_path: Path) -> Non
     assert run.returncode == 0, run.stderr
     rows = json.loads(numbers.read_text())
     assert len(rows) == 8 == len(run.stdout.splitlines()) - 1
-    # 7 + 90 + 3 and the 200 that was truncated
+    # 7 + 90 + 3, and the 200 that was truncated
     assert [row["bins"] for row in rows if row["lengths"] == "mine"] == [3, 2]
     assert all(row["bound"] <= row["bins"] and 0 < row["efficiency"] <= 1 for row in rows)
 

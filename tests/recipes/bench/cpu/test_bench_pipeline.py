@@ -1,4 +1,4 @@
-"""The pipeline benchmark: on a small model it runs what was planned, and it fails where a requirement is missed."""
+"""The pipeline benchmark runs what was planned on a small model, and fails if a requirement is missed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_plans_of_one_batch_agree_and_a_missed_ratio_fails(tmp_path: Path, capsy
     written = tmp_path / "rows.json"
     with pytest.raises(SystemExit) as failure:
         pipeline.main(["--rounds", "1", "--json", str(written), "--require", "1000"])
-    # times of so little work say nothing, all else must hold
+    # times of so little work mean nothing, but everything else must hold
     found = [line for line in str(failure.value).splitlines() if "idle share" not in line]
     assert len(found) == 1 and found[0].endswith("required 1000.0"), found
     rows = json.loads(written.read_text())
@@ -30,7 +30,7 @@ def test_plans_of_one_batch_agree_and_a_missed_ratio_fails(tmp_path: Path, capsy
     for row in rows:
         assert row["executed_in_flight"] == row["planned_in_flight"] and row["executed_kv_book"] == row["planned_kv_book"]
         assert all(0 < share < 1 for share in row["measured_idle"])
-        # by noise a pass of so few tokens may be fitted to take nothing
+        # because of noise, the fit may say that a pass of so few tokens takes no time
         assert all(-1e-9 < share < 1 + 1e-9 for share in row["predicted_idle"])
         assert f"\n{row['plan']} " in table
     assert not any(rows[0]["executed_kv_book"]) and all(rows[1]["executed_kv_book"])
@@ -61,7 +61,7 @@ def row(plan: str, **changes: Any) -> Any:
         ({}, 1.2, ""),
         ({}, 1.3, "slices, elastic: 1.250 times as fast as batch-level 1F1B, required 1.3"),
         ({"measured_idle": [0.2, 0.36]}, 1.0, "slices, elastic: an idle share is 0.060 off its prediction, allowed 0.05"),
-        # without a requirement only what does not depend on a quiet machine counts
+        # without --require, only results that do not depend on a quiet machine are checked
         ({"measured_idle": [0.2, 0.36]}, None, ""),
         ({"loss": 5.0001}, None, "slices, elastic: loss 5.0001000, but batch-level 1F1B has 5.0000000"),
         ({"executed_in_flight": [4, 2]}, None, "slices, elastic: [4, 2] chunks in flight, predicted [3, 2]"),

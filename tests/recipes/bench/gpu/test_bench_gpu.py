@@ -1,4 +1,4 @@
-"""The GPU's matrix at toy size: what can run on the CPU runs and agrees, the rest says why not."""
+"""The GPU matrix at toy size: what can run on the CPU runs and agrees, and the rest says why it cannot."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_what_can_run_on_the_cpu_runs_and_agrees(tmp_path: Path) -> None:
         assert row["state"] == "ok", row
         assert row["step_s"] > 0 and row["kernel"].startswith("_scaled_dot_product_flash_attention_for_cpu")
         predicted = row["predicted_device"] + row["predicted_host"]
-        # beside layers, plain ones save the rotary embedding's tables
+        # besides their layers, plain models save the tables of the rotary embedding
         assert "sliced" in method or row["measured"] == pytest.approx(predicted, rel=0.02), row
-        # with an optimizer the loss is of the second step
+        # with an optimizer, the loss is that of the second step
         like = [r["loss"] for r in rows if r["case"]["section"] == row["case"]["section"] and same_tokens(r, row)]
         assert row["loss"] == pytest.approx(like[0], rel=1e-5)
     split, kept = (next(r for r in rows if r["case"]["method"] == method) for method in (cases.SPLIT, cases.OURS))
@@ -70,7 +70,7 @@ def test_models_with_other_norms_are_measured_as_llamas() -> None:
 
 def test_operations_count_causal_pairs_once() -> None:
     case = Case("B", cases.OURS, 1000, num_layers=1, is_toy=True)
-    # of one layer: queries and output 64 x 64 each, keys and values 64 x 32 each, three matrices of the MLP
+    # one layer has queries and output of 64 x 64 each, keys and values of 64 x 32 each, and three MLP matrices
     matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 64 * 256
     attention = 3 * 4 * 64 * (1000 * 1000 / 2)
     assert cases.model_operations(case) == pytest.approx(1000 * 6 * matrices + attention, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The smoke table of a GPU: skipped with its reason without one; its checks, which are right on the CPU, can fail."""
+"""The GPU smoke table is skipped with a reason if there is no GPU; its checks pass on the CPU, and planted errors fail them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulation of lent stages keeps a closed form, and prices what has to move."""
+"""The simulation of lent stages agrees with a closed form, and counts what has to be moved."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_the_table_orders_what_moves_and_saves_no_more_than_is_idle(tmp_path: Pa
     slow, fast = table("2.5e10"), table("1e30")
     for row, ideal in zip(slow, fast, strict=True):
         assert row["weights"] < row["kv"] < row["free"] < row["idle"]
-        # over links without end everything that moves is free
+        # over infinitely fast links, moving costs nothing
         assert ideal["weights"] == pytest.approx(ideal["free"]) == pytest.approx(row["free"])
-        # lending takes most of the idle time, but more slices leave less of it
+        # lending uses most of the idle time, but with more slices there is less of it
         assert row["free"] > 0.8 * row["idle"]
 
 
@@ -81,14 +81,14 @@ def test_what_moves_for_a_first_and_a_last_slice_by_hand() -> None:
     group = pipelined(SequenceGroup((0, 1), "ring", chunks, ()), layer_ranges(32, 4))
     lending = bench.Lending(costs, lent_group(group), 1.0, True, True)
     helpers = tuple((stage, position) for stage in (0, 1, 2) for position in (0, 1))
-    # 100 tokens, 4096 hidden there and back, 8 layers of 4096 keys and values, bf16, 3 of 4 stages lent, 2 ranks share
+    # 100 tokens in bf16: 4096 hidden values there and back, 8 layers of 4096 keys and values; 3 of 4 sharers lent, 2 ranks each
     own = 0.75 * 100 * (2 * 4096 + 8 * 2 * 4096) * 2 / 2
     weights = 8 * model.layer_parameters * 2
     # slices 1 to 3 of the last stage are shared; the first brings 100 tokens of earlier keys and values, and weights
     earlier = 0.75 * 100 * 8 * 2 * 4096 * 2 / 2
     assert lending.moved_bytes(Action("F", 3, 1, helpers=helpers), 4) == own + earlier + weights
     assert lending.moved_bytes(Action("F", 3, 2, helpers=helpers), 4) == own
-    # backward starts with slice 3, which has 300 tokens in front, and brings gradients of all of it
+    # backward starts with slice 3, which has 300 tokens before it, and also moves the gradients of all that
     gradients = 0.75 * 100 * (2 * 4096 + 2 * 8 * 2 * 4096) * 2 / 2
     assert lending.moved_bytes(Action("B", 3, 3, helpers=helpers), 4) == gradients + 2 * 3 * earlier + 2 * weights
     assert lending.moved_bytes(Action("B", 3, 1, helpers=helpers), 4) == gradients

@@ -1,4 +1,4 @@
-"""Published numbers of FlexSP come out of the cost model; lengths follow the fits; bad input ends with a message."""
+"""The cost model reproduces FlexSP's published numbers; lengths follow the fits; bad input ends with a message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ main: Callable[[list[str]], int] = bench.main
 
 
 def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
-    """The rows that the recipe prints as JSON, by method."""
+    """The rows that the script prints as JSON, by method."""
     assert main([*arguments, "--json"]) == 0
     return {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
@@ -39,7 +39,7 @@ def test_static_methods_take_the_published_seconds_on_commoncrawl(
 
 @pytest.mark.parametrize("limit", [192_000, 384_000])
 def test_static_methods_take_the_published_seconds_on_github(limit: int, capsys: pytest.CaptureFixture[str]) -> None:
-    # a heavier tail, known less well: 10 % and 13 %
+    # the tail of these lengths is heavier and known less well, hence 10 % and 13 %
     rows = rows_of(capsys, "--limit", str(limit), "--lengths", "github", "--batches", "60", "--methods", "BatchAda")
     for method in ("DeepSpeed", "BatchAda"):
         assert rows[method]["to_published"] == pytest.approx(1, abs=0.10 if limit < 384_000 else 0.13)
@@ -50,7 +50,7 @@ def test_flexsp_is_as_much_faster_as_published_on_commoncrawl(limit: int, capsys
     rows = rows_of(capsys, "--limit", str(limit), "--batches", "12", "--methods", "BatchAda", "FlexSP")
     flexsp, ada = rows["FlexSP"], rows["BatchAda"]
     assert flexsp["to_published"] == pytest.approx(1, abs=0.05)
-    # over DeepSpeed and over BatchAda
+    # speedups over DeepSpeed and over BatchAda
     assert flexsp["speedup"] == pytest.approx(flexsp["published_speedup"], abs=0.08)
     published = ada["published_s"] / flexsp["published_s"]
     assert ada["step_s"] / flexsp["step_s"] == pytest.approx(published, abs=0.08)
@@ -93,7 +93,7 @@ def test_the_least_degree_for_the_context_is_the_papers(limit: int, degree: int)
 
 def test_commoncrawl_is_as_long_as_reported() -> None:
     lengths = bench.fitted_lengths("commoncrawl", 384_000, 64 * 512, 3)
-    # 1.95 M tokens a batch of 512, 80 % below 4K, 98.4 % below 32K
+    # per batch of 512: 1.95 M tokens, 80 % of lengths below 4K, 98.4 % below 32K
     assert mean(lengths) * 512 == pytest.approx(1.95e6, rel=0.02)
     assert mean(length < 4096 for length in lengths) == pytest.approx(0.80, abs=0.01)
     assert mean(length < 32_768 for length in lengths) == pytest.approx(0.984, abs=0.003)
@@ -136,7 +136,7 @@ def test_other_models_hardware_and_sizes_are_compared_without_published_numbers(
 
 
 def test_a_method_that_cannot_run_has_no_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # 12 GPUs hold what 8 do not, and Megatron's groups are powers of two
+    # the sequence fits on 12 GPUs but not on 8, and Megatron's groups are powers of two
     file = tmp_path / "lengths.txt"
     file.write_text("50000\n1000\n")
     sizes = ("--gpus", "12", "--limit", "50048", "--global-batch", "2", "--batches", "1")

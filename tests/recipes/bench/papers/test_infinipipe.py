@@ -1,4 +1,4 @@
-"""The joint plan beats the paper's own method and fixed chunks by what was promised; bad input ends with a message."""
+"""The joint plan beats the paper's own method and fixed chunks by the promised factors; bad input ends with a message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_longctx.recipes.bench.papers import infinipipe as bench
 main: Callable[[list[str]], int] = bench.main
 
 
-# a number of slices near the best of every method
+# one number of slices, close to the best of every method
 @pytest.mark.parametrize("case,num_slices", [("96K/35", 16), ("192K/50", 32)])
 def test_the_joint_plan_is_as_much_faster_as_promised(case: str, num_slices: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", case, "--seeds", "1", "--slices", str(num_slices), "--json"]) == 0
@@ -21,12 +21,12 @@ def test_the_joint_plan_is_as_much_faster_as_promised(case: str, num_slices: int
     assert 1 <= rows["elastic + joint"]["to_no_limit"] < 1.01
     assert rows["paper"]["to_joint"] > 1.05
     assert rows["fixed chunks"]["to_joint"] > 1.2
-    # each idea counts for itself
+    # every idea gains something by itself
     assert rows["elastic + joint"]["step_s"] < rows["elastic + recompute"]["step_s"] < rows["paper"]["step_s"]
 
 
 def test_the_row_of_pipelines_is_the_best_of_all() -> None:
-    # two pipelines of one and of two kinds of families, against one of all three
+    # two pipelines, of one and of two kinds of families, against a single one of all three
     seconds = {(0, 1): 3.0, (1, 2): 2.0, (2, 3): 2.0, (0, 2): 6.0, (1, 3): 3.5, (0, 3): 6.6}
     assert bench._shortest(seconds, 3) == (6.5, [(0, 1), (1, 3)])
     assert bench._shortest({**seconds, (0, 3): 6.4}, 3) == (6.4, [(0, 3)])

@@ -1,4 +1,4 @@
-"""Published numbers of Seq1F1B come out of our schedules, event loop and cost model; bad input ends with a message."""
+"""Our schedules, event loop and cost model reproduce Seq1F1B's published numbers; bad input ends with a message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [(tokens, count) for tokens in (32768, 65536) for count in (8, 16)]
 
 @pytest.fixture
 def result_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """What the recipe prints as JSON for words of its command line, its rows by method."""
+    """Runs the script with these words and returns its JSON, with rows by method."""
 
     def run(*words: str | int) -> dict[str, Any]:
         assert main([*map(str, words), "--json"]) == 0
@@ -42,7 +42,7 @@ def test_published_throughput_of_7b_comes_out(tokens: int, count: int, result_of
     assert sliced["is_inconsistent"] == ((tokens, count) == (65536, 16))
     if not sliced["is_inconsistent"]:
         assert sliced["error"] == pytest.approx(0, abs=0.03)
-        # what slices gain over whole sequences, which no constant of the hardware decides
+        # the gain of slices over whole sequences, which does not depend on the hardware's constants
         published = sliced["published_tokens_per_s"] / rows["1F1B"]["published_tokens_per_s"]
         assert sliced["tokens_per_s"] / rows["1F1B"]["tokens_per_s"] == pytest.approx(published, rel=0.03)
 
@@ -57,7 +57,7 @@ def test_the_constants_are_those_of_a_fit_and_have_its_residual(result_of: Calla
         errors += [rows["1F1B"]["error"]] + [rows["Seq1F1B"]["error"]] * (count == 8)
     assert len(errors) == 6
     assert (sum(error * error for error in errors) / 6) ** 0.5 == pytest.approx(refitted.residual, rel=1e-2)
-    # no worse from another start
+    # from another start the fit is no worse
     assert bench.fit(bench.Constants(0.6, 0.4, 3e-4, 1e-7)).residual == pytest.approx(refitted.residual, rel=1e-2)
 
 
@@ -75,7 +75,7 @@ def test_memory_grows_with_tokens_as_published(
     short, long = (result_of("--model", model, "--stages", stages, "--seq-len", tokens)["rows"] for tokens in lengths)
     whole, sliced = (long[method]["peak_bytes"] - short[method]["peak_bytes"] for method in ("1F1B", "Seq1F1B"))
     assert sliced / whole == pytest.approx(published, rel=0.10)
-    # the same slopes from the figure
+    # slopes of the published numbers, read off the figure
     figure = [long[method]["published_bytes"] - short[method]["published_bytes"] for method in ("Seq1F1B", "1F1B")]
     assert figure[0] / figure[1] == pytest.approx(published, abs=1e-3)
     if model != "gpt-2.7b":
@@ -122,7 +122,7 @@ def test_the_papers_partition_has_equal_operations(result_of: Callable[..., dict
 
 
 def test_partitions_rank_as_measured(result_of: Callable[..., dict[str, Any]]) -> None:
-    # even slices of 64K are slower than none, equal seconds at least as fast as equal operations
+    # at 64K, even slices are slower than no slices; slices of equal seconds are at least as fast as of equal operations
     found = {cut: result_of("--seq-len", 65536, "--partition", cut)["rows"]["Seq1F1B"] for cut in ("even", "paper", "time")}
     whole = result_of("--seq-len", 65536)["rows"]["1F1B"]
     assert found["even"]["tokens_per_s"] < whole["tokens_per_s"] < found["paper"]["tokens_per_s"] <= found["time"]["tokens_per_s"]

@@ -1,4 +1,4 @@
-"""Numbers of SPPO's paper that follow from shapes and rates come out of our passes; bad input ends with a message."""
+"""Our passes reproduce SPPO's numbers that follow from shapes and rates; bad input ends with a message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_7b_gains_what_running_again_costs_less_the_bubble() -> None:
         # slices of equal forward time have nearly equal backwards
         assert row["simulated"] == pytest.approx(row["speedup"], rel=2e-3)
         assert 1.13 <= row["simulated"] <= 1.29
-    # 2K tokens on a rank is the least that the paper allows, and most of its own choices have fewer
+    # the paper allows no fewer than 2K tokens per rank, but most of its own choices have fewer
     assert [row["is_in_bounds"] for row in rows] == [True, False, False, False, False]
 
 
@@ -71,12 +71,12 @@ def test_shares_are_what_a_slice_hides() -> None:
 
 def test_offloading_13b_at_512k(offload: dict[str, dict[str, Any]]) -> None:
     gigabytes = {name: row["device_bytes"] / 1e9 for name, row in offload.items()}
-    # what a chunk-level simulation written apart from this package found
+    # from a chunk-level simulation written independently of this package
     expected = {"none": 57.0, "full": 14.6, "alpha": 11.3, "fixed 0.5": 32.7, "run again": 10.1}
     assert gigabytes == pytest.approx(expected, rel=0.04)
     # 34 bytes for each token of a rank and each of 5 layers, all in flight on the first stage
     assert offload["none"]["device_bytes"] == pytest.approx(34 * 5120 * 524288 / 8 * 5, rel=1e-3)
-    # the shares that hide hold less than all, at the same time, because less is copied back at once
+    # hidden shares take less device memory than full offload, in the same time, because less is copied back at once
     assert gigabytes["alpha"] < gigabytes["full"]
     assert offload["alpha"]["step_s"] == pytest.approx(offload["none"]["step_s"], rel=0.005)
     assert offload["run again"]["step_s"] / offload["alpha"]["step_s"] == pytest.approx(1.285, abs=0.005)
@@ -84,7 +84,7 @@ def test_offloading_13b_at_512k(offload: dict[str, dict[str, Any]]) -> None:
 
 def test_our_runtime_takes_the_same_seconds_and_holds_gradients_of_keys_and_values(offload: dict[str, dict[str, Any]]) -> None:
     for row in offload.values():
-        # the head's seconds, and a layer's copy of each slice that nothing hides
+        # our seconds include the head, and for each slice one layer's copy that nothing hides
         assert row["step_s"] < row["our_step_s"] < 1.03 * row["step_s"]
     # keys, values and fp32 gradients: 12 bytes for each token where SPPO counts 4; and what a layer and messages work with
     more = offload["run again"]["our_device_bytes"] - offload["run again"]["device_bytes"]
@@ -98,7 +98,7 @@ def test_a_slow_link_makes_full_offload_slower_than_its_shares() -> None:
     alphas = case.alphas()
     none_s, alpha_s, full_s = (case.as_sppo(share)[0] for share in (lambda i: 0.0, lambda i: alphas[i], lambda i: 1.0))
     assert full_s > 1.05 * alpha_s
-    # on the last stage nothing hides the last slice's copies out and back
+    # on the last stage, nothing hides the copies of the last slice
     assert 0 < alpha_s - none_s < 2 * case.pass_s(bench.Action("F", 7, 15)) * (1 + 1e-9)
 
 

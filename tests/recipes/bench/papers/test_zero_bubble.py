@@ -1,4 +1,4 @@
-"""The split of backwards keeps its published closed form, and its gain on long contexts is what the schedules say it is."""
+"""Split backwards take the time of the published closed form, and gain on long contexts what the schedules say."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_gain_at_equal_memory_shrinks_with_slices_and_with_length(tmp_path: 
     for length in tokens:
         gains = [rows[length, count]["same_memory"] for count in slices]
         assert gains == sorted(gains, reverse=True)
-        # one whole sequence leaves 3 of 11 places idle; no split saves more than what is idle
+        # a single sequence leaves 3 of 11 slots idle, and no split saves more than the idle time
         assert rows[length, 1]["no_idle"] == pytest.approx(3 / 11)
         for count in slices:
             row = rows[length, count]
             assert 0 < row["same_memory"] <= row["any_memory"] <= row["no_idle"]
-        # twice the slices save more than the split does
+        # twice as many slices save more than the split does
         assert rows[length, 4]["no_idle"] - rows[length, 8]["no_idle"] > rows[length, 4]["same_memory"]
     for count in slices:
         assert rows[32768, count]["same_memory"] > rows[65536, count]["same_memory"] > rows[131072, count]["same_memory"]
