@@ -47,7 +47,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """What to measure, and until when.
+    """Says what to measure, and until when.
 
     model: a name in the catalogue, a config.json, or a folder with one; "" means a small Llama.
     precision: "float32", "bfloat16" or "autocast"; "" means float32 on CPU, and float32 weights under bf16 autocast on CUDA.

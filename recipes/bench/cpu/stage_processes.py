@@ -40,7 +40,7 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class StageStep:
-    """What one stage measured of a plan, and the CPU seconds that it got meanwhile."""
+    """Measurements of a plan on one stage, and the CPU seconds that the stage got meanwhile."""
 
     record: StepRecord
     core_s: float

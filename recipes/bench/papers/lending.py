@@ -1,4 +1,4 @@
-"""What it would gain to lend idle stages to a sequence's first and last slices (SPPO's multiplexed partitioning), simulated.
+"""Simulates the gain of lending idle stages to a sequence's first and last slices (SPPO's multiplexed partitioning).
 
     python recipes/bench/papers/lending.py [--model gpt-7b] [--tokens 131072 524288] [--slices 8 32] [--stages 4]
         [--ranks-per-stage 8] [--bytes-per-s 2.5e10] [--json FILE]

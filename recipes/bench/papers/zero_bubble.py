@@ -1,4 +1,4 @@
-"""What it would gain on long contexts to split a backward into input and weight gradients, simulated.
+"""Simulates the gain of splitting a backward into input and weight gradients on long contexts.
 
     python recipes/bench/papers/zero_bubble.py [--model gpt-7b] [--tokens 32768 65536 131072] [--slices 1 2 4 8] [--stages 4]
         [--sequences 8] [--json FILE]

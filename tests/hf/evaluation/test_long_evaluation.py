@@ -207,7 +207,7 @@ def test_training_is_measured_as_asked_and_not_changed(expected, tmp_path: Path)
 
 
 def evaluated_training(folder: str, max_steps: int, start: str | None) -> list[tuple[int, dict[str, float]]]:
-    """Trains to `max_steps` from a checkpoint, with an evaluation every second step; returns the steps in its record."""
+    """Trains to `max_steps` from a checkpoint, evaluating every second step; returns its record as (step, metrics)."""
     arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(CASE, TRAINED, folder, {"tokens_per_rank": 64}, arguments)
     evaluation = LongContextEvaluation(trainer, HELD_OUT, task(1), every_steps=2, first_bucket=FIRST_BUCKET)
