@@ -73,7 +73,7 @@ PUBLISHED_LIMITS = {192_000: 192, 196_608: 192, 384_000: 384, 393_216: 384}
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Facts that all methods share: costs of Ulysses with sharded parameters, tokens per GPU, and the longest sequence allowed."""
+    """Shared by all methods: costs of Ulysses with sharded parameters, tokens per GPU, and the longest sequence allowed."""
 
     costs: CostModel
     tokens_per_rank: int
