@@ -71,10 +71,10 @@ def budget_cases() -> Iterator[tuple[str, Planned]]:
         cluster = ClusterSpec(num_ranks, 8, GPU)
         costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses")
         for host_gib in (0, 16):
-            budget = ActivationBudget(8_000, 12 << 30, host_gib << 30, 2048)
+            budget = ActivationBudget(8_000, 24 << 30, host_gib << 30, 2048)
             config = PlannerConfig(32_000, tuple(d for d in (1, 2, 4) if d <= num_ranks // num_stages), activations=budget)
             name = f"{num_stages} stages of {num_ranks} ranks, {host_gib} GiB of the host"
-            yield name, partial(plan_stages, 0, [30_000, 7_900, 7_800, 900], costs, num_stages, config)
+            yield name, partial(plan_stages, 0, [20_000, 7_900, 7_800, 900], costs, num_stages, config)
 
 
 def numbers_of(plan: StepPlan, with_digest: bool) -> list[Any]:
@@ -113,7 +113,7 @@ def test_plans_written_by_hand_are_predicted_as_they_were() -> None:
         num_layers = sum(stage.num_layers for stage in plan.micro_batches[0].groups[0].stages)
         costs = cost_model(kind, plan.num_ranks)
         model = replace(
-            costs.model, num_layers=num_layers, windows=(WINDOWED.windows * 2)[:num_layers] if kind == "windows" else ()
+            costs.model, num_layers=num_layers, windows=(WINDOWED.windows * num_layers)[:num_layers] if kind == "windows" else ()
         )
         try:
             run = evaluate_plan(plan, replace(costs, model=model, parameters=plan.parameters))
