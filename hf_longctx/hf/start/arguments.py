@@ -1,4 +1,4 @@
-"""What this version cannot do, found before any work starts: each problem names the value, the limit and the remedy."""
+"""Problems with settings, found before any work starts: each names the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import check_degrees
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
-# argument -> the values that are fine, and what to do about others
+# argument -> the values that are supported, and the remedy for others
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "its loss scaling is not supported; use bf16=True or float32"),
     "bf16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
     "fp16_full_eval": ((False,), "leave it out; bf16=True evaluates under autocast"),
     "gradient_checkpointing": (
         (False, None),
-        "set it to False (TRL's default is True): plans recompute where memory needs it (activations='auto')",
+        "set it to False (TRL's default is True): plans recompute where memory is short (activations='auto')",
     ),
-    "activation_checkpointing": ((False, None), "leave it out: plans recompute where memory needs it (activations='auto')"),
+    "activation_checkpointing": ((False, None), "leave it out: plans recompute where memory is short (activations='auto')"),
     "deepspeed": ((None, ""), "start without a DeepSpeed config and set LongContextConfig(parameters='sharded')"),
-    "torch_compile": ((False,), "leave it out, compiled models are not supported yet"),
+    "torch_compile": ((False,), "leave it out; compiled models are not supported yet"),
     "average_tokens_across_devices": ((True,), "leave it True: a step's loss is the mean over the label tokens of all ranks"),
     "auto_find_batch_size": ((False,), "leave it out; tokens_per_rank bounds memory"),
     "label_smoothing_factor": ((0, 0.0), "set it to 0"),
     "neftune_noise_alpha": ((None,), "leave it out"),
-    "use_liger_kernel": ((False,), "leave it out, patched models are not in the tested list"),
+    "use_liger_kernel": ((False,), "leave it out; models that it patches are not tested"),
     "parallelism_config": ((None,), "leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
     "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
 }
 
-# of no effect where evaluation runs under plans, which return losses: the default
+# argument -> its default; others have no effect where evaluation runs under plans, which return losses only
 _EVALUATION_ARGUMENTS: dict[str, Any] = {
     "eval_accumulation_steps": None,
     "eval_do_concat_batches": True,
@@ -50,23 +50,26 @@ _EVALUATION_ARGUMENTS: dict[str, Any] = {
     "include_for_metrics": [],
 }
 
-# without effect, since gradients are summed by the plan's executor and not by DDP
+# arguments without effect, since the executor sums gradients, and not DDP
 _DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
-# whose updates work element by element, so that shards may be stepped alone
+# optimizers that update element by element, so that every rank may step its shards alone
 _SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 _TRAINER_ARGUMENTS = {
-    "data_collator": "plans decide what is packed together; pass a dataset with input_ids and labels",
-    "compute_metrics": "evaluation returns the loss only; compute other metrics on the saved checkpoint",
-    "compute_loss_func": "the loss is the token mean of the cross-entropy over the step",
+    "data_collator": "plans decide what is packed together; leave it out and pass a dataset with input_ids and labels",
+    "compute_metrics": "evaluation returns the loss only; compute other metrics from the saved checkpoint",
+    "compute_loss_func": "leave it out; the loss is the token mean of the cross-entropy over the step",
     "model_init": "pass a model",
-    "preprocess_logits_for_metrics": "evaluation returns the loss only",
+    "preprocess_logits_for_metrics": "leave it out; evaluation returns the loss only",
 }
 
 
 def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True) -> list[str]:
-    """Trainer settings that do not work yet or would lose their meaning; `draws_batches`: batches and sums are ours."""
+    """Problems with trainer settings that do not work yet or would change their meaning.
+
+    draws_batches: whether plans draw the batches and sum the gradients, instead of the trainer's own loader and DDP.
+    """
     problems = version_problems()
     for name, (allowed, remedy) in _ARGUMENTS.items():
         value = getattr(args, name, allowed[0])
@@ -75,14 +78,18 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
     if args.fsdp:
         settings: Any = args.fsdp_config
         asked = str((settings or {}).get("reshard_after_forward", args.fsdp)).lower()
-        problems.append(f"fsdp={args.fsdp!r} would shard behind the plans (and not at all on CPU); {_own_sharding(asked)}")
+        problems.append(
+            f"fsdp={args.fsdp!r} shards parameters without the planner knowing (and does nothing on CPU); {_own_sharding(asked)}"
+        )
     if draws_batches and getattr(args.accelerator_config, "split_batches", False):
         problems.append("accelerator_config split_batches=True has no effect on planned steps; leave it out")
     for name in _DDP_ARGUMENTS:
         if draws_batches and getattr(args, name, None) is not None:
             problems.append(f"{name}={getattr(args, name)!r} has no effect here, since DDP is not used; leave it out")
     if str(args.optim).rsplit(".", 1)[-1].lower().startswith(("lomo", "adalomo")) or "layerwise" in str(args.optim).lower():
-        problems.append(f"optim={args.optim!s} steps inside backward, before gradients are summed over ranks; choose another one")
+        problems.append(
+            f"optim={args.optim!s} steps inside backward, before gradients are summed over ranks; choose another optimizer"
+        )
     if args.n_gpu > 1:
         problems.append(
             f"one process sees {args.n_gpu} GPUs and would use DataParallel; start one process per GPU with "
@@ -104,13 +111,13 @@ def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any]
 def run_problems(
     trainer: type, config: LongContextConfig, model: Any, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
-    """What a trainer of the class `trainer` was given that full plans cannot run with."""
+    """Problems with the arguments of a trainer of the class `trainer` that runs full plans."""
     problems = argument_problems(args, trainer_arguments) + trainer_problems(trainer, args, config)
     return problems + placement_problems(model, config, args, trainer_arguments) + evaluation_problems(args)
 
 
 def evaluation_problems(args: TrainingArguments) -> list[str]:
-    """Trainer settings about predictions, which an evaluation under plans does not make."""
+    """Problems with trainer settings about predictions, which an evaluation under plans does not make."""
     return [
         f"{name}={getattr(args, name)!r} has no effect here, since evaluation returns the loss only; leave it out"
         for name, default in _EVALUATION_ARGUMENTS.items()
@@ -119,12 +126,12 @@ def evaluation_problems(args: TrainingArguments) -> list[str]:
 
 
 def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[str]:
-    """What the launcher's own configuration asks for that would change the run behind the trainer's back."""
+    """Problems with the launcher's own configuration, which would change the run without the trainer knowing."""
     problems = []
     if launch.num_ranks != args.world_size:
         problems.append(
-            f"the launcher started {launch.num_ranks} processes, but each would train alone (world size {args.world_size}); "
-            f"without a GPU set use_cpu=True in TrainingArguments"
+            f"the launcher started {launch.num_ranks} processes, but the world size is {args.world_size}, so that each would "
+            f"train alone; without a GPU set use_cpu=True in TrainingArguments"
         )
     declared = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     if launch.mixed_precision not in ("no", "", declared):
@@ -142,18 +149,18 @@ def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[
             "the accelerate configuration asks for DeepSpeed, which is not supported; use distributed_type MULTI_GPU without it "
             "and set LongContextConfig(parameters='sharded')"
         )
-    # fsdp of the training arguments sets the same variable and has been named already
+    # the fsdp argument sets the same variable and is a problem of its own
     if launch.uses_fsdp and not args.fsdp:
         offload = "; parameters cannot be offloaded to the CPU yet (FSDP_OFFLOAD_PARAMS)" if launch.fsdp_offload else ""
         problems.append(
-            f"the accelerate configuration asks for FSDP, which would shard behind the plans (and not at all on CPU); use "
-            f"distributed_type MULTI_GPU without it: {_own_sharding(launch.fsdp_reshard)}{offload}"
+            f"the accelerate configuration asks for FSDP, which shards parameters without the planner knowing (and does nothing "
+            f"on CPU); use distributed_type MULTI_GPU without it: {_own_sharding(launch.fsdp_reshard)}{offload}"
         )
     return problems
 
 
 def _own_sharding(asked: str) -> str:
-    """The setting of ours that means what an FSDP configuration asks for."""
+    """The setting of LongContextConfig that means the same as an FSDP configuration."""
     if "hybrid" in asked:
         return "leave it out and set LongContextConfig(parameters='sharded', shard_ranks=...) to the ranks of a node"
     if asked in ("no_shard", "3"):
@@ -173,9 +180,9 @@ _REPLACED_IN_EVALUATION = {
 
 
 def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> list[str]:
-    """Methods of a Trainer subclass that would never be called, where these are not known to mean the same.
+    """Problems with methods of a Trainer subclass that would never be called and are not known to mean the same as plans.
 
-    `plans_evaluation`: those for evaluation neither; false where a callback lends the mixin to a trainer.
+    plans_evaluation: whether methods for evaluation are among these; false where a callback lends the mixin to a trainer.
     """
     replaced = [_REPLACED_IN_TRAINING] + ([_REPLACED_IN_EVALUATION] if plans_evaluation else [])
     mro = [cls for cls in trainer.__mro__ if not is_replaced(cls)]
@@ -188,7 +195,9 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
     for name in (name for names in replaced for name in names["anywhere"]):
         owner = next((cls for cls in mro if name in vars(cls)), None)
         if owner is not None and not owner.__module__.startswith("transformers."):
-            problems.append(f"{owner.__name__}.{name} would never be called; a plan's loss is the token mean of cross-entropy")
+            problems.append(
+                f"{owner.__name__}.{name} would never be called: a plan's loss is the token mean of cross-entropy; remove it"
+            )
     for name in (name for names in replaced for name in names["behind"]):
         owner = next((cls for cls in behind if name in vars(cls)), None)
         if owner is not None and not plans_evaluation:
@@ -198,14 +207,14 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
             )
         elif owner is not None:
             problems.append(
-                f"{trainer.__name__} inherits its own {name} behind {mixin.__name__}, where it would never be called; override "
-                f"it in {trainer.__name__} itself and call super().{name}()"
+                f"{trainer.__name__} inherits {name} from a class after {mixin.__name__}, where it would never be called; "
+                f"override it in {trainer.__name__} itself and call super().{name}()"
             )
     return problems
 
 
 def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[str]:
-    """Settings that would have no effect beside each other."""
+    """Problems with settings that would have no effect beside each other."""
     problems = []
     if config.tokens_per_step is not None and args.dataloader_drop_last:
         problems.append(
@@ -227,20 +236,20 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
 def placement_problems(
     model: Any, config: LongContextConfig, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
-    """What does not go with parameters that a rank has a part of."""
+    """Problems with sharded parameters and with weights that stages would leave on other ranks."""
     if is_sharded(model):
         return ["the model is sharded already (fully_shard); pass a plain one and set LongContextConfig(parameters='sharded')"]
     if config.parameters == "replicated":
         if config.stages == 1 or loaded_ranges(model) is not None or not any(trainer_arguments.get("optimizers") or ()):
             return []
         return [
-            f"the trainer argument optimizers holds weights of all stages, of which stages={config.stages!r} leaves one on a "
-            f"rank; pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim"
+            f"the trainer argument optimizers holds weights of all stages, but stages={config.stages!r} leaves each rank with "
+            f"one stage; pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim"
         ]
     problems = shard_problems(model)
     if any(trainer_arguments.get("optimizers") or ()):
         problems.append(
-            f"the trainer argument optimizers belongs to parameters that parameters={config.parameters!r} replaces by shards; "
+            f"the trainer argument optimizers holds whole parameters, which parameters={config.parameters!r} replaces by shards; "
             f"pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim"
         )
     if config.shard_ranks is not None and args.world_size % config.shard_ranks:
@@ -254,12 +263,12 @@ def placement_problems(
 
 
 def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
-    """The most ranks that a stage may have."""
+    """Most ranks that a stage may have."""
     return num_ranks if config.stages == "auto" else max(1, num_ranks // config.stages)
 
 
 def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
-    """What does not go with pipeline stages; nothing where there are none."""
+    """Problems with pipeline stages; none where there are no stages."""
     loaded = loaded_ranges(model)
     num_loaded = len(loaded or ())
     differs = f"the model was loaded as one of {num_loaded} stages, but stages is {config.stages!r}; load it with the same number"
@@ -282,7 +291,7 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
     ]
     if config.method in ("ring", "hybrid"):
         problems.append(
-            f"method={config.method!r} does not run slices, which pipelines send through their stages; use 'auto' or 'ulysses'"
+            f"method={config.method!r} cannot run slices, which pipelines send through their stages; use 'auto' or 'ulysses'"
         )
     if config.parameters == "sharded":
         problems.append(
@@ -304,7 +313,7 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
 
 
 def _interleave_problems(config: LongContextConfig, num_layers: int, loaded: Ranges | None) -> list[str]:
-    """What does not go with several layer ranges per stage, where there are stages."""
+    """Problems with several layer ranges per stage, where there are stages."""
     problems = []
     if config.interleave > 1 and config.parameters == "gathered_per_round":
         problems.append(
@@ -325,7 +334,7 @@ def _interleave_problems(config: LongContextConfig, num_layers: int, loaded: Ran
 
 
 def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | None) -> list[str]:
-    """What does not go with stages that lend their ranks."""
+    """Problems with stages that lend their ranks."""
     problems = []
     if not is_adapted(model):
         problems.append(
@@ -355,7 +364,7 @@ def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | No
 def setup_problems(
     model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
 ) -> list[str]:
-    """What is wrong between model, tokenizer, config and world size."""
+    """Problems between model, tokenizer, config and world size."""
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
     problems = model_problems(model)

@@ -53,7 +53,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "dataloader_in_order": (False, "dataloader_in_order=False is not supported yet; leave it True"),
     "fsdp": (
         True,
-        "fsdp=True would shard behind the plans (and not at all on CPU); leave it out and set "
+        "fsdp=True shards parameters without the planner knowing (and does nothing on CPU); leave it out and set "
         "LongContextConfig(parameters='sharded')",
     ),
     "ddp_find_unused_parameters": (

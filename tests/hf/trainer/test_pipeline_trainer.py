@@ -167,7 +167,7 @@ def refused_optimizer(rows: Rows, folder: str) -> str:
 
 def test_an_optimizer_of_all_stages_is_refused(ranks, rows, tmp_path: Path) -> None:
     for text in ranks(2).run(refused_optimizer, rows, str(tmp_path)):
-        assert "the trainer argument optimizers holds weights of all stages, of which stages=2 leaves one on a rank" in text
+        assert "the trainer argument optimizers holds weights of all stages, but stages=2 leaves each rank with one stage" in text
 
 
 def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:
@@ -181,7 +181,7 @@ def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:
     [
         ({"stages": 8}, "stages=8 are more than the model's 4 layers; use at most 4"),
         ({"stages": 3}, "stages=3 does not divide the 2 ranks of the run; choose a divisor"),
-        ({"stages": 2, "method": "ring"}, "method='ring' does not run slices"),
+        ({"stages": 2, "method": "ring"}, "method='ring' cannot run slices"),
         ({"stages": 2, "parameters": "sharded"}, "use 'gathered_per_round', or 'replicated'"),
         ({"stages": 2, "solver": "lp"}, "solver='lp' has no effect on pipeline stages; leave it out"),
     ],

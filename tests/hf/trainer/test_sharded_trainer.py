@@ -258,7 +258,7 @@ def test_an_accelerate_fsdp_configuration_is_refused_with_our_setting(
     ranks, rows, variables: dict[str, str], remedy: str
 ) -> None:
     for found in ranks(2).run(start_under_fsdp, rows, variables):
-        assert "the accelerate configuration asks for FSDP, which would shard behind the plans" in found
+        assert "the accelerate configuration asks for FSDP, which shards parameters without the planner knowing" in found
         assert remedy in found
 
 

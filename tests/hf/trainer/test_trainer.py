@@ -261,7 +261,7 @@ def test_ranks_that_would_drift_apart_are_refused(ranks, what: str, message: str
         ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision 'bf16' of the accelerate configuration differs"),
         ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_backend 'eager'"),
         ("ACCELERATE_USE_FSDP", "true", "asks for FSDP"),
-        ("WORLD_SIZE", "4", "the launcher started 4 processes, but each would train alone (world size 2)"),
+        ("WORLD_SIZE", "4", "the launcher started 4 processes, but the world size is 2, so that each would train alone"),
     ],
 )
 def test_what_only_the_launcher_knows_is_refused(ranks, rows, variable: str, value: str, message: str) -> None:
