@@ -80,7 +80,7 @@ class PlanSource:
         # costs that were raised on purpose say nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
-    def copies_take(self, bytes_per_s: float) -> None:
+    def set_copy_rate(self, bytes_per_s: float) -> None:
         """Sets the speed of copies between device and host that plans count on from now on."""
         cluster = self.costs.cluster
         hardware = replace(cluster.hardware, copy_bytes_per_s=bytes_per_s)

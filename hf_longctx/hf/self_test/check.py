@@ -45,7 +45,7 @@ from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Lim
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, probe_lengths
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, Rows, Specimen, agreed_errors, differences
-from hf_longctx.hf.start.setup import PlanningSetup
+from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -73,7 +73,7 @@ class SelfTest:
 
     exact: ReducedCopy
     working: ReducedCopy | None
-    setup: PlanningSetup
+    setup: RunSetup
     lengths: tuple[int, ...]
     dtype: torch.dtype
     is_autocast: bool
@@ -83,7 +83,7 @@ class SelfTest:
 
     @classmethod
     def of(
-        cls, model: Any, setup: PlanningSetup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
+        cls, model: Any, setup: RunSetup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
     ) -> SelfTest | None:
         """Copies of `model`, which runs on plans of `setup`; None, with a logged line, where the test cannot run.
 
@@ -285,7 +285,7 @@ def _only_last(rows: Rows, document: int) -> Rows:
     ]
 
 
-def _free_bytes(model: Any, device: torch.device, setup: PlanningSetup) -> int:
+def _free_bytes(model: Any, device: torch.device, setup: RunSetup) -> int:
     """Bytes for the copies on this rank."""
     free = host_bytes()[0] // setup.costs.cluster.ranks_per_node
     if device.type != "cuda":

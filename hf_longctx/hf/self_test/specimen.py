@@ -28,7 +28,7 @@ from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Part, difference
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
 from hf_longctx.hf.self_test.probe_plans import ProbePlan, probe_plans
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy
-from hf_longctx.hf.start.setup import PlanningSetup
+from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.attention.context import GroupContext
@@ -68,7 +68,7 @@ class Specimen:
         self,
         reduced: ReducedCopy,
         is_autocast: bool,
-        setup: PlanningSetup,
+        setup: RunSetup,
         pool: GroupPool,
         mesh: DeviceMesh | None,
         device: torch.device,

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: the checks on every rank, then the limits and costs that planning starts from."""
+"""Setup of a run before its first step: checks on every rank, then the limits and costs that planning starts from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_longctx.hf.start.budget import activation_budget, describe_states
 from hf_longctx.hf.start.stages import Ranges, balanced_ranges, loaded_ranges, sampled_lengths
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.core.planner_config import PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
@@ -40,16 +40,16 @@ from hf_longctx.runtime.tiles.tile import attention_backend
 
 logger = logging.getLogger(__name__)
 
-# of the longest sequence of a pipeline, one part in so many is not searched for
+# stop bisecting for the longest sequence of a pipeline at a hundredth of its length
 _ROOM_PRECISION = 100
 
 
 @dataclass(frozen=True)
-class PlanningSetup:
-    """Where planning starts: the cost model before anything is measured, the planner's limits, the longest sequence.
+class RunSetup:
+    """Basis of a run's plans: the cost model before anything is measured, the planner's limits, the longest sequence.
 
-    ranges: the layers of every pipeline stage, one stage where there is no pipeline. room_tokens: the longest sequence that
-    memory holds.
+    ranges: layers of every pipeline stage, of one stage where there is no pipeline. room_tokens: tokens of the longest
+    sequence that memory holds.
     """
 
     costs: CostModel
@@ -63,7 +63,7 @@ class PlanningSetup:
         return len(self.ranges)
 
 
-def check_setup(
+def checked_degrees(
     config: LongContextConfig,
     model: Any,
     args: TrainingArguments,
@@ -71,9 +71,9 @@ def check_setup(
     problems: list[str],
     control: dist.ProcessGroup | None,
 ) -> tuple[int, ...]:
-    """The allowed degrees; raises ValueError on every rank if settings, model or ranks do not fit together.
+    """The sizes that groups may have; raises ValueError on every rank if settings, model or ranks do not fit together.
 
-    `problems` are those that the caller found. Collective over the ranks of `control`.
+    problems: those that the caller found. Collective over the ranks of `control`.
     """
     heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
     degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads)
@@ -92,41 +92,40 @@ def _allowed_degrees(config: LongContextConfig, num_ranks: int, num_heads: int) 
     return tuple(sorted(set(config.degrees or default_degrees(num_ranks, num_heads, config.method))))
 
 
-def planning_setup(
+def choose_setup(
     config: LongContextConfig,
     model: PreTrainedModel,
     args: TrainingArguments,
     degrees: tuple[int, ...],
     control: dist.ProcessGroup | None,
     dataset: Any = None,
-) -> PlanningSetup:
-    """The start of planning for `model` on the ranks of `control`; collective over them.
+) -> RunSetup:
+    """Chooses cost model, limits and stages for `model` on the ranks of `control`; collective over them.
 
-    `dataset`: what is trained on, for the choice of pipeline stages. Raises ValueError if the model's states leave no room for
-    a token.
+    dataset: the training set, whose lengths decide on pipeline stages. Raises ValueError if the model's states leave no room
+    for a token.
     """
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
     # nodes may differ; blocks of a common divisor of their ranks lie inside nodes, and every rank makes the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
-    # of a stage that was loaded alone, adapters on other layers and ends are known elsewhere
+    # a stage that was loaded alone does not know the adapters and four-bit weights of the others
     everyone = gather_objects((spec.adapters, spec.packed), control)
     adapters, packed = (list(each) for each in zip(*everyone, strict=True))
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
-    max_length = config.max_length or spec.max_positions
     costs = CostModel(spec, cluster, coefficients)
+    basis = _SetupBasis(config, model, args, degrees, control, costs, config.max_length or spec.max_positions)
     if (loaded := loaded_ranges(model)) is not None or config.stages == 1:
-        return _setup_for(loaded or balanced_ranges(costs, 1, ()), costs, config, model, args, degrees, max_length, control)
-    lengths = sampled_lengths(dataset, max_length, control)
-    setups: dict[tuple[int, int], PlanningSetup] = {}
+        return basis.with_stages(loaded or balanced_ranges(costs, 1, ()))
+    lengths = sampled_lengths(dataset, basis.max_length, control)
+    setups: dict[tuple[int, int], RunSetup] = {}
 
-    def setup_of(count: int, num_parts: int) -> StageSetup:
+    def setup_of(num_stages: int, num_parts: int) -> StageSetup:
         # ranks of other devices may count on other costs
-        ranges = gather_objects(balanced_ranges(costs, count, lengths, num_parts), control)[0]
-        setup = _setup_for(ranges, costs, config, model, args, degrees, max_length, control)
-        setups[count, num_parts] = setup
+        ranges = gather_objects(balanced_ranges(costs, num_stages, lengths, num_parts), control)[0]
+        setups[num_stages, num_parts] = setup = basis.with_stages(ranges)
         return StageSetup(setup.costs, setup.planner, setup.room_tokens)
 
     if config.stages != "auto" and config.interleave == 1:
@@ -141,72 +140,87 @@ def planning_setup(
     return setups[gather_objects((best.num_stages, best.num_parts), control)[0]]
 
 
-def _setup_for(
-    ranges: Ranges,
-    costs: CostModel,
-    config: LongContextConfig,
-    model: PreTrainedModel,
-    args: TrainingArguments,
-    degrees: tuple[int, ...],
-    max_length: int,
-    control: dist.ProcessGroup | None,
-) -> PlanningSetup:
-    """The start of planning with the layers on these stages; `costs` without how parameters live. Collective."""
-    lend_stages = config.lend_stages and len(ranges) > 1
-    spec, cluster = replace(costs.model, keeps_all_stages=lend_stages), costs.cluster
-    ranks_per_stage = args.world_size // len(ranges)
-    degrees = tuple(degree for degree in degrees if degree <= ranks_per_stage)
-    parameters, shard_ranks = shared_parameters(config, ranks_per_stage)
-    budget = activation_budget(config, spec, cluster, parameters, shard_ranks, ranges, args.device, control)
-    activations = budget if config.activations == "auto" and not _has_activation_problem(model, control) else None
-    fitting = budget.kept_tokens
-    if activations is not None:
-        room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
-        fitting = max(fitting, most_tokens(spec, *room, is_shared=degrees[-1] > 1))
-    if config.tokens_per_rank is None and fitting < 1:
-        gib = config.device_gib or cluster.hardware.device_bytes / 2**30
-        raise ValueError(
-            f"{describe_states(spec)} ({parameters}) leave no room for a token in {gib:.3g} GiB; set parameters='sharded' with "
-            f"more ranks, or use a smaller model or a larger device"
+@dataclass(frozen=True)
+class _SetupBasis:
+    """The part of a run's setup that does not depend on its pipeline stages; `costs` do not know yet how parameters live."""
+
+    config: LongContextConfig
+    model: PreTrainedModel
+    args: TrainingArguments
+    degrees: tuple[int, ...]
+    control: dist.ProcessGroup | None
+    costs: CostModel
+    max_length: int
+
+    def with_stages(self, ranges: Ranges) -> RunSetup:
+        """The setup with these layers on the stages. Collective."""
+        config, is_pipeline = self.config, len(ranges) > 1
+        ranks_per_stage = self.args.world_size // len(ranges)
+        degrees = tuple(degree for degree in self.degrees if degree <= ranks_per_stage)
+        parameters, shard_ranks = shared_parameters(config, ranks_per_stage)
+        lend_stages = config.lend_stages and is_pipeline
+        costs = replace(
+            self.costs,
+            model=replace(self.costs.model, keeps_all_stages=lend_stages),
+            # rings do not run slices
+            method="ulysses" if is_pipeline else config.method,
+            parameters=parameters,
+            shard_ranks=shard_ranks,
         )
-    tokens_per_rank = config.tokens_per_rank or fitting
-    if activations is not None and 0 < fitting < tokens_per_rank:
-        if control is None or dist.get_rank() == 0:
+        spec, cluster, device = costs.model, costs.cluster, self.args.device
+        budget = activation_budget(config, spec, cluster, parameters, shard_ranks, ranges, device, self.control)
+        activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
+        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared=degrees[-1] > 1)
+        planner = PlannerConfig(
+            tokens_per_rank=tokens_per_rank,
+            activations=activations,
+            degrees=degrees,
+            solver=config.solver,
+            static_degree=config.static_degree,
+            micro_batch_trials=config.micro_batch_trials,
+            time_aware=config.time_aware,
+            nested=config.nested,
+            node_aligned=config.node_aligned,
+            solver_time_limit_s=config.solver_time_limit_s,
+            stages=ranges if is_pipeline else (),
+            lend_stages=lend_stages,
+        )
+        room_tokens = tokens_per_rank * degrees[-1]
+        if is_pipeline:
+            room_tokens = _longest_in_stages(min(self.max_length, room_tokens * len(ranges)), costs, planner)
+        return RunSetup(costs, planner, self.max_length, ranges, room_tokens)
+
+    def _tokens_per_rank(
+        self, costs: CostModel, budget: ActivationBudget, activations: ActivationBudget | None, is_shared: bool
+    ) -> int:
+        """Most tokens of a micro-batch on a rank: the setting's or, where that is less or left out, as many as memory holds."""
+        config, fitting = self.config, budget.kept_tokens
+        if activations is not None:
+            room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
+            fitting = max(fitting, most_tokens(costs.model, *room, is_shared=is_shared))
+        if config.tokens_per_rank is None and fitting < 1:
+            gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
+            raise ValueError(
+                f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB; set "
+                f"parameters='sharded' with more ranks, or use a smaller model or a larger device"
+            )
+        if activations is None or not 0 < fitting < (config.tokens_per_rank or fitting):
+            return config.tokens_per_rank or fitting
+        if self.control is None or dist.get_rank() == 0:
             logger.warning(
-                "tokens_per_rank %d is above the %d that memory holds however much is computed again; %d are planned with "
+                "tokens_per_rank %d is more than the %d that fit into memory even if everything is recomputed; plans use %d "
                 "(activations='keep' trusts the setting)",
-                tokens_per_rank,
+                config.tokens_per_rank,
                 fitting,
                 fitting,
             )
-        tokens_per_rank = fitting
-    planner = PlannerConfig(
-        tokens_per_rank=tokens_per_rank,
-        activations=activations,
-        degrees=degrees,
-        solver=config.solver,
-        static_degree=config.static_degree,
-        micro_batch_trials=config.micro_batch_trials,
-        time_aware=config.time_aware,
-        nested=config.nested,
-        node_aligned=config.node_aligned,
-        solver_time_limit_s=config.solver_time_limit_s,
-        stages=ranges if len(ranges) > 1 else (),
-        lend_stages=lend_stages,
-    )
-    # rings do not run slices
-    method = "ulysses" if len(ranges) > 1 else config.method
-    costs = replace(costs, model=spec, method=method, parameters=parameters, shard_ranks=shard_ranks)
-    room_tokens = tokens_per_rank * degrees[-1]
-    if planner.stages:
-        room_tokens = _longest_in_stages(min(max_length, room_tokens * len(ranges)), costs, planner)
-    return PlanningSetup(costs, planner, max_length, ranges, room_tokens)
+        return fitting
 
 
 def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
-    """The most tokens, to 1 % and up to `most_tokens`, of a sequence for which a pipeline has room, found by planning it.
+    """Tokens of the longest sequence that a pipeline has room for, up to `most_tokens` and to 1 %, found by planning it.
 
-    Raises ValueError where there is none for a single token.
+    Raises ValueError where there is no room for a single token.
     """
     fits, too_long = 0, most_tokens + 1
     tried = most_tokens
@@ -223,7 +237,7 @@ def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfi
 
 
 def _has_activation_problem(model: PreTrainedModel, control: dist.ProcessGroup | None) -> bool:
-    """Whether nothing of `model` can be recomputed or offloaded, which is said once."""
+    """Whether nothing of `model` can be recomputed or offloaded; warns about it once."""
     problem = activation_problem(model)
     if problem and (control is None or dist.get_rank() == 0):
         logger.warning("activations='auto' keeps everything: %s", problem)
@@ -251,7 +265,7 @@ def starting_costs(
 
 
 def _hardware_problems(hardware: str) -> list[str]:
-    """Why the hardware profile of this name or path cannot be used."""
+    """Reasons why the hardware profile of this name or path cannot be used."""
     try:
         if hardware:
             read_profile(hardware)
@@ -261,31 +275,31 @@ def _hardware_problems(hardware: str) -> list[str]:
 
 
 def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parameters, int]:
-    """How parameters live with so many ranks, and how many ranks share one copy; one rank has nobody to share with."""
+    """How parameters live on so many ranks, and how many ranks share one copy; a single rank has the whole model."""
     if config.parameters == "replicated" or num_ranks == 1:
         return "replicated", 1
     return config.parameters, config.shard_ranks or num_ranks
 
 
-def plan_source(
-    config: LongContextConfig, setup: PlanningSetup, control: dist.ProcessGroup | None, device: torch.device
+def open_plan_source(
+    config: LongContextConfig, setup: RunSetup, control: dist.ProcessGroup | None, device: torch.device
 ) -> PlanSource:
-    """The group pool of the run and its plans; creates groups, so every rank calls it at the same point."""
+    """Makes the group pool of a run and the source of its plans. Collective: every rank calls it at the same point."""
     blocks = block_sizes(setup.planner.degrees, setup.costs)
     lends = setup.planner.lend_stages
     pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages, lends=lends)
-    # one more than are fitted: the first step pays for start-up and is left out
+    # one more than are fitted, since the first step pays for start-up and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     source = PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=config.collective_timeout_s / 3)
     budget = setup.planner.activations
     if budget is not None and budget.host_bytes and not setup.costs.cluster.hardware.source:
-        # nobody measured the link before: all ranks copy at once, as they will
-        source.copies_take(copy_rate(pool, device))
+        # the link was never measured: all ranks copy at once, as they do in a step
+        source.set_copy_rate(copy_rate(pool, device))
     return source
 
 
-def opening_line(setup: PlanningSetup, args: TrainingArguments, model: Any) -> str:
-    """What a run should say once: the attention operator of tiles, and where memory makes it recompute or offload."""
+def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
+    """The line that a run prints once: the attention operator of tiles, and from how many tokens on it recomputes or offloads."""
     dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
     spec = setup.costs.model
     name = attention_backend(args.device, dtype, max(spec.head_dim, spec.value_head_dim), spec.caps_scores)
@@ -306,7 +320,7 @@ def opening_line(setup: PlanningSetup, args: TrainingArguments, model: Any) -> s
     )
 
 
-# what may differ between ranks: places, names and how much is said
+# arguments that may differ between ranks: folders, names and verbosity
 _OWN_ARGUMENTS = re.compile(
     r"local_rank|.*_dir$|run_name|log_level.*|disable_tqdm|report_to|project|trackio.*|hub_.*|push_to_hub.*|debug|"
     r"resume_from_checkpoint|ddp_backend|use_cpu|dataloader_pin_memory|_n_gpu"

@@ -25,7 +25,7 @@ from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks
 from hf_longctx.hf.self_test.check import SelfTest
-from hf_longctx.hf.start.setup import PlanningSetup, check_setup, opening_line, plan_source, planning_setup
+from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
     Placement,
@@ -72,7 +72,7 @@ class Run:
 
     config: LongContextConfig
     args: TrainingArguments
-    setup: PlanningSetup
+    setup: RunSetup
     control: dist.ProcessGroup | None
     sets: SequenceSets
     placement: Placement
@@ -121,8 +121,8 @@ def start_run(request: RunRequest) -> Run:
     """
     config, model, args = request.config, request.model, request.args
     control = meet(config, request.control)
-    degrees = check_setup(config, model, args, request.processing_class, request.problems, control)
-    setup = planning_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
+    degrees = checked_degrees(config, model, args, request.processing_class, request.problems, control)
+    setup = choose_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
     sets = SequenceSets(config, args, setup, control)
     if request.datasets is None:
         setup = replace(setup, planner=replace(setup.planner, one_micro_batch=True))
@@ -139,12 +139,12 @@ def start_run(request: RunRequest) -> Run:
             check_trained(stage, control)
         # the groups of shards before the groups of sequences
         mesh = _new_mesh(config, setup, args)
-        source = plan_source(config, setup, control, args.device)
+        source = open_plan_source(config, setup, control, args.device)
         undo.callback(source.pool.close)
         budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
         host_bytes = budget.host_bytes if budget is not None else 0
         own_layers = setup.ranges[stage.stage][0] if all_stages else None
-        activations = ActivationRuntime(args.device, host_bytes, source.copies_take, is_last, own_layers)
+        activations = ActivationRuntime(args.device, host_bytes, source.set_copy_rate, is_last, own_layers)
         routers = RouterRuntime(args.device)
         undo.callback(activations.close)
         undo.callback(routers.close)
@@ -170,7 +170,7 @@ def start_run(request: RunRequest) -> Run:
         )
 
 
-def _own_stage(setup: PlanningSetup, model: Any) -> StageModel:
+def _own_stage(setup: RunSetup, model: Any) -> StageModel:
     """The pipeline stage of this rank, to which `model` is cut; all of it for a run without a pipeline."""
     if setup.num_stages == 1:
         return whole_model(model, num_attention_layers(model))
@@ -180,7 +180,7 @@ def _own_stage(setup: PlanningSetup, model: Any) -> StageModel:
     return stage_model(model, setup.ranges, stage)
 
 
-def _new_mesh(config: LongContextConfig, setup: PlanningSetup, args: TrainingArguments) -> DeviceMesh | None:
+def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArguments) -> DeviceMesh | None:
     """The mesh over which parameters are sharded; None where they are whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
         return shard_mesh(args.device.type, setup.costs.shard_ranks, config.collective_timeout_s, setup.num_stages)

@@ -19,7 +19,7 @@ from hf_longctx.hf.data.scan import DatasetScan, too_long
 from hf_longctx.hf.data.scan_cache import scan_on_every_rank
 from hf_longctx.hf.data.streaming import StreamRules, is_stream, stream_problems
 from hf_longctx.hf.ranks.agreement import differing_settings, gather_objects, raise_together
-from hf_longctx.hf.start.setup import PlanningSetup
+from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class SequenceSets:
     """The row lengths of a run's sets, by their names in messages, and what becomes of rows that are too long."""
 
     def __init__(
-        self, config: LongContextConfig, args: TrainingArguments, setup: PlanningSetup, control: dist.ProcessGroup | None
+        self, config: LongContextConfig, args: TrainingArguments, setup: RunSetup, control: dist.ProcessGroup | None
     ) -> None:
         self.config, self.args, self.setup, self.control = config, args, setup, control
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}

@@ -30,7 +30,7 @@ from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.start.arguments import setup_problems
-from hf_longctx.hf.start.setup import planning_setup
+from hf_longctx.hf.start.setup import choose_setup
 from hf_longctx.plan.core.types import ActivationPolicy, LayerRange, MicroBatch, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -184,7 +184,7 @@ def self_tested(model: Any) -> str:
     """Verdict of the parity self-test on a patched model at the start on one rank; "left out" where it does not run."""
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, report_to=[])
-    setup = planning_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)
+    setup = choose_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)
     test = SelfTest.of(model, setup, CPU, False, None)
     return "left out" if test is None else test.run(GroupPool((1,), 1.0), None, CPU, False, lambda count: count)
 

@@ -12,7 +12,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start.setup import planning_setup
+from hf_longctx.hf.start.setup import choose_setup
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes, saved_token_bytes
@@ -23,7 +23,7 @@ def test_room_counts_the_exchanges_of_groups_and_what_is_kept_does_not() -> None
     spec = model_spec(build_model(ModelCase()))
     config = LongContextConfig(device_gib=(ByteModel(spec).states() + 40 * saved_token_bytes(spec)) / 2**30, tile_tokens=16)
     alone, shared = (
-        planning_setup(config, build_model(ModelCase()), arguments, degrees, None).planner for degrees in [(1,), (1, 2)]
+        choose_setup(config, build_model(ModelCase()), arguments, degrees, None).planner for degrees in [(1,), (1, 2)]
     )
     for planner, is_shared in ((alone, False), (shared, True)):
         budget = planner.activations
@@ -41,7 +41,7 @@ def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) ->
     spec = model_spec(model)
     assert spec.qk_norms == (family == "qwen3")
     config = LongContextConfig(device_gib=(ByteModel(spec).states() + 2**22) / 2**30, tile_tokens=16)
-    budget = planning_setup(config, model, arguments, (1,), None).planner.activations
+    budget = choose_setup(config, model, arguments, (1,), None).planner.activations
     assert budget is not None and budget.device_bytes == 2**22
     token_bytes = spec.num_layers * plain_layer_bytes(spec) + saved_token_bytes(replace(spec, num_layers=0))
     assert budget.kept_tokens * token_bytes <= budget.device_bytes < (budget.kept_tokens + 1) * token_bytes
@@ -53,5 +53,5 @@ def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activ
     spec = model_spec(build_model(ModelCase()))
     gib = (ByteModel(spec).states() + 40 * saved_token_bytes(spec)) / 2**30
     config = LongContextConfig(device_gib=gib, tile_tokens=16, tokens_per_rank=5000, activations=activations)
-    planner = planning_setup(config, build_model(ModelCase()), arguments, (1,), None).planner
-    assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is above" in caplog.text)
+    planner = choose_setup(config, build_model(ModelCase()), arguments, (1,), None).planner
+    assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is more than" in caplog.text)

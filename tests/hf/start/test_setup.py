@@ -18,7 +18,7 @@ from helpers.trainers.trainer_runs import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start.setup import PlanningSetup, check_setup, planning_setup
+from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup
 from hf_longctx.plan.core.cluster_spec import HardwareSpec
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
@@ -30,7 +30,7 @@ def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=dist.get_world_size())
     config = replace(LongContextConfig(), method="hybrid")
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_on_node[dist.get_rank()])):
-        setup = planning_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
+        setup = choose_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
     return setup.costs.cluster.ranks_per_node, block_sizes(setup.planner.degrees, setup.costs)
 
 
@@ -56,9 +56,9 @@ def written(path: Path, model: str) -> str:
     return str(path)
 
 
-def lone_setup(hardware: str) -> PlanningSetup:
+def lone_setup(hardware: str) -> RunSetup:
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
-    return planning_setup(LongContextConfig(hardware=hardware), build_model(ModelCase()), arguments, (1,), None)
+    return choose_setup(LongContextConfig(hardware=hardware), build_model(ModelCase()), arguments, (1,), None)
 
 
 def test_a_profile_with_this_model_gives_its_coefficients_and_rates(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_shipped_guess_changes_the_rates_and_is_still_measured_by_the_run() ->
 def profile_of_rank(paths: tuple[str, str]) -> float:
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=2)
     config = LongContextConfig(hardware=paths[dist.get_rank()])
-    setup = planning_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
+    setup = choose_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
     return setup.costs.coefficients.step_s
 
 
@@ -136,7 +136,7 @@ def test_a_calibrated_run_predicts_its_first_step(tmp_path: Path, capsys) -> Non
 def planner_of(settings: dict[str, Any]) -> Any:
     """What the planner of a run on one rank may use, with these settings."""
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
-    return planning_setup(LongContextConfig(**settings), build_model(ModelCase()), arguments, (1,), None).planner
+    return choose_setup(LongContextConfig(**settings), build_model(ModelCase()), arguments, (1,), None).planner
 
 
 @pytest.mark.parametrize("name", ["time_aware", "nested", "node_aligned"])
@@ -150,7 +150,7 @@ def degrees_of_run(settings: dict[str, Any], folder: str) -> tuple[int, ...] | s
     """The degrees that this rank allows under these settings, or the refusal."""
     args = training_arguments(folder)
     try:
-        return check_setup(LongContextConfig(**settings), build_model(ModelCase()), args, None, [], dist.group.WORLD)
+        return checked_degrees(LongContextConfig(**settings), build_model(ModelCase()), args, None, [], dist.group.WORLD)
     except ValueError as error:
         return str(error)
 

@@ -219,7 +219,7 @@ def test_copies_over_a_slab_are_measured_and_later_plans_count_on_them() -> None
     rate = slab_rate(HostTier(2**20, PlainCopies()), torch.device("cpu"))
     assert rate > 1e6
     source = PlanSource(GroupPool((1,), timeout_s=1.0), tiny_costs(1), PlannerConfig(64, (1,)))
-    source.copies_take(rate)
+    source.set_copy_rate(rate)
     assert source.costs.cluster.hardware.copy_bytes_per_s == rate
 
 
