@@ -39,7 +39,7 @@ from hf_longctx.plan.prediction.evaluate import evaluate_plan, state_bytes
 from hf_longctx.plan.prediction.planning import Planning
 
 DEGREES = (1, 2, 4)
-STEP_S = 0.25  # what `cost_model` adds once per step
+STEP_S = 0.25  # seconds that `cost_model` adds once per step
 kinds = st.sampled_from(COST_KINDS)
 skewed = st.one_of(st.integers(8, 200), st.integers(8, 400), st.integers(8, 1600))
 WORLDS = (1, 2, 3, 4, 5, 6, 8)

@@ -149,7 +149,7 @@ CASES = {
     "plain-packed": (Shape(), PLAIN, 0, PACKED),
     "plain-qwen3": (Shape(family="qwen3"), PLAIN, 0, WHOLE),
 }
-# what another width changes: what stays fp32 in norms and loss, tiles, shares on the host, heads, packs
+# cases that another width changes: tensors that stay fp32 in norms and loss, tiles, shares on the host, heads, packs
 HALF_WIDTH = [
     *("recomputed-loss", "recomputed-qwen3", "tiles-mlp", "tiles-hidden", "host", "mlp-kept", "qkv-cut-heads"),
     *("plain-mlp", "plain-packed", "plain-qwen3"),

@@ -1,4 +1,4 @@
-"""What stages hold as they run is what the judge says: chunks in flight, keys and values, saved tensors here and on the host."""
+"""Stages hold what was predicted: chunks in flight, keys and values, saved tensors on the device and on the host."""
 
 from __future__ import annotations
 

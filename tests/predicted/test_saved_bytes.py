@@ -1,4 +1,4 @@
-"""What autograd really saves, by torch's own hooks, is what the memory model says, within one percent."""
+"""Autograd saves as many bytes, counted by torch's own hooks, as the memory model predicts, within one percent."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def layer_bytes(family: str, dtype: torch.dtype, prepare: Callable[[Any], None])
 def test_plain_layers_save_what_is_predicted(family: str, dtype: torch.dtype) -> None:
     measured, one = layer_bytes(family, dtype, lambda model: None), spec(dtype, family)
     assert measured == pytest.approx(plain_layer_bytes(one), rel=0.01)
-    # what decides how many tokens are wholly kept counts a layer by the same bytes
+    # the number of tokens that are kept is derived from these bytes of a layer
     longer = replace(one, num_layers=one.num_layers + 3)
     assert (saved_token_bytes(longer) - saved_token_bytes(one)) / 3 == pytest.approx(measured, rel=0.01)
 
@@ -174,7 +174,7 @@ def test_policies_hold_exactly_what_is_predicted(
     shapes = replace(spec(dtype), bytes_sent_per_element=2 if is_autocast else 0)
     on_device, on_host = held_bytes(shapes, chosen, 3, NUM_TOKENS)
     assert activations.held_bytes() == (on_device, on_host)
-    # what hooks see beside the engine: layer inputs that stay whole, and the final norm
+    # hooks also see layer inputs that stay whole, and the final norm
     final = layer_bytes_of_norm(dtype)
     inputs = 0 if host else 3 * HIDDEN * dtype.itemsize * NUM_TOKENS
     assert outside == pytest.approx(inputs + final, rel=0.01)
@@ -270,7 +270,7 @@ def test_layer_inputs_on_the_host_are_gone_from_the_device(host: float, num_aliv
     activations = engine.begin(ActivationPolicy(0, 0, (policy(host, 0.0, 1.0),) * 3, 64))
     context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (), ()), Chunk(0, (Span(0, 0, NUM_TOKENS),)))
     outputs: list[weakref.ref[Tensor]] = []
-    # what the first two layers return is the input of the next ones
+    # outputs of the first two layers are the inputs of the next ones
     handles = [
         layer.register_forward_hook(lambda module, inputs, output: outputs.append(weakref.ref(output)))
         for layer in model.model.layers[:2]

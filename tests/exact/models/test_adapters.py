@@ -138,7 +138,7 @@ def test_layers_below_the_first_trained_weight_run_as_they_are(name: str, target
 
 
 def test_inputs_that_are_made_to_have_gradients_match() -> None:
-    # as peft's models are prepared for checkpointing: the embedding's output requires a gradient, the weights below do not
+    # peft prepares models for checkpointing so: the embedding's output requires a gradient, the weights below do not
     build = adapted(MLP, (1,))
 
     def prepared() -> Any:

@@ -30,7 +30,7 @@ from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CPU = torch.device("cpu")
-# of longrope, phi3 has a factor on cosines and sines by its positions, minicpm3 one of its own and rotates a part of heads
+# two variants of longrope: phi3 scales cosines and sines by its positions, minicpm3 by its own factor and rotates part of a head
 CASES = {
     "dynamic": ModelCase(rope_type="dynamic"),
     "longrope": ModelCase("phi3", rope_type="longrope"),
@@ -56,7 +56,7 @@ PLANS: dict[str, StepPlan] = {
     "packed": plan_of([[(1, (4, 0, 2, 3, 1))]], LENGTHS, 1),
     "recomputed slices": recomputed(sliced_plan(LENGTHS, SLICES)),
 }
-# of two ranks
+# plans on two ranks
 SHARED: dict[str, StepPlan] = {
     "ulysses of slices, recomputed": recomputed(sliced_plan(LENGTHS, SLICES, num_ranks=2)),
     "ring, then alone": plan_of([[(2, (4, 0, 2))], [(1, (3,)), (1, (1,))]], LENGTHS, 2, ulysses=1),
@@ -97,7 +97,7 @@ def lone_step(model: Any, plan: StepPlan) -> tuple[float, dict[str, Tensor]]:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """What rotary embeddings remember of forwards."""
+    """State that rotary embeddings keep from one forward to the next."""
     embedding = model.model.rotary_emb
     plain = {name: value for name, value in vars(embedding).items() if isinstance(value, (int, float, str))}
     return (

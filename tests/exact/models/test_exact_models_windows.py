@@ -30,7 +30,7 @@ from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
 
-# of slices of ten tokens, but for the last: one token, shorter than a slice, its size, longer, longer than the document
+# windows of one token, shorter than a slice of ten, as long, longer, and longer than the document
 WINDOWS = [1, 6, 10, 11, 17, 64]
 SLICES = [[span] for span in cut(0, [10, 10, 10, 7])]
 

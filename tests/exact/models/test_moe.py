@@ -194,7 +194,7 @@ ROWS = [random_rows(lengths, seed=seed) for seed, (_, lengths) in enumerate(PLAN
 
 
 def two_steps(case: ModelCase, plans_json: list[str]) -> tuple[str, list[Any]]:
-    """What is said to a plan of several without `route`; losses and gradients of two steps of all plans."""
+    """The error for several plans without `route`; losses and gradients of two steps of all plans."""
     pool, plans, model = group_pool(), [plan_from_json(text) for text in plans_json], build_model(case)
     patch_model(model)
     executor = StepExecutor(whole_model(model, 2), pool, CPU, routers=router_balance(model, CPU))

@@ -36,13 +36,13 @@ PROMOTED = ModelCase(promoted=True)
 
 
 def pairs_of_rows(chunk: Chunk, num_ranks: int) -> list[int]:
-    """What each row of a chunk sees: its sequence up to itself; a rank without tokens adds a dummy that sees itself."""
+    """Number of tokens that each row of a chunk sees; a rank without tokens adds a dummy that sees itself."""
     rows = [token + 1 for span in chunk.spans for token in range(span.start, span.stop)]
     return [*rows, *[1] * (num_ranks - len(rows))]
 
 
 def expected_pairs(plan: StepPlan) -> int:
-    """What attention must run: every row once, and the recomputed front rows of every replayed layer once more."""
+    """Rows that attention must run: every row once, and the recomputed front rows of every replayed layer once more."""
     (group,) = plan.micro_batches[0].groups
     policies = {policy.chunk: policy for policy in group.stages[0].activations}
     total = 0
@@ -179,7 +179,7 @@ def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     check_groups(ranks, 2, PROMOTED, same_policy(plan, replayed(0.5, 0.25, 0.5, 0.5), replayed(0.2)))
 
 
-# what goes wrong, and what the check must notice
+# planted faults, which the check must notice
 def _dropped_gradients() -> Any:
     original = KVBook.gradients
 
@@ -194,7 +194,7 @@ def _stale_entries() -> Any:
     original, first_step = KVBook.write, {}
 
     def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor, **how: Any) -> Any:
-        # as a book would that outlives its step and takes what is there for what it is given
+        # imitate a book that outlives its step and keeps its old entries in place of the new ones
         return original(book, layer, part, *first_step.setdefault((layer.layer_idx, part), (k.clone(), v.clone())), **how)
 
     return patch.object(KVBook, "write", write)

@@ -44,7 +44,7 @@ def accumulated(in_fp32: bool) -> float:
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     gradients = GradientSum([parameter], in_fp32)
     for value in [1.0] + [2.0**-9] * 512:
-        # what autograd does: add to a gradient that is there
+        # autograd adds to a gradient that is already there
         (parameter * value).sum().backward()
         gradients.absorb()
     gradients.reduce(None)

@@ -67,7 +67,7 @@ def zero_model(family: str, tied: bool) -> Any:
 
 
 def assert_weights(folder: Path, expected: Any) -> None:
-    """What `from_pretrained` reads is the model expected, and nothing is missing or left over."""
+    """Assert that `from_pretrained` reads the expected model, with no weight missing or left over."""
     found, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(found) is type(expected)
@@ -251,14 +251,14 @@ def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_check
         for error in ranks(2).run(die_while_saving, str(tmp_path), when):
             assert re.fullmatch(rf"the checkpoint in .* is left: rank {rank}: OSError: no space left", error)
         assert_weights(tmp_path, expected)
-    # what was left behind is no hindrance
+    # files that were left behind do no harm
     ranks(2).run(save_again, str(tmp_path), 3)
     assert_weights(tmp_path, whole_training(range(3), False, NORM)[0])
     assert not list(tmp_path.glob("*.partial"))
 
 
 def written_stages(folder: Path, model: Any) -> list[Path]:
-    """What two stages of `model` wrote to a folder, before it is joined."""
+    """Files of two stages of `model` in a folder, before they are joined."""
     partials = []
     for stage in range(2):
         own, parts = copy.deepcopy(model), even_parts(2)

@@ -298,7 +298,7 @@ STAGES = {"tokens_per_rank": 96, "stages": 2}
 
 
 def train(folder: str, config: dict[str, Any], resume: str | None) -> tuple[str, list[float], dict[str, Tensor]]:
-    """What is said at start, losses and adapters of a run on this rank that evaluates before it trains."""
+    """Messages at start, losses and adapters of a run on this rank that evaluates before it trains."""
     trainer = make_trainer(CASE, TRAINED, folder, {"self_test": True, **config}, TRAINING, eval_dataset=held_out())
     before = trainer.evaluate()["eval_loss"]
     recorder = LossRecorder()
@@ -334,7 +334,7 @@ def test_products_that_depend_on_the_rows_of_a_call_stop_the_run(tmp_path: Path,
     product = bitsandbytes.matmul_4bit
 
     def dependent(x: Tensor, *rest: Any, **settings: Any) -> Tensor:
-        # as outliers of other documents would change it
+        # imitate a change by outliers of other documents
         return product(x, *rest, **settings) * (1.0 + 1e-2 * (x.shape[-2] > 80))
 
     monkeypatch.setattr(bitsandbytes, "matmul_4bit", dependent)

@@ -145,7 +145,7 @@ def test_adapters_are_counted_with_their_own_bytes() -> None:
     # inputs once more in fp32, and two numbers each
     assert found == AdapterSpec(trained, 4 * trained, 4 * (32 + 2) + 4 * (48 + 2), last_parameters=head, last_bytes=2 * head)
     above = model_spec(adapted(build_model(case), layers_to_transform=[1], **settings)).adapters
-    # of the layer with the most, in its own dtype
+    # sizes of the layer with the most, in its own dtype
     assert (above.layer_parameters, above.layer_bytes, above.layer_saved_bytes) == (trained, 2 * trained, 2 * 2 * 2)
     assert largest_adapters([replace(found, last_bytes=0), AdapterSpec(last_bytes=7)]) == replace(found, last_bytes=7)
 

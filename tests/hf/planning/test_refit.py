@@ -44,7 +44,7 @@ def scaled(factor: float) -> CostModel:
 
 
 def measured(plan: StepPlan, truth: CostModel, predicted: CostModel, rank: int) -> MeasuredPlan:
-    """What `rank` measures of `plan` where `truth` is right and `predicted` was asked before."""
+    """Measurements of `plan` by `rank` if `truth` holds and `predicted` was used for planning."""
     samples = {}
     for index, (group, stage) in enumerate(plan.for_rank(rank).rounds):
         for chunk in group.chunks:

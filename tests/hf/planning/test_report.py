@@ -1,4 +1,4 @@
-"""What a run says about its steps: numbers worked out by hand from hand-written intervals, and a fit that finds the truth."""
+"""The report of a run: numbers worked out by hand from hand-written intervals, and a fit that finds the truth."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_events_carry_rank_times_and_what_ran() -> None:
 
 @dataclass(frozen=True)
 class Finished:
-    """What the executor leaves behind, with intervals of our own."""
+    """A result of the executor with hand-written intervals."""
 
     loss: torch.Tensor
     measured: tuple[Interval, ...]
@@ -220,7 +220,7 @@ def finish_step(report: RunReport, plan: StepPlan, intervals: tuple[Interval, ..
 
 
 def intervals_of(plan: StepPlan, costs: CostModel, rank: int) -> tuple[Interval, ...]:
-    """What `rank` would measure if `costs` were the truth: it waits in the reduction for the rank that comes last."""
+    """Measurements of `rank` if `costs` were the truth: it waits in the reduction for the rank that comes last."""
     events = [event for event in evaluate_plan(plan, costs).events if event.rank == rank and event.kind in ("F", "B")]
     rounds = [index for index in range(len(plan.micro_batches)) for _ in range(2)]
     intervals = [Interval(r, e.kind, e.name, e.start_s, e.stop_s) for r, e in zip(rounds, events, strict=True)]
@@ -327,7 +327,7 @@ def test_several_plans_of_a_step_are_reported_each_and_logged_as_one_step(capsys
     parts = [step_plan(step_s=0.45, solve_s=0.1, **bounds), step_plan(step_s=0.55, **bounds)]
     for loss, plan in zip((2.5, 0.5), parts, strict=True):
         report.step_done(plan, Finished(torch.tensor(loss), INTERVALS))
-    # what a step takes once was predicted for both plans, and is left out of the first one
+    # fixed seconds of a step were predicted for both plans, and are left out of the first one
     report.source.costs = replace(report.source.costs, coefficients=replace(TRUTH, source="measured"))
     report.on_step_end(None, TrainerState(global_step=4, is_world_process_zero=True), TrainerControl())
     first, second = capsys.readouterr().out.splitlines()
@@ -526,7 +526,7 @@ def test_predicted_memory_of_stages_counts_parts_and_leaves_messages_out() -> No
     plan = with_policies(plan, [ActivationPolicy(0, 0, (keep, LayerPolicy(), keep))] * num_policies(plan))
     for rank in range(2):
         ((group, stage),) = plan.for_rank(rank).rounds
-        # of two layers a part the first is replayed: its input, 32 numbers of 4 bytes a token, waits
+        # the first of two layers per part is replayed: its input, 32 numbers of 4 bytes per token, waits
         waiting, most = [], 0
         for action in stage.actions:
             if action.kind == "F":

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline measure gives back the cost model that was true, the head's share of it too."""
+"""Measurements of a pipeline's ranks give back the true cost model, including the head's share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def costs_of(num_ranks: int, coefficients: CostCoefficients | None = None) -> Co
 
 
 def intervals_of(plan: StepPlan, costs: CostModel, rank: int) -> tuple[Interval, ...]:
-    """What `rank` would measure if `costs` were the truth; names repeat over rounds, events stand in their order."""
+    """Measurements of `rank` if `costs` were the truth; names repeat over micro-batches, events are in order."""
     events = iter([event for event in evaluate_plan(plan, costs).events if event.rank == rank])
     return tuple(
         Interval(index, event.kind, event.name, event.start_s, event.stop_s)

@@ -106,7 +106,7 @@ def test_costs_replaced_while_a_plan_is_solved_leave_its_estimate_alone() -> Non
 
     def replacing(*args: Any) -> StepPlan:
         plan = plan_step(*args)
-        # what the report does on the main thread, with a second measurement
+        # the report does this on the main thread after a second measurement
         source.costs = measured(source.costs)
         return plan
 
@@ -156,7 +156,7 @@ def test_exploring_predicts_nothing() -> None:
     for plan in source.plans([(step, MANY) for step in range(4)], explore=True):
         assert (plan.estimate.step_s, plan.estimate.lower_bound_s) == (0.0, 0.0)
         assert plan.estimate.cost_source == "default"
-        # what planning cost is known all the same
+        # the seconds of planning are still known
         assert plan.estimate.solve_s > 0 and plan.estimate.solver
 
 
@@ -305,7 +305,7 @@ class ListeningSource(PlanSource):
 
 
 def patient_on_rank(waits_for: str) -> tuple[list[str], str]:
-    """What a rank hears before the plan, and the plan's solver."""
+    """Message that a rank receives before the plan, and the plan's solver."""
     planner = ScriptedPlanner(late=(0,) if waits_for == "solver" else ())
     pool = group_pool()
     source = ListeningSource(

@@ -146,7 +146,7 @@ def test_without_an_error_nothing_happens() -> None:
 
 
 def meet_twice_on_rank() -> list[int]:
-    """As a trainer that tokenises between its two checks, on the second rank for longer than a collective may wait."""
+    """Imitate a trainer that tokenises between its two checks, on rank 1 for longer than a collective may wait."""
     # makes accelerate's state, as a trainer's arguments do
     assert training_arguments("unused").world_size == 2
     config = LongContextConfig(collective_timeout_s=1.0)

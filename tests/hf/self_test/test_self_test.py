@@ -38,7 +38,7 @@ MIXED = ModelCase("qwen3_window")
 
 
 def start(case: ModelCase, config: dict[str, Any], arguments: dict[str, Any], bug: str, zero: str = "") -> str:
-    """What a trainer says at start on this rank, or why it does not start."""
+    """Messages of a trainer at start on this rank, or the error that keeps it from starting."""
     import torch.distributed as dist
 
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -183,7 +183,7 @@ def test_frequencies_by_the_length_of_a_slice_stop_the_run(rope_type: str) -> No
 
 
 def traces(parameters: str, is_on: bool) -> tuple[list[torch.Tensor], bool]:
-    """What a start leaves of all random states and of the model, and whether weights have no gradient."""
+    """Random states and model after a start, and whether weights have no gradient."""
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(MIXED, ROWS, folder, {**ON, "self_test": is_on, "parameters": parameters}, {})
@@ -333,7 +333,7 @@ def test_the_copy_knows_few_token_ids_and_shares_nothing(monkeypatch, tied: bool
     assert {p.dtype for p in reduced.model.parameters()} == {torch.float64}
     own = {p.data_ptr() for p in model.parameters()}
     assert not own & {p.data_ptr() for p in reduced.model.parameters()}
-    # what is all zero would hide what comes through it
+    # weights that are all zero would hide errors in their inputs
     assert reduced.layers[0].self_attn.q_proj.weight.any()
     assert not model.model.layers[0].self_attn.q_proj.weight.any()
     elements = copies.num_elements(model, [0])
@@ -341,7 +341,7 @@ def test_the_copy_knows_few_token_ids_and_shares_nothing(monkeypatch, tied: bool
 
 
 def run_stock(is_attached: bool, bug: str) -> tuple[str, str, bool]:
-    """What a stock trainer prints or raises at start under the callback, and whether it is stock behind it."""
+    """Output or error of a stock trainer at start under the callback, and whether it is stock again afterwards."""
     import torch.distributed as dist
 
     callback = LongContextCallback(LongContextConfig(timeline_steps=0, tokens_per_rank=96))

@@ -139,7 +139,7 @@ def live_through(rows: list[dict[str, list[int]]], mode: str) -> dict[str, Any]:
             "callbacks": trainer.callback_handler.callback_list == untouched.callback_handler.callback_list,
             "hooks": len(trainer.model._forward_pre_hooks) + len(trainer.model._forward_hooks),
         }
-        # the same trainer once more, from the first weights and without the callback
+        # run this trainer again, from the first weights and without the callback
         trainer.model.load_state_dict(first_weights, strict=False)
         trainer.optimizer, trainer.lr_scheduler = None, None
         trainer.train()

@@ -159,7 +159,7 @@ def test_training_alone_follows_the_stock_trainer(ranks, rows, name: str) -> Non
     assert degrees >= used, found[0].layouts
 
 
-# of Llama 4 queries depend on places in documents, which only whole padded rows have right in the stock trainer
+# queries of Llama 4 depend on positions in documents, which the stock trainer has right only in whole padded rows
 @pytest.mark.parametrize("family,padded", [("qwen3", False), ("llama4", True)])
 def test_training_alone_with_the_stock_loss_follows_up_to_its_precision(ranks, rows, family: str, padded: bool) -> None:
     # transformers' loss works on logits cast to fp32, so equal fp64 logits up to 1e-16 may be rounded apart by 1e-7

@@ -68,7 +68,7 @@ def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tm
 
 
 def assert_folder(folder: Path, case: ModelCase, weights: dict[str, torch.Tensor]) -> None:
-    """What plain PEFT loads onto the base model are the weights expected, and the same logits."""
+    """Assert that plain PEFT loads the expected weights onto the base model, and finds equal logits."""
     assert not list(folder.glob("model*")) and not list(folder.glob("*.partial"))
     assert (folder / "training_args.bin").exists()
     found = peft.PeftModel.from_pretrained(build_model(replace(case, lora=())), folder, autocast_adapter_dtype=False)
@@ -107,7 +107,7 @@ def mixed_run(folder: str, name: str, settings: dict[str, Any], is_loaded: bool)
     config = LongContextConfig(report_steps=False, timeline_steps=0, self_test=False, **settings)
     base = load_pipeline_stage(folder, config) if is_loaded else transformers.AutoModelForCausalLM.from_pretrained(folder)
     if is_loaded:
-        # as by a trainer of the base model before
+        # imitate an earlier trainer of the base model
         patch_model(base)
     recorder = LossRecorder()
     rows = datasets.Dataset.from_list(ROWS)

@@ -112,7 +112,7 @@ def test_the_next_plans_are_solved_while_a_step_runs(num_workers: int, prefetch:
         batches = iter(trainer.get_train_dataloader())
         for step in range(5):
             next(batches)
-            # what the workers were given, and the one that is solved while the step runs
+            # plans that the workers were given, and the one that is solved while the step runs
             expected = list(range(step + 2 + num_workers * (prefetch or 0)))
             deadline = time.monotonic() + 5.0
             while solved != expected and time.monotonic() < deadline:
@@ -122,7 +122,7 @@ def test_the_next_plans_are_solved_while_a_step_runs(num_workers: int, prefetch:
 
 
 def test_workers_of_the_loader_are_other_processes() -> None:
-    # what the tests above rely on
+    # the tests above rely on this
     with tempfile.TemporaryDirectory() as folder:
         dataset = Watched(random_rows([5] * 8))
         dataset.rows = [{**row, "pid": 0} for row in dataset.rows]

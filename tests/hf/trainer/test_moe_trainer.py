@@ -56,7 +56,7 @@ def plain_run(rows: Any) -> tuple[list[float], dict[str, Any]]:
 
 
 def first_balance(rows: Any) -> float:
-    """Of the first step, which has all rows."""
+    """Values of the first step, which has all rows."""
     model = build_model(CASE)
     with torch.no_grad():
         routed = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).router_logits for row in rows]

@@ -88,7 +88,7 @@ def test_a_run_of_stages_is_clipped_saved_and_resumed_as_the_whole_model(ranks, 
         assert norms == pytest.approx(expected_norms, rel=1e-12)
         assert min(norms) > MAX_NORM
         assert losses == [1.0, 2.0, 3.0, 4.0]
-        # of the two ranks of one stage
+        # tokens of the two ranks of one stage
         assert num_tokens == NUM_STEPS * 2 * ROW_TOKENS
     # one checkpoint is left, of the last step, which anybody can load
     (checkpoint,) = (tmp_path / "first").glob("checkpoint-*")

@@ -54,10 +54,10 @@ def test_frozen_weights_need_no_gradients_of_the_head() -> None:
     trained, frozen = (ByteModel(SMALL).chunk(Load.document(1000, 4, trains_weights=value), policy) for value in (True, False))
     assert trained.device - frozen.device == 1000 * 4 * 64 + 4 * 256 * 64
     adapters = AdapterSpec(layer_parameters=10, layer_bytes=40, layer_saved_bytes=12)
-    # what adapters of a layer keep is there while it is computed again
+    # tensors that a layer's adapters keep are there while the layer is recomputed
     above = ByteModel(replace(SMALL, adapters=adapters)).chunk(Load.document(1000, 4), policy)
     assert (above.device, above.workspace) == (frozen.device, frozen.workspace + 12 * 1000)
-    # of few tokens in tiles the gradients of the MLP's matrices would be the most
+    # with few tokens in tiles, the gradients of the MLP's matrices would be the largest
     loads = [Load.document(10, 4, trains_weights=value) for value in (True, False)]
     trained_few, frozen_few = (
         ByteModel(replace(SMALL, vocab_size=1)).chunk(load, lean_policy(SMALL, 10, 0, 5)) for load in loads

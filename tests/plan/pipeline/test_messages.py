@@ -33,7 +33,7 @@ class Stages:
         self.todo = [deque(stage.actions) for stage in group.stages]
         self.sent: dict[Link, deque[tuple[int, Path]]] = defaultdict(deque)
         self.arrived: dict[Link, deque[tuple[int, Path]]] = defaultdict(deque)
-        # what a stage holds of a chunk, by (stage, part, chunk, activations or gradients)
+        # tensors that a stage holds of a chunk, by (stage, part, chunk, activations or gradients)
         self.held: dict[tuple[int, int, int, str], Path] = {}
         self.done: dict[int, Path] = {}
 

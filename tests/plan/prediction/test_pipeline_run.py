@@ -248,7 +248,7 @@ def test_hidden_states_wait_with_the_chunk_for_their_gradient() -> None:
         ByteModel(MODEL).chunk(dataclasses.replace(load, receives=receives), ActivationPolicy(0, 0, (inputs,)))
         for receives in (False, True)
     )
-    # what came in stays on the device although the layer's input is on the host; what leaves is held on every stage
+    # received tensors stay on the device although the layer's input is on the host; sent ones are held on every stage
     assert middle.device - first.device == hidden and middle.host == first.host == hidden
     last = ByteModel(MODEL).chunk(dataclasses.replace(load, num_layers=2), ActivationPolicy(0, 0, (inputs, inputs)))
     assert last.device - first.device == first.device - hidden - 64 * (2 * 4 * MODEL.head_dim + 16)

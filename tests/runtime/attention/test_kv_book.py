@@ -372,6 +372,6 @@ def test_gradients_of_half_precision_add_up_in_fp32(num_kv: int) -> None:
     ]
     for part, output in reversed(list(zip(lone_slices(sizes), outputs, strict=True))):
         output.backward(gradient[:, part.start : part.stop].transpose(0, 1), inputs=leaves)
-    # as exact as one slice of 512 tokens; summing in bf16 would leave errors of 1.2 to 1.8 % in the gradient of k
+    # errors are those of one slice of 512 tokens; summing in bf16 would leave 1.2 to 1.8 % in the gradient of k
     errors = [relative_error(leaf.grad.double(), exact.grad) for leaf, exact in zip(leaves, wide, strict=True)]
     assert max(errors) <= 2**-7, errors

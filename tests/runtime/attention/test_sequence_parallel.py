@@ -188,7 +188,7 @@ def test_a_group_of_some_ranks_is_the_reference(ranks, positions: tuple[int, int
 
 
 def sent_on_rank(num_heads: int, num_kv_heads: int, shards: tuple[int, ...]) -> list[Counter[int]]:
-    """What this rank sends to each rank in the first exchange: how many elements of which head.
+    """Number of elements of each head that this rank sends to each rank in the first exchange.
 
     Query head h holds h everywhere, KV head g holds 100 + g in k and 200 + g in v.
     """

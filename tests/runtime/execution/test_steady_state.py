@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
 
 
 def operators_of_a_step(plan: StepPlan, rows: list[dict[str, list[int]]], bug: bool) -> set[str]:
-    """What this rank runs in the second step of a run; making a group or waiting for a device raises."""
+    """Actions of this rank in the second step of a run; making a group or waiting for a device raises."""
     pool, model = group_pool(), build_model(ModelCase())
     patch_model(model)
     runner = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))

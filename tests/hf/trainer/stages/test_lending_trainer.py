@@ -33,7 +33,7 @@ LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "do
 CASE = ModelCase(promoted=True, num_layers=4, lora=LORA)
 EXPERTS = ModelCase("mixtral", balance=0.02, lora=(("r", 2), ("target_modules", ["q_proj"])))
 LENGTHS = [160, 40, 33, 26, 21, 13, 8, 5]
-# what is measured on a busy machine must not change the plans
+# measurements on a busy machine must not change the plans
 STAGES = {"stages": 2, "lend_stages": True, "tokens_per_rank": 256, "calibration_steps": 0}
 
 

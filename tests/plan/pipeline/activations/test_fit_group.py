@@ -142,7 +142,7 @@ def test_the_host_is_used_where_copies_hide_and_refused_where_they_do_not() -> N
     with_host = plan_step(0, [65_536], fast, config)
     without = plan_step(0, [32_768], slow, config)
     assert with_host.estimate.host_bytes > 1 << 30
-    # what little hides
+    # computation hides only few copies
     assert without.estimate.host_bytes < with_host.estimate.host_bytes / 20
 
 

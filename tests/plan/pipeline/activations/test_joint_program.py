@@ -32,7 +32,7 @@ def stretch(places: list[int]) -> tuple[int, int]:
 
 
 def choose_jointly(cells: Sequence[Cell], moments: Sequence[Moment], *settings: float, **named: float) -> JointChoice | None:
-    """What is chosen for these moments."""
+    """The program's choice for these moments."""
     in_flight = [[m for m, moment in enumerate(moments) if cell in moment.cells] for cell in range(len(cells))]
     away = [[m for m in places if cell not in moments[m].resident] for cell, places in enumerate(in_flight)]
     first, stop = np.array([stretch(places) for places in in_flight]).T
@@ -99,7 +99,7 @@ def check(cells: Sequence[Cell], moments: Sequence[Moment], host_bytes: float, c
         assert 0 <= share <= cell.most_offload + 1e-6
         most = max(other.num_layers for other in cells if other.diagonal == cell.diagonal)
         assert share + choice.diagonals[cell.diagonal] / most <= 1 + 1e-5
-        # as many as the diagonal, which counts in those of its largest cell
+        # as many layers as the diagonal, which counts in layers of its largest cell
         assert 0 <= count <= math.ceil(choice.diagonals[cell.diagonal] * cell.num_layers / most - 1e-9)
     for moment in moments:
         freed = sum(layers[place] * cells[place].layer_bytes for place in moment.cells)
