@@ -22,7 +22,6 @@ _DOCSTRING = re.compile(r"(Of|The same|What|As|Whether of)\b")
 _COMMENT = re.compile(r"#\s*(of|as|the same|what)\s")
 # folders that are not yet rewritten
 _NOT_YET: tuple[str, ...] = (
-    "hf_longctx/hf/calibration",
     "hf_longctx/hf/checkpoints",
     "hf_longctx/hf/models",
     "hf_longctx/hf/self_test",
@@ -41,32 +40,13 @@ _NOT_YET: tuple[str, ...] = (
     "hf_longctx/runtime/execution",
     "hf_longctx/sim",
     "hf_longctx/sim/others",
-    "recipes/bench/cpu",
-    "recipes/bench/gpu",
-    "recipes/bench/papers",
-    "tests/exact/models",
     "tests/exact/plans",
-    "tests/hf/calibration",
-    "tests/hf/checkpoints",
-    "tests/hf/data",
     "tests/hf/models",
-    "tests/hf/planning",
-    "tests/hf/ranks",
-    "tests/hf/self_test",
     "tests/hf/start",
-    "tests/hf/stock",
     "tests/hf/trainer",
-    "tests/hf/trainer/stages",
     "tests/plan",
-    "tests/plan/memory",
-    "tests/plan/pipeline",
     "tests/plan/pipeline/activations",
     "tests/plan/prediction",
-    "tests/predicted",
-    "tests/recipes/bench/gpu",
-    "tests/recipes/bench/papers",
-    "tests/runtime/attention",
-    "tests/runtime/execution",
 )
 
 
