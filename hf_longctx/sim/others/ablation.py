@@ -15,13 +15,13 @@ from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
 from hf_longctx.plan.chunks.slices import slice_counts
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.deal import deal_sequences
-from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.pipeline.stage_seconds import Parts
@@ -36,21 +36,17 @@ _SLICES = (2, 4, 8, 16)
 _SEQ1F1B_SLICES = 4
 # numbers of stages in a row that are slower than the best, after which no more are tried
 _GIVEN_UP = 2
-# stages, and slices per stage, with which lending is tried
-_LENT_STAGES, _LENT_SLICES = (2, 4, 8), (1, 2, 4)
+# layer ranges of interleaved stages
+_INTERLEAVE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One system alone, or all of them: seconds of the step, 0 where nothing fits, and how it was run or why not.
-
-    is_step: false where the seconds are those of something else than the step.
-    """
+    """One system alone, or all of them: seconds of the step, 0 where nothing fits, and how it was run or why not."""
 
     name: str
     step_s: float
     detail: str
-    is_step: bool = True
 
     @property
     def is_possible(self) -> bool:
@@ -126,49 +122,53 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 
 
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
-    """All four in one plan, at the best number of stages: they are tried one after the other until two in a row are slower."""
+    """All four in one plan, at the best number of stages: they are tried one after the other until two in a row are slower.
+
+    Stages are interleaved where a run may do so, which is with parameters that are whole on every rank of a stage.
+    """
 
     def setup_of(count: int, num_parts: int) -> StageSetup:
         if count == 1:
             return StageSetup(machine.costs, machine.config)
-        costs, ranges = machine.staged_costs(count), stage_parts(machine.costs.model, count, num_parts)
-        degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // count)
-        budget = machine.budget(costs, ranges, machine.host_bytes)
-        most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
-        config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
-        return StageSetup(costs, config)
+        costs = machine.staged_costs(count)
+        if num_parts > 1 and costs.parameters != "replicated":
+            raise ValueError(f"interleaved stages need replicated parameters, not {costs.parameters}")
+        return _staged_setup(machine, costs, stage_parts(machine.costs.model, count, num_parts))
 
     return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of)
 
 
 def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
-    """What SPPO's lending of idle stages saves on the longest sequence alone where every rank has all weights, as under adapters.
+    """All four in one plan whose idle stages lend their ranks, as `lend_stages=True` runs it, at the best number of stages.
 
-    At the numbers of stages and slices that are quickest with it. None where no pipeline can be shared.
+    None without adapters or stages, where a run refuses the setting.
     """
-    costs = replace(machine.costs, method="ulysses", parameters="replicated", shard_ranks=1)
-    longest, best = max(lengths), None
-    for num_stages in (count for count in _LENT_STAGES if count in machine.stage_counts()):
-        per_stage = costs.cluster.num_ranks // num_stages
-        degree = max(d for d in machine.config.degrees if d <= per_stage)
-        for num_slices in (each * num_stages for each in _LENT_SLICES):
-            (chunks,) = _elastic({0: longest}, GroupShape(degree, degree), costs, (num_slices,))
-            bare = SequenceGroup(tuple(range(degree)), GroupShape(degree, degree).method, chunks, ())
-            group = pipelined(bare, stage_parts(costs.model, num_stages), "1f1b")
-            lent = lend(StepPlan(0, (longest,), num_stages, degree, "replicated", (MicroBatch((group,)),)), costs)
-            if lent.num_able and (best is None or lent.lent_s < best[0].lent_s):
-                best = lent, f"{num_stages} stages, {num_slices} slices"
-    if best is None:
+    if not machine.costs.model.adapters.is_there or not machine.stage_counts():
         return None
-    lending, shape = best
-    text = f"{longest:,} tokens alone, weights at hand: {lending.gain:.1%} less than {lending.plain_s:.3g} s, {shape}"
-    return AblationRow("lent stages", lending.lent_s, text, is_step=False)
+    model = replace(machine.costs.model, keeps_all_stages=True)
+    costs = replace(machine.costs, model=model, method="ulysses", parameters="replicated", shard_ranks=1)
+
+    def setup_of(count: int, num_parts: int) -> StageSetup:
+        if num_parts > 1:
+            raise ValueError("stages of several layer ranges lend no ranks")
+        setup = _staged_setup(machine, costs, stage_parts(model, count))
+        return replace(setup, config=replace(setup.config, lend_stages=True))
+
+    return _chosen("lent stages", lengths, machine.stage_counts(), setup_of)
+
+
+def _staged_setup(machine: Machine, costs: CostModel, ranges: Parts) -> StageSetup:
+    degrees = tuple(d for d in machine.config.degrees if d <= costs.cluster.num_ranks // len(ranges))
+    budget = machine.budget(costs, ranges, machine.host_bytes)
+    most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
+    config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
+    return StageSetup(costs, config)
 
 
 def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int], StageSetup]) -> AblationRow:
     """The planner's plan at the best of these numbers of stages."""
     try:
-        best = stage_options(lengths, counts, setup_of, _GIVEN_UP)[0]
+        best = stage_options(lengths, counts, setup_of, _GIVEN_UP, interleave=_INTERLEAVE)[0]
     except ValueError as error:
         return AblationRow(name, 0.0, str(error))
     return AblationRow(name, best.step_s, describe(best.plan))
@@ -253,7 +253,11 @@ def describe(plan: StepPlan) -> str:
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
     chunks = sum(len(group.chunks) for group in groups)
     policies = [policy for group in groups for stage in group.stages for policy in stage.activations if policy.layers]
-    words = [f"{plan.num_stages} stage(s)", plan.micro_batches[0].layout, f"{chunks} chunks"]
+    num_parts = len(groups[0].stages[0].parts)
+    stages = f"{plan.num_stages} stage(s)" + (f" of {num_parts} layer ranges" if num_parts > 1 else "")
+    words = [stages, plan.micro_batches[0].layout, f"{chunks} chunks"]
+    if num_lent := sum(map(is_lent, groups)):
+        words.append(f"ranks lent to {num_lent} group(s)")
     if policies:
         shares = [layer.share("mlp") for policy in policies for layer in policy.layers]
         words.append(f"{sum(share.recompute > 0 for share in shares)} layers recomputed in {len(policies)} chunk(s)")

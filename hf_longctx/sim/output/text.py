@@ -167,7 +167,7 @@ def _ablation(forecast: Forecast) -> list[str]:
     rows = []
     for row in (together, *alone):
         factor = row.step_s / together.step_s if together.is_possible else 0.0
-        slower = f"{factor:.2f}x" if row.is_possible and row.is_step and factor else ""
+        slower = f"{factor:.2f}x" if row.is_possible and factor else ""
         rows.append((row.name, _seconds(row.step_s) if row.is_possible else "-", slower, _shortened(row.detail, 90)))
     return [
         "ABLATION  the first step by each system alone, with pipeline stages where it has them, and by all in one plan",
