@@ -45,7 +45,6 @@ _NOT_YET: tuple[str, ...] = (
     "tests/hf/start",
     "tests/hf/trainer",
     "tests/plan",
-    "tests/plan/pipeline/activations",
     "tests/plan/prediction",
 )
 

@@ -236,7 +236,7 @@ def differ_on_rank_one(rows: list[dict[str, list[int]]], what: str) -> str:
     case = ModelCase(dtype=torch.float32, seed=1 if other and what == "weights" else 0)
     arguments = {"adam_beta2": 0.5} if other and what == "settings" else {}
     if other and what == "rows":
-        # the same rows in another order, all of one length
+        # these rows in another order, all of one length
         rows = rows[::-1]
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -99,7 +99,7 @@ def check(cells: Sequence[Cell], moments: Sequence[Moment], host_bytes: float, c
         assert 0 <= share <= cell.most_offload + 1e-6
         most = max(other.num_layers for other in cells if other.diagonal == cell.diagonal)
         assert share + choice.diagonals[cell.diagonal] / most <= 1 + 1e-5
-        # as many layers as the diagonal, which counts in layers of its largest cell
+        # the number of layers follows the diagonal, which counts in layers of its largest cell
         assert 0 <= count <= math.ceil(choice.diagonals[cell.diagonal] * cell.num_layers / most - 1e-9)
     for moment in moments:
         freed = sum(layers[place] * cells[place].layer_bytes for place in moment.cells)
