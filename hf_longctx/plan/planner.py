@@ -98,7 +98,7 @@ def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
-    """`candidates` under every limit on a rank's tokens that may turn out fastest: computing again costs, sharing too.
+    """`candidates` for every per-rank token limit that could win: recomputing costs time, and so does a larger group.
 
     Where every sequence fits on one rank with everything kept: that limit alone. Else also the fewest tokens at which the
     longest sequence fits its largest group, and the most that policies make room for, which needs smaller groups. Sequences
@@ -127,7 +127,7 @@ def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: Pla
 def _candidates_or_none(
     problem: GroupingProblem, tokens_per_rank: int, costs: CostModel, config: PlannerConfig
 ) -> list[tuple[PlacedLayout, str]]:
-    """`candidates` with at most so many tokens on a rank; none where a single micro-batch does not hold all."""
+    """`candidates` with at most `tokens_per_rank` tokens on a rank; none where a single micro-batch does not hold all of them."""
     try:
         return candidates(replace(problem, capacity=tokens_per_rank), costs, config)
     except ValueError:
@@ -137,7 +137,7 @@ def _candidates_or_none(
 
 
 def candidates(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
-    """Layouts placed on ranks, and who found them: what the configured solver says, and what else may turn out faster."""
+    """Layouts placed on ranks, each with its solver: that of the configured solver, and others that could turn out faster."""
     nodes = costs.cluster.ranks_per_node
     is_free = bool(problem.lengths) and config.solver != "static"
     is_quick = is_free and config.solver in ("auto", "greedy") and not config.one_micro_batch
@@ -153,7 +153,7 @@ def candidates(problem: GroupingProblem, costs: CostModel, config: PlannerConfig
 
 
 def _easier_to_place(problem: GroupingProblem, ranks_per_node: int) -> list[GroupingProblem]:
-    """The problem with degrees of which whole nodes can be built alone, if it has others: their groups often leave a node."""
+    """The problem with only those degrees that fill whole nodes, if it has others: groups of the others often leave a node."""
     longest = max(problem.lengths)
     powers = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     tiles = tuple(d for d in problem.degrees if d % ranks_per_node == 0 or ranks_per_node % d == 0 or d == problem.num_ranks)
@@ -177,7 +177,7 @@ def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layo
 
 
 def _improve_greedy(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layout, str]:
-    """What the linear or integer programs make of greedy's layout in their time, and the solver's name with what was left."""
+    """Improves the greedy layout by linear or integer programs within their time; returns the solver's name and what was left."""
     limit_s = config.solver_time_limit_s
     if config.one_micro_batch:
         [groups] = plan_one_micro_batch(problem)

@@ -25,9 +25,21 @@ from hf_longctx.plan.pipeline.stage_seconds import Parts
 from hf_longctx.plan.prediction.evaluate import Evaluation
 from hf_longctx.plan.prediction.planning import Pass, Planning
 
-# seconds, of the quickest candidate's, within which candidates are as good as it; room is tried for so many of these
-_SAME = 1.01
-_MOST_ROOMS = 2
+
+@dataclass(frozen=True, slots=True)
+class SearchConstants:
+    """Constants of the search among candidates.
+
+    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of these the search
+    tries to make fit, fastest first.
+    """
+
+    equal: float = 1.01
+    most_fits: int = 2
+
+
+# repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_SEARCH = SearchConstants()
 
 
 def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Parts:
@@ -54,7 +66,7 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A plan of some of the sequences in one micro-batch, and what the judge says of it."""
+    """A plan of some of the sequences in one micro-batch, and its predicted run."""
 
     plan: StepPlan
     run: Evaluation
@@ -124,7 +136,7 @@ class PipelineSearch:
         return self._apart(members) if row is None else (row,)
 
     def _apart(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
-        """Those above half of the longest sequence before the others; like ones in two halves."""
+        """Micro-batches of sequences above half of the longest one, then of the others; of two halves where all are that long."""
         lengths = self.pipelines.lengths
         ordered = sorted(members, key=lambda i: (-lengths[i], i))
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
@@ -132,40 +144,40 @@ class PipelineSearch:
         return (*self.rows(tuple(ordered[:num_long])), *self.rows(tuple(ordered[num_long:])))
 
     def _quickest(self, members: tuple[int, ...]) -> _Row | None:
-        """One micro-batch of these sequences, the quickest found that fits; None where none does."""
+        """One micro-batch of these sequences, the fastest found that fits; None where none does."""
         candidates = self.pipelines.candidates(members)
         rows = []
         for candidate in candidates:
-            if candidate.seconds > _SAME * candidates[0].seconds:
+            if candidate.seconds > _SEARCH.equal * candidates[0].seconds:
                 break
             rows.append(self._row(candidate))
-            # to make room takes longer than all else, so what fits as it is comes before what is hardly quicker
+            # making room takes the planner longest, so a candidate that fits as it is wins over one that is hardly faster
             if self._fits(rows[-1].plan, rows[-1].run):
                 return rows[-1]
-        quickest = sorted(rows, key=lambda row: row.run.step_s)[:_MOST_ROOMS]
-        best = next(filter(None, map(self._roomy, quickest)), None)
+        quickest = sorted(rows, key=lambda row: row.run.step_s)[: _SEARCH.most_fits]
+        best = next(filter(None, map(self._made_to_fit, quickest)), None)
         for candidate in candidates[len(rows) :]:
             if best is not None and candidate.seconds + self.costs.coefficients.step_s >= best.run.step_s:
                 break
             row = self._row(candidate)
-            fitting = row if self._fits(row.plan, row.run) else self._roomy(row) if best is None else None
+            fitting = row if self._fits(row.plan, row.run) else self._made_to_fit(row) if best is None else None
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
         return best
 
     def _leanest(self, members: tuple[int, ...]) -> _Row | None:
-        """Whatever it takes: the largest groups, with as few slices as do."""
+        """One micro-batch of the largest groups, with as few slices as fit; None where even that does not fit."""
         rows = [self._row(candidate) for candidate in self.pipelines.lean_candidates(members)]
         return next((row for row in rows if self._fits(row.plan, row.run)), None) or next(
-            filter(None, map(self._roomy, rows)), None
+            filter(None, map(self._made_to_fit, rows)), None
         )
 
     def _row(self, candidate: Candidate) -> _Row:
         plan = self.with_micro_batches([self.pipelines.micro_batch(candidate)])
         return _Row(plan, self.planning.predict(plan))
 
-    def _roomy(self, row: _Row) -> _Row | None:
-        """The plan with room made, if it fits then."""
+    def _made_to_fit(self, row: _Row) -> _Row | None:
+        """The plan with room made; None where it does not fit even so."""
         if self.config.activations is None:
             return None
         try:
@@ -176,7 +188,7 @@ class PipelineSearch:
         return made if self._fits(made.plan, made.run) else None
 
     def _fits(self, plan: StepPlan, run: Evaluation) -> bool:
-        """Whether every rank has room: in bytes beside the largest states, or in tokens on its share of the layers."""
+        """Whether every rank stays within the budget in bytes, or without one within its tokens on its share of the layers."""
         stages = plan.micro_batches[0].groups[0].stages
         budget = self.config.activations
         if budget is not None:

@@ -13,13 +13,13 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.prediction.lent_run import run_lent_pipeline
-from hf_longctx.plan.prediction.pipeline_run import KnownRuns, near_ranks, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, near_ranks, run_pipeline
 from hf_longctx.timeline import TimelineEvent
 
 
 @dataclass(frozen=True, slots=True)
 class RankUse:
-    """What one rank does in the chunks of a step, in seconds, and the most tokens it holds at once.
+    """Seconds that one rank spends on the chunks of a step, and the most tokens that it holds at once.
 
     compute_s + exchange_s + idle_s is the step without what it adds once (`Evaluation.once_s`).
     """
@@ -37,7 +37,7 @@ class RankUse:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan is predicted to take.
+    """The predicted seconds and bytes of a plan.
 
     once_s: of the step, for the optimizer and all that is not part of a chunk. peak_bytes, host_bytes: of every rank. events:
     every F and B of every rank; exchange_s: how much of each event is communication. in_flight: of every stage, the most
@@ -58,7 +58,7 @@ class Evaluation:
         return tuple(rank.busy_s for rank in self.ranks)
 
 
-def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: KnownRuns | None = None) -> Evaluation:
+def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: PredictionCache | None = None) -> Evaluation:
     """The plan's predicted run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
 
     Each group is a pipeline over its positions of all stages. Without `with_events` there are none, which is faster. known: what
@@ -66,7 +66,7 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
     ValueError by name for what it cannot run yet: explicit copies and frees, helpers together with parts, policies or packs;
     PlanError for a deadlock.
     """
-    run = _Run(plan, costs, with_events, KnownRuns() if known is None else known)
+    run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
             run.enter(group)
@@ -81,7 +81,7 @@ _KEPT_ACTIONS = (Action("F", 0, 0), Action("B", 0, 0))
 class _Run:
     """The clocks of all ranks, and what has happened so far."""
 
-    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: KnownRuns) -> None:
+    def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: PredictionCache) -> None:
         self.plan, self.costs, self.block_ranks, self.with_events, self.known = plan, costs, plan.block_ranks, with_events, known
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks

@@ -176,11 +176,11 @@ class Wiring:
             raise PlanError(f"deadlock: {', '.join(waiting)} wait for what no stage will make")
 
     def seconds(self, units: FloatArray) -> list[float]:
-        """Of every action, of those of every unit: (parts * stages, chunks, 2); messages take none."""
+        """Seconds of every action, looked up in a (parts * stages, chunks, F/B) table; messages take 0."""
         return np.where(self.is_pass, units.ravel()[self.units], 0.0).tolist()  # type: ignore[no-any-return]
 
     def hops(self, hop_s: FloatArray) -> list[float]:
-        """Of every action, of results that leave a stage: (stages, chunks, 2); none where there is one stage."""
+        """Seconds of the message after every action, looked up in a (stages, chunks, F/B) table; 0 where there is one stage."""
         if self.num_stages == 1:
             return [0.0] * len(self.units)
         return hop_s.ravel()[self.units % (2 * self.num_stages * self.num_chunks)].tolist()  # type: ignore[no-any-return]

@@ -72,7 +72,7 @@ def is_alone(group: SequenceGroup) -> bool:
     return len(group.stages) == 1 and len(group.stages[0].parts) == 1
 
 
-class KnownRuns:
+class PredictionCache:
     """What one step's plans under one cost model share: bytes and seconds of chunks, and runs of groups that came before."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class KnownRuns:
         return self._bytes
 
     def wiring(self, group: SequenceGroup) -> Wiring:
-        """Of the group's actions, which are the same under other policies. Raises ValueError for those of unknown kinds."""
+        """The wiring of the group's actions, which other policies do not change. Raises ValueError for unknown kinds."""
         key = tuple(id(stage.actions) for stage in group.stages)
         if key not in self._wirings:
             for stage in group.stages:
@@ -102,7 +102,7 @@ class KnownRuns:
         return self._wirings[key][1]
 
     def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
-        """Of the group's chunks, which are the same under other policies and on other positions."""
+        """Seconds of the group's chunks, which other policies and other positions do not change."""
         key = id(group.chunks), group.shape
         if key not in self._seconds:
             self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
@@ -110,10 +110,10 @@ class KnownRuns:
 
 
 def run_pipeline(
-    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownRuns | None = None
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: PredictionCache | None = None
 ) -> tuple[StageRun, ...]:
     """The run of a group whose stages are free at `start_s`."""
-    known = KnownRuns() if known is None else known
+    known = PredictionCache() if known is None else known
     key = id(group.chunks), id(group.stages), group.positions, tuple(start_s)
     if key not in known.runs:
         known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)
@@ -121,7 +121,7 @@ def run_pipeline(
 
 
 def _run_pipeline(
-    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: KnownRuns
+    plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: PredictionCache
 ) -> tuple[StageRun, ...]:
     wiring = known.wiring(group)
     seconds = StageSeconds(plan, group, costs, known)
@@ -153,7 +153,7 @@ def _stage_run(
     times: Times,
     exchange_s: Sequence[float],
     copied: Sequence[CopiedOut],
-    known: KnownRuns,
+    known: PredictionCache,
 ) -> StageRun:
     byte_model = known.byte_model(seconds.costs.model)
     passes = byte_model.passes(stage)
@@ -226,13 +226,13 @@ class ChunkSeconds:
         return self._passes[key]
 
     def hops(self, leaves: bool) -> list[float]:
-        """Of the messages that carry each chunk to another stage, which is on another node or not."""
+        """Seconds of the messages that carry each chunk to the next stage; leaves: whether that is on another node."""
         if leaves not in self._hops:
             self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
         return self._hops[leaves]
 
     def layer(self, chunk: int, layer: LayerPolicy, window: int | None) -> tuple[float, float] | None:
-        """What runs again in a layer with this window, and the copies of what waits on the host; None if it keeps everything."""
+        """Seconds recomputed and seconds copied in a layer with this window; None if the layer keeps everything."""
         key = chunk, id(layer), window
         if key not in self._layers:
             found = None
@@ -245,7 +245,7 @@ class ChunkSeconds:
         return self._layers[key][1]
 
     def saved(self, chunk: int, window: int | None) -> list[SavedClass]:
-        """What a layer saves of a chunk. A layer's products run again without the head's share of a token's seconds."""
+        """Tensors that a layer saves of a chunk. Recomputing products leaves out the head's share of a token's seconds."""
         if (chunk, window) not in self._saved:
             slot = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, AttentionPairs.of((window,)))
             inside = 1 - self.costs.head_share(is_backward=False)
@@ -259,9 +259,9 @@ class ChunkSeconds:
 class StageSeconds:
     """Seconds of a group's actions, each worked out once."""
 
-    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: KnownRuns | None = None) -> None:
+    def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> None:
         self.group, self.costs = group, costs
-        self.chunks = (KnownRuns() if known is None else known).seconds(group, costs)
+        self.chunks = (PredictionCache() if known is None else known).seconds(group, costs)
         self.tokens = self.chunks.tokens
         per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
@@ -301,7 +301,7 @@ class StageSeconds:
         return self._by_layer(2)
 
     def hops(self) -> FloatArray:
-        """Of messages by the stage that they leave, chunk and direction, as `Wiring.hops` takes them."""
+        """Seconds of messages by (stage that they leave, chunk, direction), as `Wiring.hops` takes them."""
         ways = [(leaves, self.leaves[stage - 1]) for stage, leaves in enumerate(self.leaves)]
         return np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
 
@@ -350,12 +350,12 @@ class StageSeconds:
         return layer_s, head_s, exchange_s
 
     def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
-        """What runs again in an action, in seconds, and its copies."""
+        """Seconds recomputed in an action, and its copies."""
         policy = self.policies[action.stage].get((action.chunk, action.part))
         return (0.0, ()) if policy is None else self._under_policy(action.stage, policy, action.kind == "B")
 
     def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
-        """As `_under`, once for stages alike."""
+        """Seconds recomputed and copies under a policy, computed once for equal stages."""
         if self._added is not None:
             return self._added[policy.chunk][is_backward], ()
         num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]

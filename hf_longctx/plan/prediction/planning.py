@@ -10,7 +10,7 @@ from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan, state_bytes
-from hf_longctx.plan.prediction.pipeline_run import KnownRuns
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Planning:
 
     costs: CostModel
     config: PlannerConfig
-    known: KnownRuns = field(default_factory=KnownRuns)
+    known: PredictionCache = field(default_factory=PredictionCache)
 
     def predict(self, plan: StepPlan) -> Evaluation:
         """The plan's predicted run, without events."""

@@ -32,11 +32,11 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
 
-# of what copies hide at best: they share a link with messages, and start when there is something to copy
+# largest share of the time beside it that a copy may fill: copies share a link with messages, and start late
 _LINK_SHARE = 0.9
-# of one layer's backward that a layer's copy back may take
+# largest share of one layer's backward that a layer's copy back may take
 _LAYER_SHARE = 0.95
-# of a second for every second of a hidden copy: nothing is moved that may as well stay
+# tie-breaker: a hidden copy costs this share of its time, so that nothing moves for nothing
 _IDLE_COPY = 1e-4
 
 # policies of layers by stage, chunk and part
@@ -44,13 +44,13 @@ LayerPolicies = Mapping[tuple[int, int, int], tuple[LayerPolicy, ...]]
 
 
 def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
-    """Of a layer that keeps its input, and perhaps attention's output."""
+    """Policy of a layer that keeps its input, and the attention output if `keeps_attention`, and recomputes the rest."""
     again: tuple[TensorClass, ...] = ("qkv", "mlp") if keeps_attention else ("attention_output", "qkv", "mlp")
     return LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in again))
 
 
 def _offloaded(share: float, can_keep_qkv: bool, classes: tuple[TensorClass, ...] = TENSOR_CLASSES) -> LayerPolicy:
-    """Of a layer of which a share of the tokens of these classes waits on the host."""
+    """Policy of a layer that offloads this share of its tokens, for these tensor classes."""
     moved = {name: TensorShare(name, host=share, device=1 - share) for name in classes}
     if not can_keep_qkv:
         moved["qkv"] = TensorShare("qkv", recompute=1.0)
@@ -149,7 +149,7 @@ class GroupCells:
         return self._known_layers[key]
 
     def _moved_layer(self, num_tokens: int, moved: int, classes: tuple[TensorClass, ...]) -> LayerPolicy:
-        """Of a layer of which so many tokens of these classes wait on the host."""
+        """Policy of a layer that offloads `moved` of its tokens, for these tensor classes."""
         key = num_tokens, moved, classes
         if key not in self._known_moved:
             self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.can_keep_qkv, classes)

@@ -21,7 +21,7 @@ from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
 from hf_longctx.plan.pipeline.activations.cells import GroupCells, with_layers
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
-from hf_longctx.plan.prediction.pipeline_run import KnownRuns, run_pipeline
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_pipeline
 from hf_longctx.plan.prediction.planning import Planning
 
 
@@ -80,14 +80,14 @@ class PipelineRoom:
         costs: CostModel,
         budget: ActivationBudget,
         keeps_attention: bool = True,
-        known: KnownRuns | None = None,
+        known: PredictionCache | None = None,
     ) -> None:
         self.plan, self.costs, self.budget, self.keeps_attention = plan, costs, budget, keeps_attention
         stages = plan.micro_batches[0].groups[0].stages
         states = [ByteModel(costs.model).stage_states(stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.predictions = KnownRuns() if known is None else known
+        self.predictions = PredictionCache() if known is None else known
         self._solved: dict[object, tuple[StagePlan, ...]] = {}
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
