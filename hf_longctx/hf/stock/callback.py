@@ -140,7 +140,7 @@ class AttachedMixin(LongContextMixin):
     _longctx_callback: LongContextCallback
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`, under plans; the trainer is stock again afterwards, also if it raised."""
+        """Trains under plans; the trainer is stock again afterwards, also if it raised."""
         try:
             output = super().train(*args, **kwargs)
             # other ranks may still read from the groups that are closed next

@@ -55,12 +55,12 @@ class ParameterMixin(_TrainerBase):
     _whole_weights: dict[str, Any] | None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As `Trainer`, after sharding, so that optimizer states are made for shards."""
+        """Makes the optimizer after sharding, so that its states are made for shards."""
         self._placed_model()
         return super().create_optimizer(model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer`; collective over all ranks if parameters are sharded or in stages.
+        """Saves as `Trainer`; collective over all ranks if parameters are sharded or in stages.
 
         With stages all ranks must see the same folder.
         """
@@ -96,7 +96,7 @@ class ParameterMixin(_TrainerBase):
         return model if isinstance(model, PlacedModel) else PlacedModel(self._placed_model())
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """As `Trainer`, but a model to be sharded goes to the device in shards, so that it need not fit there as a whole."""
+        """Leaves a model that will be sharded where it is: it goes to the device in shards, and need not fit there whole."""
         run = vars(self).get("longctx_run")
         # a trainer of TRL moves its model before the run is started
         num_stages = 1 if run is None else run.placement.num_stages
@@ -104,13 +104,13 @@ class ParameterMixin(_TrainerBase):
             super()._move_model_to_device(model, device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """As `Trainer`, by the norm over all ranks that share the model."""
+        """Clips by the norm over all ranks that share the model."""
         with self._explained():
             norm = self._placement.clip(float(self.args.max_grad_norm))
             return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As `Trainer`; over all ranks that share the model, as one plain number that is the same on each."""
+        """The norm over all ranks that share the model, as one plain number that is the same on each."""
         with self._explained():
             if grad_norm is None:
                 grad_norm = self._placement.clip(math.inf)
@@ -118,13 +118,13 @@ class ParameterMixin(_TrainerBase):
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """As `Trainer`, but tokens that pass several stages count once."""
+        """Counts tokens that pass several stages once."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._placement.num_stages
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As `Trainer`, with the weights of all ranks; only what belongs beside the weights where these are written already."""
+        """Writes the weights of all ranks and what belongs beside them; where weights are written already, only the latter."""
         if not self._placement.writes_weights:
             return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
         folder = Path(self._folder(output_dir))
@@ -149,7 +149,7 @@ class ParameterMixin(_TrainerBase):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As `Trainer`; states may be loaded by a run with another number of ranks or stages, or with sharded parameters."""
+        """Loads states, also those of a run with another number of ranks or stages, or with sharded parameters."""
         if checkpoint is None or not self._placement.load_optimizer(self.model, self._plain_optimizer, checkpoint):
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.lr_scheduler is not None

@@ -1,4 +1,4 @@
-"""Scores of the single tokens of a set: which row and position each belongs to, under plans and without."""
+"""Scores of single tokens of a set, with the row and position of each, under plans and without."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RowScores:
 
     @classmethod
     def joined(cls, parts: Sequence[RowScores]) -> RowScores:
-        """All of them; none of no parts."""
+        """The label tokens of all parts, in order."""
         empty = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_))
         names = ("rows", "positions", "losses", "is_right")
         return cls(*(np.concatenate([getattr(part, name) for part in (empty, *parts)]) for name in names))
@@ -51,13 +51,13 @@ class RowScores:
 def step_scores(
     step: PlannedStep, chunks: Sequence[Sequence[ChunkInputs]], scores: Sequence[Mapping[int, TokenScores]], rows: IntArray
 ) -> RowScores:
-    """What `StepExecutor.score` found in this rank's `chunks`; `rows`: the dataset's row of every sequence of its index."""
+    """Scores of this rank's `chunks`, as `StepExecutor.score` found them. rows: the dataset's row of every sequence."""
     _, position = step.plan.place(step.rank)
     parts = []
     for (group, _), inputs, found in zip(step.plan.for_rank(step.rank).rounds, chunks, scores, strict=True):
         for index, chunk_scores in found.items():
             sequences_T = _token_sequences(group.chunks[index], group, position)
-            # dummy tokens have no label, so that any row does
+            # dummy tokens have no label, so any row will do
             rows_T = rows[np.asarray(step.sequences, dtype=np.int64)[sequences_T]]
             held = inputs[index]
             parts.append(_labelled(rows_T, held.position_ids[0], held.shift_labels[0], chunk_scores))
@@ -68,17 +68,17 @@ def step_scores(
 def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, device: torch.device) -> RowScores:
     """The scores of every `num_ranks`-th row from `rank` on, by the model's own forward, one document at a time.
 
-    Logits are made tile by tile, unless the model does something to them behind its head.
+    Logits are made tile by tile, unless the model changes them after its head.
     """
     was_training = model.training
-    # which may be in training, and evaluates here for the first time
+    # the model may be in training and evaluate for the first time here
     settle_quantised(model)
     model.eval()
     parts = []
     with _scorer(model) as score:
         for number in range(rank, len(dataset), num_ranks):
             row = dataset[number]
-            # alone: not with the rotary frequencies of a longer one before
+            # every document alone: not with the rotary frequencies of a longer one before
             forget_documents(model)
             ids_T = torch.as_tensor(row["input_ids"], dtype=torch.int64)
             labels_T = shift(torch.as_tensor(row["labels"] if "labels" in row else row["input_ids"], dtype=torch.int64))
@@ -91,7 +91,7 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
 
 @contextmanager
 def _scorer(model: nn.Module) -> Iterator[Any]:
-    """A function from ids [1, T] and labels [1, T] of the host to scores; the model's head is its own again behind it."""
+    """A function from ids [1, T] and labels [1, T] of the host to scores; the model's head is its own again afterwards."""
     if head_problem(model):
         yield lambda ids_1T, labels_1T: token_scores(model(input_ids=ids_1T, use_cache=False).logits, labels_1T.to(ids_1T.device))
         return
@@ -110,14 +110,14 @@ def _scorer(model: nn.Module) -> Iterator[Any]:
 
 def _labelled(rows_T: IntArray, positions_T: Tensor, shift_labels_T: Tensor, scores: TokenScores) -> RowScores:
     is_label_T = (shift_labels_T != IGNORE_INDEX).cpu().numpy()
-    # the label is the token behind
+    # a label is the token after its position
     positions = positions_T.cpu().numpy()[is_label_T] + 1
     losses, is_right = scores.losses_T.cpu().numpy(), scores.is_right_T.cpu().numpy()
     return RowScores(rows_T[is_label_T], positions, losses[is_label_T], is_right[is_label_T])
 
 
 def _token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:
-    """[T] the plan's sequence of every token that the rank at `position` holds of `chunk`; 0 for dummy tokens."""
+    """The plan's sequence of every token [T] that the rank at `position` holds of `chunk`; 0 for dummy tokens."""
     pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
     numbers = [chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else 0 for piece in pieces]
     return np.repeat(np.asarray(numbers, dtype=np.int64), [piece.num_tokens for piece in pieces])

@@ -61,7 +61,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         longctx_config: LongContextConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        """As `Trainer`; `longctx_config` says how sequences are cut and spread.
+        """Builds a `Trainer` under plans; `longctx_config` says how sequences are cut and spread.
 
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
@@ -86,7 +86,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._report()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`; refuses a checkpoint after which samples would be repeated or skipped."""
+        """Trains as `Trainer.train`; refuses a checkpoint after which samples would be repeated or skipped."""
         # a training that stopped inside a step left gradients in the executor's buffers
         self._executor = None
         self.longctx_run.recorder.resume(resume_from_checkpoint, self.args)
@@ -168,7 +168,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         raise ValueError("predict() is not supported yet; use evaluate(), or load the saved model with transformers")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer`, with the means of the steps since the last log: seconds, tokens per second, padding."""
+        """Logs as `Trainer`, with the means of the steps since the last log: seconds, tokens per second, padding."""
         if "loss" in logs:
             logs = {**logs, **self.longctx_run.report.take_metrics()}
         super().log(logs, start_time)
