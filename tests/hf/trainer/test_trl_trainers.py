@@ -111,7 +111,7 @@ def own_loss(base: Any) -> Any:
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "pairs": ("DPOTrainer", {}, {}, "DPOTrainer takes its loss over whole sequences"),
     "generation": ("GRPOTrainer", {}, {}, "SFTTrainer is the trainer of TRL that runs them"),
-    "packing": ("SFTTrainer", {}, {"packing": True, "max_length": 64}, "leave packing to the plans"),
+    "packing": ("SFTTrainer", {}, {"packing": True, "max_length": 64}, "set packing=False, since plans pack whole documents"),
     "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
     "offloading": ("SFTTrainer", {}, {"activation_offloading": True}, "activation_offloading=True would move"),
     "cut before": ("SFTTrainer", {"max_length": 128}, {"max_length": 64}, "max_length=64 of the SFTConfig cuts every row"),
