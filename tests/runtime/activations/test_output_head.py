@@ -197,8 +197,10 @@ def test_half_precision_is_as_close_as_plain(name: str, keep_gradients: bool) ->
     # the layers round the head's input gradient once more; the head's own gradients are summed in fp32
     worst, plain_worst = (max(both[which] for both in errors.values()) for which in (0, 1))
     assert worst <= 1.5 * plain_worst
-    heads = [both for parameter, both in errors.items() if "lm_head" in parameter]
-    assert all(error <= 1.15 * plain_error for error, plain_error in heads), heads
+    heads = [n for n in exact if "lm_head" in n]
+    # by mean squares: which single element is worst, and how far off, differs between the kernels of CPUs
+    squares = [tuple(float((each[n].double() - exact[n]).square().mean()) for each in (found, rounded)) for n in heads]
+    assert heads and all(error <= 1.15**2 * plain_error for error, plain_error in squares), squares
 
 
 @pytest.mark.parametrize("case", [HALF["autocast"], HALF["bf16 weights"]], ids=["autocast", "bf16 weights"])
