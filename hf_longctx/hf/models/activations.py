@@ -1,4 +1,7 @@
-"""The activation engine of a run: bound to the model when the first plan needs it, taken away when the run ends."""
+"""Makes the activation engine of a run when the first plan needs it, and unbinds it when the run ends.
+
+The trainer, the callback and the self-test ask it for the engine of every plan.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 
+# bytes of the copies that time a slab
 _PROBE_BYTES = 2**26
 
 
 class ActivationRuntime:
     """Executes activation policies on the layers and the output head of one model at a time.
 
-    host_bytes: what saved tensors may take of the host, in one slab that is allocated (and pinned on CUDA) for the first plan
-    that offloads. A model whose plans keep everything is never touched. has_head: false for a pipeline stage before the last.
-    layers: those of the own stage, where a rank has the layers of all stages (None: all that the model has).
-    on_pageable: told bytes per second, as measured, where that slab was to be pinned and the system refused, so that later plans
-    count on slower copies.
+    A model whose plans keep everything is never touched. host_bytes: host memory for saved tensors, one slab that is allocated
+    (on CUDA pinned) for the first plan that offloads. has_head: false for a pipeline stage before the last. layers: the layers
+    of the rank's own stage, if the model has the layers of all stages (None: all layers of the model). on_pageable: called with
+    the measured bytes per second if the system refuses to pin the slab, so that later plans expect slower copies.
     """
 
     def __init__(
@@ -61,18 +64,18 @@ class ActivationRuntime:
 
     @property
     def tier(self) -> HostTier | None:
-        """The host memory in use, if a plan has needed any."""
+        """The host tier in use; None if no plan has needed one."""
         return None if self._engine is None else self._engine.tier
 
     def close(self) -> None:
-        """Gives the model its own layers back. Idempotent."""
+        """Restores the model's own layers. Idempotent."""
         if self._engine is not None:
             self._engine.unbind()
         self._engine = self._model = None
 
 
 def slab_rate(tier: HostTier, device: torch.device) -> float:
-    """Bytes a second between the tier's slab, pinned or not, and the device: the slower way of both."""
+    """Bytes per second between the tier's slab, pinned or not, and the device, in the slower direction."""
     home = tier.slab.memory[:_PROBE_BYTES]
     away = torch.zeros(home.numel(), dtype=torch.uint8, device=device)
     slowest_s = 1e-9

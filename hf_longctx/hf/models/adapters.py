@@ -1,4 +1,7 @@
-"""Adapters of PEFT: which of them are tested, and the parameters that their one ordinary folder holds."""
+"""PEFT adapters: which kinds and settings are tested, what they add to a model, and the parameters saved with them.
+
+Start-up checks, the planner's `ModelSpec` and the checkpoints of adapters use it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from hf_longctx.plan.core.model_spec import AdapterSpec
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
-# a kind gets in with its runs in tests/hf/trainer/test_adapter_trainer.py, never without
+# add a kind only together with its runs in tests/hf/trainer/test_adapter_trainer.py
 TESTED_KINDS = ("LORA",)
 _ADAPTER = "default"
-# of LoraConfig: settings whose every value is tested or says nothing about what is computed; others must have their default
+# settings of LoraConfig of which every value is tested, or which do not affect the computation; others must have their default
 _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
@@ -33,37 +36,41 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gau
 
 
 def is_adapted(model: object) -> bool:
-    """Whether `model` is one that `get_peft_model` returned."""
+    """Whether `model` was returned by `get_peft_model`."""
     return isinstance(model, PeftModel)
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers inside of adapters; others are their own."""
+    """The transformers model inside wrappers (adapters, DDP); `model` itself if it is not wrapped, also if it is sharded."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inner = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    if inner is not None:
+        return inner
     return model.get_base_model() if is_adapted(model) else model
 
 
 def kind_problems(model: Any) -> list[str]:
-    """Why adapters of this kind cannot be trained, by name; empty for tested ones and for a model without any."""
+    """Why adapters of this kind cannot be trained, by name; empty for tested kinds and for a model without adapters."""
     if not is_adapted(model):
-        # what transformers' own add_adapter leaves, and PEFT's mixtures of several kinds
+        # adapters added by transformers' own add_adapter, and PEFT's mixtures of several kinds
         if hasattr(model, "peft_config"):
             return [f"adapters of {type(model).__name__} are not in the tested list; use get_peft_model(model, LoraConfig(...))"]
         return []
     names = [str(name) for name in model.peft_config]
     if names != [_ADAPTER]:
-        return [f"adapters {', '.join(names)}: only one of the name {_ADAPTER!r} is supported yet; make one get_peft_model"]
+        return [f"adapters {', '.join(names)}: only one named {_ADAPTER!r} is supported; call get_peft_model once"]
     config = model.peft_config[_ADAPTER]
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in TESTED_KINDS or type(config) is not LoraConfig:
         return [
-            f"adapters of kind {kind} ({type(config).__name__}) are not in the tested list ({', '.join(TESTED_KINDS)}): what "
-            f"they do to sequences may be silently wrong in slices and groups; use LoraConfig"
+            f"adapters of kind {kind} ({type(config).__name__}) are not in the tested list ({', '.join(TESTED_KINDS)}): slices "
+            f"and sequence groups might give silently wrong results with them; use LoraConfig"
         ]
     return []
 
 
 def adapter_problems(model: Any) -> list[str]:
-    """What keeps the adapters of a tested kind, on a tested model, from being trained; empty for a model without any."""
+    """Why adapters of a tested kind on a tested model still cannot be trained; empty if they can, or without adapters."""
     return _setting_problems(model.peft_config[_ADAPTER]) + _module_problems(model) if is_adapted(model) else []
 
 
@@ -81,7 +88,9 @@ def _module_problems(model: PeftModel) -> list[str]:
     problems = []
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     if other := next((module for _, module in layers if not _is_tested(module)), None):
-        problems.append(f"an adapter lies on {type(other.get_base_layer()).__name__}, which is not tested; target Linear modules")
+        problems.append(
+            f"an adapter is on module {type(other.get_base_layer()).__name__}, which is not tested; target Linear modules only"
+        )
     if any(module.merged for _, module in layers):
         problems.append("the adapters are merged into the weights; call model.unmerge_adapter()")
     if any(module.disable_adapters for _, module in layers):
@@ -89,31 +98,31 @@ def _module_problems(model: PeftModel) -> list[str]:
     ends = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and not any(module is end for end in ends.values()):
-            problems.append(f"modules_to_save has {name}, of which only the embedding and the head are tested; leave it out")
+            problems.append(f"modules_to_save has {name}, but only the embedding and the head are tested there; leave it out")
     if base.config.tie_word_embeddings and any(isinstance(end, ModulesToSaveWrapper) for end in ends.values()):
         problems.append(
-            "modules_to_save has the embedding or the head, which are one weight (tie_word_embeddings) and would become two; "
-            "leave it out, or use a model whose are not tied"
+            "modules_to_save has the embedding or the head, which are one tied weight (tie_word_embeddings) and would become "
+            "two; leave them out, or use a model whose embeddings are not tied"
         )
     saved = {id(parameter) for parameter in adapter_parameters(model).values()}
     lost = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in saved]
     if lost:
         problems.append(
-            f"{len(lost)} trained weights beside the adapters would not be saved with them, {lost[0]} first; freeze them, or "
+            f"{len(lost)} trained weights outside the adapters would not be saved with them, {lost[0]} first; freeze them, or "
             f"name their module in modules_to_save"
         )
     return problems
 
 
 def _is_tested(layer: BaseTunerLayer) -> bool:
-    """Whether an adapter lies on a linear module, or on one of four bits; those have a class of their own in PEFT."""
+    """Whether an adapter is on a linear or a four-bit linear module; PEFT has a class of its own for the latter."""
     if type(layer) is Linear:
         return True
     return isinstance(layer, LoraLayer) and is_four_bit(layer.get_base_layer())
 
 
 def shard_problems(model: Any) -> list[str]:
-    """Why the trained weights of a model cannot be sharded: FSDP2 sums the gradients of a unit in one dtype."""
+    """Why the trained weights of a model cannot be sharded: FSDP2 sums the gradients of a unit in a single dtype."""
     base = base_of(model)
     if not is_adapted(model) or not isinstance(base, PreTrainedModel):
         return []
@@ -121,13 +130,13 @@ def shard_problems(model: Any) -> list[str]:
     if len(dtypes := {parameter.dtype for end in ends for parameter in end.parameters() if parameter.requires_grad}) < 2:
         return []
     return [
-        f"embedding and head are trained in {' and '.join(sorted(map(str, dtypes)))}, which shards of one unit cannot mix; call "
-        f"get_peft_model(..., autocast_adapter_dtype=False), or use parameters='replicated'"
+        f"embedding and head are trained in {' and '.join(sorted(map(str, dtypes)))}, but a sharded unit can have only one "
+        f"dtype; call get_peft_model(..., autocast_adapter_dtype=False), or use parameters='replicated'"
     ]
 
 
 def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """Dtypes of the model's own weights, and of those that adapters add; of four-bit layers neither weight nor bias counts."""
+    """(dtypes of the model's own weights, dtypes of adapter weights); weights and biases of four-bit layers are left out."""
     added = {
         id(parameter)
         for module in model.modules()
@@ -144,18 +153,18 @@ def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
 
 
 def hidden_dtype(model: Any) -> torch.dtype:
-    """The dtype of hidden states, that of the model's own weights; `model`, or a stage of it, mixes none."""
+    """Dtype of hidden states: that of the model's own weights, which `model`, or a stage of it, does not mix."""
     own, _ = own_dtypes(model)
     if len(own) == 1:
         return next(iter(own))
-    # a stage of norms without weights, and of layers of four bits
+    # a stage may have only norms without weights and four-bit layers
     asked = getattr(base_of(model).config, "dtype", None)
     dtype: torch.dtype = asked if not own and isinstance(asked, torch.dtype) else base_of(model).dtype
     return dtype
 
 
 def adapter_spec(model: Any) -> AdapterSpec:
-    """What adapters of `model`, which may be one stage, add to a layer at most, and to the ends; nothing without adapters."""
+    """Most that adapters of `model` (perhaps one stage) add to any layer, to the embedding and to the head; else zeros."""
     if not is_adapted(model):
         return AdapterSpec()
     base = base_of(model)
@@ -175,21 +184,21 @@ def adapter_spec(model: Any) -> AdapterSpec:
 
 
 def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
-    """The most of each number."""
+    """The maximum of each number over `specs`."""
     return AdapterSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec)))
 
 
 def _trained(module: nn.Module) -> tuple[int, int]:
-    """The number of trained parameters, and their bytes."""
+    """(number of trained parameters, their bytes)."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
 
 
 def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
-    """Bytes per token that an adapter on `module`, whose input is `hidden`, keeps beside what the module itself keeps.
+    """Bytes per token that an adapter on `module` saves for backward, besides what the module itself saves.
 
-    The input in the adapter's dtype if that is another one, and what the first matrix makes of it; DoRA the product of the frozen
-    weight, that of the adapter, and a sum with both.
+    These are the input in the adapter's dtype, if that differs from `hidden`, and the output of the adapter's first matrix; for
+    DoRA also the product with the frozen weight, the output of the adapter, and their sum.
     """
     if not isinstance(module, LoraLayer):
         return 0
@@ -203,7 +212,7 @@ def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """What the adapter's folder holds, under the names that it has there."""
+    """Parameters that are saved in the adapter's folder, under the names that they have there."""
     own = dict(model.named_parameters())
     found: dict[str, nn.Parameter] = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
     return found

@@ -1,7 +1,9 @@
-"""The registered attention function: with a plan's context it runs over the sequence group, without one it is the old one.
+"""The attention function registered with transformers: runs over the sequence group under a plan, else falls back.
 
-The name says what it falls back to, so that no state is needed: "longctx" delegates to sdpa, "longctx_eager" to eager. A
-name must not contain "flash", which transformers reads as a kernel to download.
+Start-up calls `patch_model`; from then on every attention layer of the model calls `longctx_attention`, which runs over the
+sequence group if it gets a plan's context and otherwise delegates to the model's former implementation. The registered name says
+which, so no state is needed: "longctx" delegates to sdpa, "longctx_eager" to eager. A name must not contain "flash", which
+transformers would take for a kernel to download.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 
-# keywords that say nothing about which tokens are attended to, or how: any value, or only the one given here
+# keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
 _WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
-# attention whose window is in its masks alone: what its config says is for all layers
+# attention classes whose window is only in their masks: the config's window holds for all layers
 _WINDOW_OF_CONFIG = ("PhimoeAttention",)
-# attention that scales queries of layers without RoPE by their place in the row
+# attention classes that scale the queries of layers without RoPE by their position in the row
 _TEMPERED = ("Llama4TextAttention",)
 
 
 def patch_model(model: PreTrainedModel) -> None:
-    """Switches `model` to the registered attention function that falls back to its present one. Idempotent.
+    """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
 
-    Rotary embeddings whose frequencies depend on a document's length learn it from the same context. Of quantised weights
-    nothing changes from then on, as it else may in bitsandbytes' own forward.
-    Raises ValueError for an implementation other than sdpa and eager, and for a model that ignores the switch.
+    It also lets rotary embeddings that depend on a document's length read it from the plan's context, and keeps quantised
+    weights from being changed by bitsandbytes' own forward. Raises ValueError for an implementation other than sdpa and eager,
+    and for a model that ignores the switch.
     """
     follow_documents(model)
     settle_quantised(model)
@@ -57,24 +59,26 @@ def patch_model(model: PreTrainedModel) -> None:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
     model.set_attn_implementation(NAMES[current])
     if model.config._attn_implementation != NAMES[current]:
-        raise ValueError(f"{type(model).__name__} does not let its attention implementation be set and cannot be run")
+        raise ValueError(
+            f"{type(model).__name__} ignores set_attn_implementation, so plans cannot run it; use another model class"
+        )
 
 
 def attention_name(model: Any) -> str | None:
-    """The attention implementation that `model` runs now; None for something that is not a model of transformers."""
+    """Name of the attention implementation that `model` uses now; None if it is not a transformers model."""
     name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return name
 
 
 def restore_attention(model: Any, name: str | None) -> None:
-    """Gives `model` back the implementation that `attention_name` returned before it was patched. Idempotent."""
+    """Restores the implementation that `attention_name` returned before `model` was patched. Idempotent."""
     if name is not None and attention_name(model) != name:
         model.set_attn_implementation(name)
         ignore_documents(model)
 
 
 def num_attention_layers(model: PreTrainedModel) -> int:
-    """Attention calls of one forward."""
+    """Number of attention calls in one forward."""
     return int(model.config.get_text_config().num_hidden_layers)
 
 
@@ -90,10 +94,10 @@ def longctx_attention(
     fallback: str = "sdpa",
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of transformers' interface: query [B, H, T, D], key and value [B, G, T, D] in, [B, T, H, D] out.
+    """Attention with transformers' interface: query [B, H, T, D], key and value [B, G, T, D]; returns [B, T, H, D].
 
-    `longctx` is the chunk's context; without it the call goes to `fallback` as it came. Raises ValueError for dropout and
-    for any keyword that changes attention and is not implemented: nothing is ignored in silence.
+    `longctx` is the chunk's context; without it the call is passed on to `fallback` unchanged. Raises ValueError for dropout and
+    for any keyword that would change attention and is not implemented: nothing is ignored silently.
     """
     if longctx is None:
         function = _fallback_function(module, fallback)
@@ -105,18 +109,20 @@ def longctx_attention(
     if dropout:
         raise ValueError(f"{name}: attention dropout {dropout} is not supported yet; set it to 0.0")
     if not getattr(module, "is_causal", True):
-        raise ValueError(f"{name} lets tokens see later ones (is_causal=False), where only causal attention is supported")
+        raise ValueError(
+            f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; use a causal model"
+        )
     if attention_mask is not None and attention_mask.numel() > 1:
         raise ValueError(
-            f"{name} makes an attention mask of its own, of shape {tuple(attention_mask.shape)}, which would be left out; use a "
-            f"model without it"
+            f"{name} makes an attention mask of its own, of shape {tuple(attention_mask.shape)}, which would be ignored; use a "
+            f"model without one"
         )
     for keyword, setting in kwargs.items():
         harmless = setting is None or keyword in _INERT or (keyword in _HARMLESS and setting is _HARMLESS[keyword])
         if not harmless and keyword not in (_WINDOW, _SINKS, _SOFTCAP):
             raise ValueError(
                 f"{name} passes {keyword}={setting!r} to attention, which is not supported yet and would change the result; use "
-                f"a model without it: besides causal attention, with or without grouped heads and scaling, {_SUPPORTED} are known"
+                f"a model without it. Causal attention, with or without grouped heads and scaling, and {_SUPPORTED} are supported"
             )
     if name in _TEMPERED and module.attn_temperature_tuning and not module.use_rope:
         query = _tempered_by_document(module, query, longctx)
@@ -125,8 +131,8 @@ def longctx_attention(
     sinks, softcap = kwargs.get(_SINKS), float(kwargs.get(_SOFTCAP) or 0.0)
     if softcap < 0 or (softcap and sinks is not None):
         raise ValueError(
-            f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' beside sinks'}; a cap "
-            f"must be positive, and is not supported beside sinks"
+            f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' together with sinks'}; a cap must be "
+            f"positive, and is not supported together with sinks"
         )
     call = LayerCall(scale, module, pattern, sinks, softcap)
     output_BTHD = sequence_parallel_attention(query, key, value, call, longctx)
@@ -135,7 +141,7 @@ def longctx_attention(
 
 
 def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
-    """What an attention layer is besides causal: by the window that it passes, or else by what its masks are made from."""
+    """Restriction of an attention layer: from the window that it passes, or else from the settings that its masks are made of."""
     config: Any = getattr(module, "config", None)
     layer, layer_types = getattr(module, "layer_idx", None), getattr(config, "layer_types", None) or ()
     layer_type = layer_types[layer] if layer is not None and layer < len(layer_types) else ""
@@ -145,28 +151,29 @@ def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
         window = passed[_WINDOW]
     else:
         window = getattr(module, _WINDOW, None) if layer_type != "full_attention" else None
-    # never a keyword
+    # attention chunks are never passed as a keyword
     chunk = config.attention_chunk_size if layer_type == "chunked_attention" else 0
     return AttentionPattern(window=window or 0, chunk=chunk)
 
 
 def _tempered_by_document(module: Any, q_1HTD: Tensor, context: GroupContext) -> Tensor:
-    """Queries that the layer scaled by their place in this rank's row, as if by their place in their document.
+    """Corrects queries that the layer has scaled by their index in this rank's row to scaling by position in the document.
 
-    The layer counts from 0 in every row, so the quotient of both factors is left to do: exactly 1 for a whole document.
+    The layer counts from 0 in every row, so queries are multiplied by the quotient of both factors: exactly 1 for a whole
+    document.
     """
     if context.position_ids is None:
-        raise RuntimeError(f"{type(module).__name__} scales queries by position, and the context does not have positions")
-    places = context.position_ids.view(-1), torch.arange(q_1HTD.shape[2], device=q_1HTD.device)
-    # as the layer computes them, in fp32
-    steps = (torch.floor((place.float() + 1.0) / module.floor_scale) for place in places)
+        raise RuntimeError(f"{type(module).__name__} scales queries by position, but the context has no position_ids; set them")
+    positions = context.position_ids.view(-1), torch.arange(q_1HTD.shape[2], device=q_1HTD.device)
+    # the layer's own formula, in fp32
+    steps = (torch.floor((position.float() + 1.0) / module.floor_scale) for position in positions)
     wanted_T, done_T = (torch.log1p(step) * module.attn_scale + 1.0 for step in steps)
     wide = torch.promote_types(q_1HTD.dtype, torch.float32)
     return (q_1HTD * (wanted_T.to(wide) / done_T.to(wide)).unsqueeze(1)).to(q_1HTD.dtype)
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The implementation that the model had; eager attention is a function of the model's own source file."""
+    """The model's former implementation; eager attention is a function in the model's own source file."""
     if fallback == "eager":
         function: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[type(module).__module__].eager_attention_forward
         return function

@@ -1,8 +1,8 @@
-"""Which model classes run, and why others do not: the only list, which the sweep over all classes of transformers proves.
+"""Lists the model classes that run, and why others do not; start-up checks read it, a sweep over all classes proves it.
 
-A class is tested where tiny models of it, with every kind of layer of its default config, give the loss and all gradients of
-plain Hugging Face: packed, in slices, recomputed, in stages, on groups, on rings and sharded, or are refused there by name.
-`docs/models.md` says how exactly each of them was met.
+A class is tested if tiny models of it, with every kind of layer of its default config, give the loss and all gradients of plain
+Hugging Face: packed, in slices, recomputed, in stages, on groups, on rings and sharded, or are refused there by name.
+`docs/models.md` says how large the error of each was.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ TESTED_MODELS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why classes are refused: what `layer`, a pattern of names and classes of modules, does; without it, the class itself."""
+    """Why some classes are refused: `text` says what a module that matches `layer` does, or without `layer` the class itself.
+
+    layer: pattern for names and classes of modules.
+    """
 
     summary: str
     text: str
@@ -258,15 +261,15 @@ REFUSALS = (
         ),
     ),
 )
-# of these only without scaled RoPE, which they scale once more by the longest position of a forward
+# classes supported only without scaled RoPE, which they would scale again by the longest position of a forward
 DEFAULT_ROPE_ONLY = ("PhimoeForCausalLM",)
-# whose config may name any decoder -> the one that is tested
+# class whose config may name any decoder -> the decoder that is tested
 _DECODERS = {"FuyuForCausalLM": "PersimmonModel"}
 _REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM"
 
 
 def class_problem(model: nn.Module) -> str:
-    """Why models of this class cannot run, by class and layer; empty for a tested class."""
+    """Why models of this class cannot run, naming class and layer; empty for a tested class."""
     name = type(model).__name__
     if name in TESTED_MODELS:
         return _decoder_problem(model)
@@ -282,11 +285,13 @@ def class_problem(model: nn.Module) -> str:
 
 
 def _decoder_problem(model: nn.Module) -> str:
-    """Why a model of a tested class whose config names another decoder cannot run; empty where it is the tested one."""
+    """Why a model of a tested class cannot run because its config names an untested decoder; empty if the decoder is tested."""
     tested = _DECODERS.get(type(model).__name__, "")
     inner = [(path, type(module).__name__) for path, module in model.named_modules() if hasattr(module, "embed_tokens")]
     wrong = [f"{path} ({name})" for path, name in inner if tested and name != tested]
-    return f"model class {type(model).__name__} has {wrong[0]} inside, tested with {tested}; use that" if wrong else ""
+    return (
+        f"model class {type(model).__name__} has {wrong[0]} inside, but is tested only with {tested}; use that" if wrong else ""
+    )
 
 
 def refusal_of(name: str) -> Refusal | None:
@@ -295,7 +300,7 @@ def refusal_of(name: str) -> Refusal | None:
 
 
 def layer_of(model: nn.Module, refusal: Refusal) -> str:
-    """The first module that does what is refused, by name and class; empty if there is none."""
+    """Name and class of the first module that matches the refusal; empty if there is none."""
     if not refusal.layer:
         return ""
     found = (

@@ -1,9 +1,11 @@
-"""Pipeline stages of Hugging Face models: one stage's modules in their places, and an identity in every other place.
+"""Cuts Hugging Face models into pipeline stages: a stage keeps its own modules, and identities replace all others.
 
-Cutting is a change of modules, never of a forward: the layer list keeps its length, so layer numbers, layer types and
-parameter names stay those of the whole model; the embedding is left on the first stage, the final norm and the head on the
-last. What travels between stages enters the model as `inputs_embeds` and leaves as its `last_hidden_state`. That nothing else
-happens on that way (learned positions, a scale, dropout) is proved by a probe before the first step, not taken from a list.
+The start-up of staged runs, stage loading and the self-test call it.
+
+Cutting replaces modules and never changes a forward. The layer list keeps its length, so layer numbers, layer types and parameter
+names stay those of the whole model. The embedding stays on the first stage, the final norm and the head on the last. Hidden
+states from the previous stage enter the model as `inputs_embeds` and leave it as `last_hidden_state`. A probe before the first
+step, not a list of classes, proves that nothing else happens to them on the way (learned positions, a scale, dropout).
 """
 
 from __future__ import annotations
@@ -17,41 +19,41 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_longctx.hf.models.adapters import hidden_dtype
+from hf_longctx.hf.models.adapters import base_of, hidden_dtype
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.core.binding import bound
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
 
-# the parts of every stage, as `plan.pipeline.layer_ranges` returns them
+# for every stage the layer ranges of its parts (several with interleaving)
 Ranges = Sequence[Sequence[LayerRange]]
-# the attribute of a model that was loaded stage by stage
+# attribute of a model of which each rank loaded only its own stage: the layer ranges of all stages
 RANGES = "longctx_ranges"
 
-# words in names of config fields by which layers read what other layers computed, besides hidden states
+# words in names of config fields that let layers read more from other layers than hidden states
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
 _NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 _PROBE_TOKENS = 3
 
 
 class Identity(nn.Module):
-    """In the place of a module that another stage or another part has: hands on its first argument."""
+    """Replaces a module that is on another stage or in another part: returns its first argument."""
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The first argument, whatever it is called."""
+        """The first argument, positional or by any keyword."""
         return args[0] if args else next(iter(keywords.values()))
 
 
 class StageLayers(nn.ModuleList):
-    """The decoder layers of a model, of which its forward sees only those in `seen`, and an identity for every other.
+    """The decoder layers of a model; its forward sees only those in `seen`, and an identity in place of every other.
 
-    All of them stay registered under their names. `seen` is None outside of forwards: everything shows.
+    All layers stay registered under their names. Outside of forwards `seen` is None, and all layers are visible.
     """
 
     seen: range | None = None
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
-        # not a module of the list, so that it has no name
+        # in a tuple, so that it is not registered under a name
         self._unseen = (Identity(),)
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -64,14 +66,14 @@ class StageLayers(nn.ModuleList):
         layers: list[nn.Module] = [module for module in self._modules.values() if module is not None]
         if self.seen is None:
             return layers
-        return [layer if place in self.seen else self._unseen[0] for place, layer in enumerate(layers)]
+        return [layer if number in self.seen else self._unseen[0] for number, layer in enumerate(layers)]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where a causal language model can be cut. `decoder` is what its head reads; the names are attributes of `decoder`.
+    """Where a causal language model can be cut. `decoder`: the model whose output the head reads; names are its attributes.
 
-    first: what turns token ids into hidden states. last: what follows the layers. head: an attribute of `model`.
+    first: modules that turn token ids into hidden states. last: modules after the layers. head: an attribute of `model`.
     """
 
     model: PreTrainedModel
@@ -87,21 +89,21 @@ class Pieces:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head of the whole model uses the embedding's weight, by its class and config."""
+        """Whether class and config say that the head of the whole model shares the embedding's weight."""
         return bool(type(self.model)._tied_weights_keys) and bool(self.model.config.tie_word_embeddings)
 
 
 def stage_problems(model: nn.Module) -> list[str]:
     """Why the layers of `model` cannot be cut into stages, by name; empty if they can."""
-    inner = _inner(model)
+    inner = base_of(model)
     name, config = type(inner).__name__, getattr(inner, "config", None)
     if not isinstance(inner, PreTrainedModel) or config is None:
-        return [f"{name} is not a model of transformers, so it cannot be cut into pipeline stages; use stages=1"]
+        return [f"{name} is not a transformers model, so it cannot be cut into pipeline stages; use stages=1"]
     if config.is_encoder_decoder:
         return [f"{name} is an encoder-decoder, whose layers are no single chain; use stages=1"]
     problems = [
-        f"{name} cannot be cut into pipeline stages: by {field}={value!r} its layers read more of each other than hidden states; "
-        f"use stages=1"
+        f"{name} cannot be cut into pipeline stages: with {field}={value!r} its layers read more from each other than hidden "
+        f"states; use stages=1"
         for field, value in sorted(config.get_text_config().to_dict().items())
         if any(word in field for word in _SHARING_WORDS) and value
     ]
@@ -118,11 +120,11 @@ def stage_problems(model: nn.Module) -> list[str]:
 
 
 def find_pieces(model: nn.Module) -> Pieces:
-    """Where `model`, plain or with adapters, can be cut: by its config's pipeline plan, else by what the modules are.
+    """Where `model`, plain or with adapters, can be cut: by its config's pipeline plan, else by the kinds of its modules.
 
-    Raises ValueError naming what does not fit: every weight must belong to the embedding, one layer, the norm or the head.
+    Every weight must belong to the embedding, one layer, the norm or the head; raises ValueError naming what does not.
     """
-    inner = _inner(model)
+    inner = base_of(model)
     refused = f"{type(inner).__name__} cannot be cut into pipeline stages: "
     remedy = "; use stages=1"
     decoder: Any = _decoder(inner)
@@ -132,7 +134,7 @@ def find_pieces(model: nn.Module) -> Pieces:
     heads = [name for name, module in inner.named_children() if module is head]
     others = [name for name, module in inner.named_children() if module is not decoder and name not in heads]
     if not heads or others:
-        found = f"it has {', '.join(others)} beside" if others else "it has no output embeddings behind"
+        found = f"it has {', '.join(others)} besides" if others else "it has no output embeddings after"
         raise ValueError(f"{refused}{found} its decoder{remedy}")
     first, layers, last = _planned(decoder) or _recognised(decoder)
     if len(layers) != 1 or not isinstance(getattr(decoder, layers[0]), nn.ModuleList) or not first or not last:
@@ -144,21 +146,21 @@ def find_pieces(model: nn.Module) -> Pieces:
     stray = [name for name, _ in decoder.named_parameters() if name.split(".")[0] not in placed]
     if stray:
         raise ValueError(f"{refused}no stage would have {', '.join(stray[:3])}{remedy}")
-    owners: dict[int, str] = {}
-    for place, layer in enumerate(getattr(decoder, layers[0])):
+    owners: dict[int, int] = {}
+    for number, layer in enumerate(getattr(decoder, layers[0])):
         for name, parameter in layer.named_parameters():
-            if owners.setdefault(id(parameter), f"{place}") != f"{place}":
-                raise ValueError(f"{refused}layers {owners[id(parameter)]} and {place} share the weight {name}{remedy}")
+            if owners.setdefault(id(parameter), number) != number:
+                raise ValueError(f"{refused}layers {owners[id(parameter)]} and {number} share the weight {name}{remedy}")
     return Pieces(inner, decoder, first, layers[0], last, heads[0])
 
 
 def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = False) -> None:
-    """Leaves in `model` what stage `stage` of `len(parts)` needs, in place; a single stage is left as it is.
+    """Reduces `model` in place to what stage `stage` of `len(parts)` needs; a single stage is left unchanged.
 
-    `parts[s]` are the layer ranges of stage s; together they are the layers in order, part by part. Of tied embeddings the
-    last stage keeps the weight as its head's own. Raises ValueError for ranges that are not the model's layers, and for
-    models that cannot be cut. Nothing is computed, so `model` may be on the meta device. `keeps_tie`: an embedding to which the
-    head is tied stays, until `drop_embedding`.
+    `parts[s]`: the layer ranges of stage s; together they are all layers in order, part by part. With tied embeddings the last
+    stage keeps the weight as that of its head. `keeps_tie`: leave the embedding to which the head is tied until
+    `drop_embedding`. Nothing is computed, so `model` may be on the meta device. Raises ValueError for ranges that are not the
+    model's layers, and for models that cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
@@ -179,10 +181,10 @@ def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = Fal
 
 
 def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
-    """What the executor runs: `model`, which `cut_model` cut, with `forward` bound on this instance to take a part's number.
+    """Binds a forward that runs one part to `model`, cut by `cut_model`, and describes the stage for the executor.
 
-    Once per model, before it is sharded. Raises ValueError by name for a model that does something to hidden states on
-    their way in or out, which later stages would repeat.
+    Call it once per model, before it is sharded. Raises ValueError for a model that changes hidden states before its layers or
+    after them, which every stage would repeat.
     """
     pieces = find_pieces(model)
     if len(parts) > 1:
@@ -202,9 +204,9 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
 
 
 def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
-    """Every stage of `model`, which stays whole, as the executor runs them where ranks help other stages than their own.
+    """All stages of `model`, which stays whole: for runs whose ranks are lent to stages other than their own.
 
-    Once per model. `parts` as for `cut_model`, one range each. Raises ValueError for models that cannot be cut.
+    Call it once per model. `parts`: as for `cut_model`, one range per stage. Raises ValueError for models that cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
@@ -222,7 +224,7 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
 
 
 def check_ranges(parts: Ranges, num_layers: int) -> None:
-    """Raises ValueError unless the ranges, part 0 of every stage first, are all `num_layers` layers in order."""
+    """Raises ValueError unless the ranges (part 0 of every stage, then part 1 ...) are all `num_layers` layers in order."""
     num_parts = {len(ranges) for ranges in parts}
     if len(num_parts) != 1:
         raise ValueError(f"stages have {sorted(num_parts)} parts each; give every stage the same number of parts")
@@ -236,22 +238,20 @@ def check_ranges(parts: Ranges, num_layers: int) -> None:
     starts = [*(part.first_layer for part in virtual), num_layers]
     if ends != starts or any(part.num_layers < 1 for part in virtual):
         found = ", ".join(f"{part.first_layer}+{part.num_layers}" for part in virtual)
-        raise ValueError(f"the parts {found} are not the {num_layers} layers in order; give every part at least one layer")
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The model of transformers inside adapters."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+        raise ValueError(
+            f"the parts {found} (first layer + number of layers) do not cover the {num_layers} layers in order; give every part "
+            f"at least one layer"
+        )
 
 
 def _decoder(model: nn.Module) -> nn.Module | None:
-    """The model inside of `model`: by the name that its class has for it, or, where Llama 4 has another one, by its class."""
+    """The decoder inside `model`: its class's `base_model`, or (Llama 4, where that name is wrong) its transformers child."""
     base = getattr(model, "base_model", model)
     return base if base is not model else next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
 
 
 def _planned(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:
-    """Names of embedding, layers and norm by the config's pipeline plan; None where it has none."""
+    """Names of embedding, layers and norm according to the config's pipeline plan; None if it has none."""
     plan = getattr(decoder.config, "base_model_pp_plan", None)
     if not plan:
         return None
@@ -259,12 +259,12 @@ def _planned(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]
     lists = tuple(name for name in names if isinstance(getattr(decoder, name, None), nn.ModuleList))
     if len(lists) != 1:
         return names, lists, ()
-    place = names.index(lists[0])
-    return names[:place], lists, names[place + 1 :]
+    index = names.index(lists[0])
+    return names[:index], lists, names[index + 1 :]
 
 
 def _recognised(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The same by what the modules are, for configs without a plan."""
+    """Names of embedding, layers and norm according to the modules themselves, for configs without a plan."""
     embedding = decoder.get_input_embeddings()
     first = tuple(name for name, module in decoder.named_children() if module is embedding)
     lists = tuple(name for name, module in decoder.named_children() if isinstance(module, nn.ModuleList))
@@ -273,10 +273,10 @@ def _recognised(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, .
 
 def _keep_layers(pieces: Pieces, ranges: Sequence[LayerRange]) -> None:
     layers = getattr(pieces.decoder, pieces.layers)
-    kept = {place for part in ranges for place in range(part.first_layer, part.first_layer + part.num_layers)}
-    for place in range(len(layers)):
-        if place not in kept:
-            layers[place] = Identity()
+    kept = {number for part in ranges for number in range(part.first_layer, part.first_layer + part.num_layers)}
+    for number in range(len(layers)):
+        if number not in kept:
+            layers[number] = Identity()
     setattr(pieces.decoder, pieces.layers, StageLayers(layers))
 
 
@@ -286,13 +286,13 @@ def _drop(owner: nn.Module, names: Sequence[str]) -> None:
 
 
 def drop_embedding(pieces: Pieces) -> None:
-    """Leaves a later stage's model without what turns token ids into hidden states. Idempotent."""
+    """Removes the embedding from the model of a later stage. Idempotent."""
     _drop(pieces.decoder, pieces.first)
     forget_ties(pieces)
 
 
 def check_ties(pieces: Pieces) -> None:
-    """Raises ValueError if the config ties head and embedding, but the weights are two."""
+    """Raises ValueError if the config ties head and embedding, but they have two different weights."""
     embedding, head = pieces.model.get_input_embeddings(), getattr(pieces.model, pieces.head)
     if pieces.is_tied and head.weight is not embedding.weight:
         raise ValueError(
@@ -302,15 +302,15 @@ def check_ties(pieces: Pieces) -> None:
 
 
 def forget_ties(pieces: Pieces) -> None:
-    """Nothing of transformers shall tie weights again that are not all here."""
-    part: Any
-    for part in (pieces.model, pieces.decoder):
-        part._tied_weights_keys = None
-        part.all_tied_weights_keys = {}
+    """Keeps transformers from tying weights again of which this stage does not have all."""
+    owner: Any
+    for owner in (pieces.model, pieces.decoder):
+        owner._tied_weights_keys = None
+        owner.all_tied_weights_keys = {}
 
 
 def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
-    """Binds a forward to the model that runs one part: the model's own on the last part, the decoder's on others."""
+    """Binds a forward that runs one part: the model's own forward for the last part, the decoder's for all others."""
     whole, decoder = pieces.model.forward, pieces.decoder
     own = parts[stage]
 
@@ -320,8 +320,8 @@ def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
             return whole(*args, **keywords)
         if part is None:
             raise RuntimeError(
-                f"this rank holds stage {stage} of {len(parts)} of {type(pieces.model).__name__} alone, which runs under plans "
-                f"only; save the model and load it whole for anything else"
+                f"this rank holds only stage {stage} of {len(parts)} of {type(pieces.model).__name__}, which runs under plans "
+                f"only; for anything else save the model and load it whole"
             )
         is_last = (stage, part) == (len(parts) - 1, len(own) - 1)
         with _only(pieces, own[part], has_norm=is_last):
@@ -332,7 +332,7 @@ def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
 
 @contextmanager
 def _only(pieces: Pieces, part: LayerRange, has_norm: bool) -> Iterator[None]:
-    """Inside, the decoder is nothing but the layers of `part`, and the final norm if `has_norm`."""
+    """Context in which the decoder consists only of the layers of `part`, and the final norm if `has_norm`."""
     decoder = pieces.decoder
     layers, norms = getattr(decoder, pieces.layers), {name: getattr(decoder, name) for name in pieces.last}
     layers.seen = range(part.first_layer, part.first_layer + part.num_layers)
@@ -348,7 +348,7 @@ def _only(pieces: Pieces, part: LayerRange, has_norm: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def _check_passes(pieces: Pieces) -> None:
-    """Raises ValueError unless the decoder without layers and norm hands on hidden states exactly as they came."""
+    """Raises ValueError unless the decoder without layers and norm returns hidden states exactly as it got them."""
     weight = next(parameter for parameter in pieces.model.parameters() if parameter.is_floating_point())
     shape = (1, _PROBE_TOKENS, pieces.decoder.config.hidden_size)
     probe_1TC = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
@@ -370,5 +370,5 @@ def _check_passes(pieces: Pieces) -> None:
     if found.shape != probe_1TC.shape or not torch.equal(found, probe_1TC):
         raise ValueError(
             f"{type(pieces.model).__name__} cannot be cut into pipeline stages: it changes hidden states before its first layer "
-            f"or behind its last one (learned positions, a scale, dropout), which every stage would repeat; use stages=1"
+            f"or after its last one (learned positions, a scale, dropout), which every stage would repeat; use stages=1"
         )

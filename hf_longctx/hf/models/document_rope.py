@@ -1,13 +1,15 @@
-"""Rotary embeddings whose frequencies depend on how long a document is ("dynamic", "longrope"), under plans.
+"""Makes rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") correct under plans.
 
-transformers takes the length from the largest position of a forward: of a packed row that of the longest document, of a slice or
-a shard that of the part which lies there; and "dynamic" goes on with the longest forward so far. Under a plan every token gets
-the frequencies of its own document's whole length, as a new model gives them to the document alone. They are made by the
-functions of transformers, and the class's own forward runs with them, on a copy of the embedding: what the embedding itself
-remembers of earlier forwards neither comes in nor is changed.
+`models.attention.patch_model` binds it to a model; start-up checks ask it which embeddings it supports.
 
-An embedding learns the lengths from its parent, whose forward gets the chunk's context as attention does. Without a context it
-runs as its class does. An embedding for which this does not give what its class gives a lone document is refused.
+transformers takes the length from the largest position of a forward. In a packed row that is the longest document's; in a slice
+or a shard it is that of the tokens there; and "dynamic" remembers the longest forward so far. Under a plan every token gets the
+frequencies for the whole length of its own document, as a new model would give them to that document alone. The functions of
+transformers make the frequencies, and the class's own forward runs with them on a copy of the embedding, so that what the
+embedding remembers of earlier forwards is neither used nor changed.
+
+An embedding gets the lengths from its parent module, whose forward receives the chunk's context just like attention. Without a
+context it runs unchanged. An embedding for which this does not reproduce its class on a lone document is refused.
 
 Sources: dynamic NTK scaling as in `transformers.modeling_rope_utils`; LongRoPE (arXiv 2402.13753).
 """
@@ -29,17 +31,17 @@ from hf_longctx.runtime.attention.context import GroupContext
 
 DOCUMENT_ROPE_TYPES = ("dynamic", "longrope")
 
-# attributes of an embedding, and of its parent
+# attributes that are set on an embedding (_DOCUMENTS, _KNOWN) and on its parent (_HANDLES)
 _DOCUMENTS, _KNOWN, _HANDLES = "_longctx_documents", "_longctx_known_frequencies", "_longctx_rope_handles"
-# frequencies that an embedding keeps: asking for new ones waits for the device
+# most frequency tensors that an embedding caches: making new ones waits for the device
 _MOST_KNOWN = 4096
 
 
 def follow_documents(model: nn.Module) -> None:
-    """Lets the model's rotary embeddings take frequencies by document wherever their parent gets a context. Idempotent."""
+    """Makes the model's rotary embeddings use frequencies per document whenever their parent gets a context. Idempotent."""
     for parent, embeddings in _by_parent(model):
         for embedding in embeddings:
-            # bound to whatever module has it, so that a copy of the model follows documents too
+            # a plain method, so that it works on a copy of the model too
             embedding.forward = MethodType(_forward, embedding)
         if _HANDLES not in vars(parent):
             handles = (
@@ -60,29 +62,29 @@ def ignore_documents(model: nn.Module) -> None:
 
 
 def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[str]:
-    """Why documents of `model`, whose config has `rope_types` of `DOCUMENT_ROPE_TYPES`, would get wrong frequencies, by name."""
+    """Why documents of `model`, whose config has these `DOCUMENT_ROPE_TYPES`, would get wrong frequencies, by name."""
     named = [(name, module, *each) for name, module in model.named_modules() for each in document_rope_types(module).items()]
     problems = [
-        f"rope type {kind!r} depends on the length of a document, which no rotary embedding of {type(model).__name__} can be "
-        f"told; use another rope type"
+        f"rope type {kind!r} depends on the length of a document, but no rotary embedding of {type(model).__name__} accepts "
+        f"lengths; use another rope type"
         for kind in sorted(set(rope_types) - {kind for *_, kind in named})
     ]
     problems += [
-        f"rope type {kind!r} depends on the length of a document, which does not reach {name} ({type(module).__name__}) in a "
-        f"container that runs nothing itself; use another rope type"
+        f"rope type {kind!r} depends on the length of a document, which does not reach {name} ({type(module).__name__}), since "
+        f"its parent has no forward; use another rope type"
         for name, module, _, kind in named
         if type(model.get_submodule(name.rpartition(".")[0])).forward is nn.Module.forward
     ]
     return problems + [
-        f"rope type {kind!r} depends on the length of a document, and {name} ({type(module).__name__}) does not follow it as "
-        f"transformers' rotary embeddings do; use another rope type"
+        f"rope type {kind!r} depends on the length of a document, and {name} ({type(module).__name__}) does not compute its "
+        f"frequencies like transformers' rotary embeddings; use another rope type"
         for name, module, layer_type, kind in named
         if not _is_standard(module, kind, layer_type)
     ]
 
 
 def document_rope_types(module: nn.Module) -> dict[str, str]:
-    """Layer type (empty: all) to rope type, of a rotary embedding whose frequencies depend on a document's length."""
+    """Layer type (empty: all) to rope type, for a rotary embedding whose frequencies depend on a document's length."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         kinds = {"": kinds}
@@ -92,7 +94,7 @@ def document_rope_types(module: nn.Module) -> dict[str, str]:
 
 
 def forget_documents(model: nn.Module) -> None:
-    """Gives the model's rotary embeddings what a new model's have, whatever lengths ran before."""
+    """Resets the model's rotary embeddings to those of a new model, whatever lengths ran before."""
     modules: list[Any] = list(model.modules())
     for module in modules:
         for layer_type in document_rope_types(module):
@@ -102,10 +104,10 @@ def forget_documents(model: nn.Module) -> None:
 
 
 def shorten_limits(model: nn.Module, limit: int) -> int:
-    """Lets frequencies that depend on a document's length be scaled beyond `limit` tokens at the latest.
+    """Lowers the document length from which frequencies are scaled to at most `limit` tokens.
 
-    The longest document whose are not, from then on; 0 where frequencies are the same for all. Changes the config too: for
-    copies only.
+    Returns the longest document that is then not scaled; 0 if no frequencies depend on length. Use it on copies of a model only,
+    since it changes the config too.
     """
     longest = 0
     modules: list[Any] = list(model.modules())
@@ -117,7 +119,7 @@ def shorten_limits(model: nn.Module, limit: int) -> int:
                 config.max_position_embeddings = module.original_max_seq_len = own
             else:
                 _parameters(module, layer_type)["original_max_position_embeddings"] = own
-                # where a config has it, transformers writes it over the other one
+                # if the config has this field, transformers overwrites the other one with it
                 if hasattr(config, "original_max_position_embeddings"):
                     config.original_max_position_embeddings = own
             for known in (_KNOWN, f"{layer_type}_long_inv_freq" if layer_type else "long_inv_freq"):
@@ -151,13 +153,13 @@ def _take_back(parent: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     taken: list[_Lent] = [vars(child).pop(_DOCUMENTS) for child in parent.children() if _DOCUMENTS in vars(child)]
     if not all(lent.was_used for lent in taken):
         raise RuntimeError(
-            f"{type(parent).__name__} does not run its rotary embeddings itself, so that the lengths of documents do not reach "
-            f"them; the model cannot be run"
+            f"{type(parent).__name__} does not run its rotary embeddings itself, so document lengths do not reach them and plans "
+            f"cannot run this model; use another rope type"
         )
 
 
 def _forward(embedding: Any, x: Tensor, position_ids: Tensor, *args: Any, **keywords: Any) -> Any:
-    """The class's own forward, on the tokens of every document with the frequencies of its whole length."""
+    """Runs the class's own forward on the tokens of every document, with the frequencies for its whole length."""
     lent: _Lent | None = vars(embedding).get(_DOCUMENTS)
     layer_type = keywords.get("layer_type", args[0] if args else None) or ""
     kind = document_rope_types(embedding).get(layer_type)
@@ -166,8 +168,8 @@ def _forward(embedding: Any, x: Tensor, position_ids: Tensor, *args: Any, **keyw
     documents, lent.was_used = lent.documents, True
     if (num_tokens := sum(count for count, _ in documents)) != position_ids.shape[-1]:
         raise RuntimeError(
-            f"{type(embedding).__name__} got {position_ids.shape[-1]} positions of a chunk of {num_tokens} tokens; the model "
-            f"cuts or repeats them, so it cannot be run"
+            f"{type(embedding).__name__} got {position_ids.shape[-1]} positions for a chunk of {num_tokens} tokens; the model "
+            f"cuts or repeats positions, so plans cannot run it"
         )
     limit = _limit(embedding, kind, layer_type)
     runs = [
@@ -191,26 +193,26 @@ def _parameters(embedding: Any, layer_type: str) -> dict[str, Any]:
 
 
 def _limit(embedding: Any, kind: str, layer_type: str) -> int:
-    """The longest document whose frequencies are those of a new embedding."""
+    """Longest document whose frequencies are those of a new embedding, not scaled."""
     if kind == "dynamic":
         return int(embedding.original_max_seq_len)
     return int(_parameters(embedding, layer_type)["original_max_position_embeddings"])
 
 
 def _length_class(kind: str, length: int, limit: int) -> int:
-    """A length with the same frequencies: all up to the limit have the same, and beyond it those of longrope."""
+    """A representative length with equal frequencies: all lengths up to the limit are alike, with longrope also all beyond."""
     return max(limit, length) if kind == "dynamic" else limit + (length > limit)
 
 
 def _at_length(embedding: Any, kind: str, layer_type: str, length: int, device: torch.device) -> Any:
-    """`embedding` with the frequencies of a document of `length` tokens, which stay so."""
+    """Copy of `embedding` with fixed frequencies for a document of `length` tokens."""
     known: dict[tuple[str, int, torch.device], Tensor] = vars(embedding).setdefault(_KNOWN, {})
     if (key := (layer_type, length, device)) not in known:
         if len(known) >= _MOST_KNOWN:
             known.clear()
         known[key] = _frequencies(embedding, kind, layer_type, length, device)
     fixed = copy.copy(embedding)
-    # not the dictionary of the embedding itself
+    # the copy needs its own dictionary of buffers
     vars(fixed)["_buffers"] = dict(vars(embedding)["_buffers"])
     setattr(fixed, f"{layer_type}_inv_freq" if layer_type else "inv_freq", known[key])
     fixed.rope_type = {**embedding.rope_type, layer_type: "default"} if layer_type else "default"
@@ -218,11 +220,11 @@ def _at_length(embedding: Any, kind: str, layer_type: str, length: int, device: 
 
 
 def _frequencies(embedding: Any, kind: str, layer_type: str, length: int, device: torch.device) -> Tensor:
-    """As a new embedding makes them in a forward up to position `length` - 1."""
+    """Frequencies that a new embedding makes in a forward up to position `length` - 1."""
     if length <= _limit(embedding, kind, layer_type):
         original: Tensor = getattr(embedding, f"{layer_type}_original_inv_freq" if layer_type else "original_inv_freq")
         return original.to(device)
-    # the length is a tensor where it takes part in the numbers, so that they are rounded alike
+    # a tensor if it enters the formula, so that results are rounded as in transformers' forward
     tokens = torch.tensor(length, device=device) if kind == "dynamic" else length
     frequencies: Tensor
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](embedding.config, device, seq_len=tokens, layer_type=layer_type or None)
@@ -230,7 +232,7 @@ def _frequencies(embedding: Any, kind: str, layer_type: str, length: int, device
 
 
 def _joined(parts: list[Any]) -> Any:
-    """By tokens, the last but one dimension: cosines and sines, or complex numbers."""
+    """Concatenates outputs (cosines and sines, or complex numbers) along tokens, the last but one dimension."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], Tensor):
@@ -239,9 +241,9 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _is_standard(embedding: Any, kind: str, layer_type: str) -> bool:
-    """Whether `_forward` gives a slice of a document what the class's own forward gives it in the lone document.
+    """Whether `_forward` gives a slice of a document what the class's own forward gives it within the lone document.
 
-    On both sides of the limit.
+    Compared for lengths on both sides of the limit.
     """
     if getattr(embedding, f"{layer_type}_original_inv_freq" if layer_type else "original_inv_freq", None) is None:
         return False
@@ -258,7 +260,7 @@ def _is_standard(embedding: Any, kind: str, layer_type: str) -> bool:
         x, positions = torch.zeros(1, device=device), torch.tensor([[0, 1, length - 1]], device=device)
         plain = _columns(type(fresh).forward(fresh, x, positions, **keywords))
         fixed = _at_length(fresh, kind, layer_type, _length_class(kind, length, limit), device)
-        # without the last position
+        # a slice without the document's last position
         ours = _columns(type(fresh).forward(fixed, x, positions[..., :2], **keywords))
         if not all(torch.equal(alone[..., :2, :], sliced) for alone, sliced in zip(plain, ours, strict=True)):
             return False

@@ -1,4 +1,4 @@
-"""The decoder layers and the output head of a model as the activation engine takes them."""
+"""Finds a model's decoder layers, their MLPs, norms and projections, and its output head, for the activation engine."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.runtime.activations.engine import LayerModules
 
-# words in names of config fields by which some class changes its logits behind the head
+# words in names of config fields that make some class change its logits after the head
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
-# words in names of fields about something else: logits of attention, of a router, of a contrastive model, a count of tokens
+# words in names of similar fields about something else: logits of attention, of a router, of a contrastive model, token counts
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
 _MLPS = ("mlp", "feed_forward")
-# of layers that drop the second value
+# MLP classes that return two values, of which the layer drops the second
 _MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-# of `self_attn`: three modules, or one that makes all three
+# names in `self_attn` of the query, key and value projections: three modules, or one for all three
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 
 
@@ -27,12 +28,12 @@ def has_plain_projections(model: nn.Module) -> bool:
 
 
 def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
-    """Every decoder layer of `model` in order, whatever it is wrapped in; raises ValueError for one of another make."""
+    """All decoder layers of `model` in order, also inside wrappers; raises ValueError for a model without such layers."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no layer of transformers' GradientCheckpointingLayer, so nothing of it can be "
-            f"recomputed or offloaded; use a model class of transformers"
+            f"{type(model).__name__} has no layer of class GradientCheckpointingLayer, so nothing in it can be recomputed or "
+            f"offloaded; use a model class of transformers"
         )
     return tuple(
         LayerModules(
@@ -54,41 +55,36 @@ def _mlp(layer: nn.Module) -> nn.Module:
 
 
 def output_head(model: nn.Module) -> nn.Module:
-    """The module of `model` whose output is the logits, whatever the model is wrapped in; ValueError if there is none."""
-    inner = _unwrapped(model)
+    """The module of `model` whose output is the logits, also inside wrappers; raises ValueError if there is none."""
+    inner = base_of(model)
     head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
     if not isinstance(head, nn.Module):
         raise ValueError(
-            f"{type(inner).__name__} has no output embeddings, so its loss cannot be taken in tiles; use a causal language model "
-            f"of transformers"
+            f"{type(inner).__name__} has no output embeddings, so its loss cannot be computed in tiles; use a causal language "
+            f"model of transformers"
         )
     return head
 
 
 def head_problem(model: nn.Module) -> str:
-    """Why the loss of `model` needs its logits, by the name of what is done to them behind the head; empty if it does not."""
-    inner = _unwrapped(model)
+    """Why the loss of `model` needs whole logits: the setting that changes them after the head; empty if there is none."""
+    inner = base_of(model)
     config = getattr(inner, "config", None)
     if not isinstance(config, PretrainedConfig):
-        return f"{type(inner).__name__} has no config of transformers that tells what it does to its logits"
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for name, value in sorted(part.to_dict().items()):
+        return f"{type(inner).__name__} has no config of transformers, which would tell whether it changes its logits"
+    for each in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in sorted(each.to_dict().items()):
             is_ours = any(word in name for word in _LOGIT_WORDS) and not any(word in name for word in _OTHER_WORDS)
             if is_ours and not isinstance(value, bool) and isinstance(value, int | float | str):
-                return f"{type(inner).__name__} changes its logits behind the head ({name}={value})"
+                return f"{type(inner).__name__} changes its logits after the head ({name}={value})"
     return ""
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model of transformers inside wrappers (DDP, adapters); sharded models are their own."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-
-
 def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
-    """The linear modules that make queries, keys and values; none unless all are plain and left as they are."""
+    """Linear modules that make queries, keys and values; empty unless all are plain and their outputs are left unchanged."""
     attention = getattr(layer, "self_attn", None)
     if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
-        # clipped in place, so what was kept would change
+        # the layer clips the outputs in place, which would change the kept ones
         return ()
     for names in _PROJECTIONS:
         found = [_plain_linear(getattr(attention, name, None)) for name in names]
@@ -99,6 +95,6 @@ def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
 
 
 def _plain_linear(module: nn.Module | None) -> nn.Linear | None:
-    """A linear module whose forward is torch's, or that an adapter adds to; subclasses, as of quantisation, are none."""
+    """The linear module with torch's own forward, perhaps inside an adapter; None for others such as quantised subclasses."""
     inner = getattr(module, "base_layer", module)
     return inner if type(inner) is nn.Linear and "forward" not in vars(inner) else None

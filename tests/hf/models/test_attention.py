@@ -78,7 +78,7 @@ def test_other_implementations_are_refused_by_name() -> None:
 @pytest.mark.parametrize("keyword", ["position_bias", "indices"])
 def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
     heads = torch.zeros(1, 2, 5, 4)
-    known = r"windows \(sliding_window\), chunks \(.*\), sinks \(s_aux\) and caps of scores \(softcap\) are known"
+    known = r"windows \(sliding_window\), chunks \(.*\), sinks \(s_aux\) and caps of scores \(softcap\) are supported"
     with pytest.raises(ValueError, match=f"Linear passes {keyword}=4 .* use a model without it: .*{known}"):
         longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, **{keyword: 4})
 
@@ -86,7 +86,7 @@ def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
 @pytest.mark.parametrize("keywords", [{"softcap": -4.0}, {"softcap": 4.0, "s_aux": torch.zeros(2)}], ids=["negative", "sinks"])
 def test_a_softcap_that_no_tested_model_has_is_refused(keywords: dict[str, Any]) -> None:
     heads = torch.zeros(1, 2, 5, 4)
-    with pytest.raises(ValueError, match="a cap must be positive, and is not supported beside sinks"):
+    with pytest.raises(ValueError, match="a cap must be positive, and is not supported together with sinks"):
         longctx_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, longctx=LONE_CONTEXT, **keywords)
 
 

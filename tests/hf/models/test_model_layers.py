@@ -35,13 +35,13 @@ def test_models_that_change_their_logits_are_named(name: str) -> None:
     config_name, field = CHANGING[name]
     config = getattr(transformers, config_name)(**SIZES)
     model = getattr(transformers, name)(config)
-    assert head_problem(model) == (f"{name} changes its logits behind the head ({field})" if field else "")
+    assert head_problem(model) == (f"{name} changes its logits after the head ({field})" if field else "")
     assert output_head(model) is model.get_output_embeddings()
 
 
 def test_a_scale_of_logits_is_named_with_its_value() -> None:
     model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=4.0))
-    assert head_problem(model) == "GraniteForCausalLM changes its logits behind the head (logits_scaling=4.0)"
+    assert head_problem(model) == "GraniteForCausalLM changes its logits after the head (logits_scaling=4.0)"
 
 
 def test_heads_are_found_inside_wrappers_or_missed_by_name() -> None:
@@ -82,7 +82,7 @@ def test_norms_of_other_names_are_left_alone() -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has no layer of transformers' GradientCheckpointingLayer"):
+    with pytest.raises(ValueError, match="Linear has no layer of class GradientCheckpointingLayer"):
         layer_modules(nn.Linear(2, 2))
 
 

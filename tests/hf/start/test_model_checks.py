@@ -175,7 +175,7 @@ def test_rope_that_depends_on_the_length_of_a_document_is_accepted_where_it_can_
     assert problems_at_start(model) == []
     del model.model.rotary_emb.rope_type
     (problem,) = problems_at_start(model)
-    assert problem.startswith(f"rope type '{rope_type}' depends on the length of a document, which no rotary embedding of Llama")
+    assert problem.startswith(f"rope type '{rope_type}' depends on the length of a document, but no rotary embedding of Llama")
 
 
 def test_a_rotary_embedding_that_does_more_with_the_longest_position_is_refused() -> None:
@@ -196,7 +196,7 @@ def test_a_rotary_embedding_that_does_more_with_the_longest_position_is_refused(
 def test_rotary_embeddings_in_a_list_are_refused_where_lengths_matter() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = transformers.GraniteSWAForCausalLM(transformers.GraniteSWAConfig(**LLAMA_SHAPE, rope_parameters=rope, pad_token_id=0))
-    message = "which does not reach model.rotary_embs.0 (GraniteSWARotaryEmbedding) in a container that runs nothing itself"
+    message = "which does not reach model.rotary_embs.0 (GraniteSWARotaryEmbedding), since its parent has no forward"
     assert any(message in problem for problem in problems_at_start(model))
 
 
@@ -302,7 +302,7 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         added_by_transformers,
         "adapters of LlamaForCausalLM are not in the tested list; use get_peft_model",
     ),
-    "two": (with_two_adapters, "adapters default, other: only one of the name 'default' is supported yet"),
+    "two": (with_two_adapters, "adapters default, other: only one named 'default' is supported"),
     "merged": (merged, "the adapters are merged into the weights; call model.unmerge_adapter()"),
     "disabled": (disabled, "the adapters are disabled; call model.base_model.enable_adapter_layers()"),
     "dropout": (lambda: lora(lora_dropout=0.1), "LoraConfig lora_dropout=0.1 is not in the tested list; use 0.0"),
@@ -313,7 +313,7 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
     ),
     "embedding": (
         lambda: lora(target_modules=["embed_tokens"]),
-        "an adapter lies on Embedding, which is not tested; target Linear modules",
+        "an adapter is on module Embedding, which is not tested; target Linear modules only",
     ),
     "saved norm": (
         lambda: lora(modules_to_save=["input_layernorm"]),
@@ -323,7 +323,10 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         lambda: lora(tiny_llama(tie_word_embeddings=True), modules_to_save=["lm_head"]),
         "modules_to_save has the embedding or the head, which are one weight (tie_word_embeddings) and would become two",
     ),
-    "trained norm": (unfrozen, "1 trained weights beside the adapters would not be saved with them, base_model.model.model.norm"),
+    "trained norm": (
+        unfrozen,
+        "1 trained weights outside the adapters would not be saved with them, base_model.model.model.norm",
+    ),
     "dtypes": (of_half_and_single, "the adapters have weights of torch.bfloat16, torch.float32 on a model of torch.bfloat16"),
 }
 
