@@ -239,7 +239,7 @@ def check_ranges(parts: Ranges, num_layers: int) -> None:
     if ends != starts or any(part.num_layers < 1 for part in virtual):
         found = ", ".join(f"{part.first_layer}+{part.num_layers}" for part in virtual)
         raise ValueError(
-            f"the parts {found} (first layer + number of layers) do not cover the {num_layers} layers in order; give every part "
+            f"the parts {found} (first layer + number of layers) are not the {num_layers} layers in order; give every part "
             f"at least one layer"
         )
 

@@ -1,4 +1,7 @@
-"""Hidden states behind embedding and layers, and their gradients, token by token, wherever a plan puts the tokens."""
+"""Records hidden states after embedding and layers, and their gradients, per token, wherever a plan puts the tokens.
+
+`self_test.specimen` records both runs and compares them.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-# what is recorded
+# the two recorded quantities
 Kind = Literal["values", "gradients"]
-# tokens [start, stop) of a sequence, which lie from `first` on in the row that a model gets
+# (sequence, start, stop, first): tokens [start, stop) of a sequence, from index `first` on in the row that the model gets
 Part = tuple[int, int, int, int]
 
 
 class HiddenTrace:
-    """Records what leaves `modules` while `recording` names the tokens that run, and what gradients come back to it.
+    """Records the outputs of `modules` while `recording` names the tokens that run, and the gradients of these outputs.
 
-    Keys of `modules` are the sites' names. Runs of a module outside of `recording`, as in a replay, are not recorded, nor is
-    what has no vector for every token of one row, [1, T, ...].
+    `modules` is keyed by site. Runs outside of `recording`, such as replays, are not recorded; nor are outputs that do not have a
+    vector for every token of one row, [1, T, ...].
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -29,7 +32,7 @@ class HiddenTrace:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Inside, the modules have hooks."""
+        """Context in which the modules have hooks."""
         with ExitStack() as undo:
             for site, module in self._modules.items():
                 undo.callback(module.register_forward_hook(self._hook(site)).remove)
@@ -37,7 +40,7 @@ class HiddenTrace:
 
     @contextmanager
     def recording(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Inside, forwards run the tokens of `parts`."""
+        """Context in which forwards run the tokens of `parts`."""
         self._parts = parts
         try:
             yield
@@ -45,7 +48,7 @@ class HiddenTrace:
             self._parts = None
 
     def whole(self, kind: Kind, site: int, sequence: int) -> Tensor | None:
-        """What was recorded of a sequence that ran in one piece, [tokens, hidden size]; None if nothing was."""
+        """Record of a sequence that ran in one piece, [tokens, hidden size]; None if there is none."""
         pieces = [tensor for key, tensor in self.records.get((kind, site), {}).items() if key[0] == sequence]
         return pieces[0] if pieces else None
 
@@ -61,7 +64,7 @@ class HiddenTrace:
             if not torch.is_grad_enabled():
                 return
             if not hidden_1TC.requires_grad:
-                # of a frozen embedding
+                # the output of a frozen embedding needs no gradient by itself
                 hidden_1TC.requires_grad_()
             hidden_1TC.register_hook(lambda gradient: self._keep("gradients", site, parts, gradient))
 
@@ -74,9 +77,9 @@ class HiddenTrace:
 
 
 def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, stop: int | None = None) -> float:
-    """The largest distance of a token's vector from the plain one, over the longest of these; of tokens before `stop`.
+    """Largest distance of a token's vector from the plain one, relative to the longest plain vector; for tokens before `stop`.
 
-    Only what `found` has of them is compared; what plain has no record of counts as zero.
+    Only tokens in `found` are compared; tokens of which `plain` has no record count as zero there.
     """
     reference = plain.records.get((kind, site), {})
     scale = max((float(tensor.norm(dim=-1).max()) for tensor in reference.values()), default=0.0)
@@ -88,13 +91,13 @@ def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, st
         expected = plain.whole(kind, site, sequence)
         gap = tensor if expected is None else tensor - expected[start:end]
         distance = float(gap[:num_tokens].norm(dim=-1).max())
-        # not a number is the worst of all
+        # NaN counts as the largest distance
         worst = max(worst, distance if distance == distance else float("inf"))
     return worst / scale if scale else worst
 
 
 def largest(trace: HiddenTrace, kind: Kind, site: int, sequences: Sequence[int], stop: int | None = None) -> float:
-    """The largest element of what was recorded of `sequences`, of tokens before `stop`."""
+    """Largest absolute element recorded for tokens of `sequences` before `stop`."""
     tensors = [
         tensor[: None if stop is None else max(0, stop - start)]
         for (sequence, start, _), tensor in trace.records.get((kind, site), {}).items()

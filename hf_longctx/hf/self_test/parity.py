@@ -1,8 +1,8 @@
-"""What the runs of a self-test say: errors of all ranks to named findings, the first layer that differs before all.
+"""Turns the errors that a self-test measured on all ranks into named findings, the likely cause first.
 
-Forward, the first site whose hidden states differ is where it went wrong; all behind it differ too. Where all hidden states
-agree, gradients are followed from the loss back: the first site whose gradient differs lies below the layer whose backward is
-wrong. Where those agree too, only the sum over chunks and ranks is left.
+`self_test.check` calls it. In the forward pass, the first site whose hidden states differ is where the error arose; all later
+sites differ too. If all hidden states agree, gradients are followed back from the loss: the first site whose gradient differs is
+the input of the layer whose backward is wrong. If those agree too, only the sum over chunks and ranks can be wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# the site of the embedding; layers have their numbers, and all other weights this one
+# sites: the embedding is -1, layers have their numbers, and all other weights are ENDS
 EMBEDDING, ENDS = -1, 10**9
 _ZEROS = ("documents", "window")
 Measure = tuple[str, int]
@@ -19,7 +19,7 @@ Errors = dict[Measure, float]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. check: its name; text: where, and by how much."""
+    """One failed check. check: its name. text: where it failed, and by how much."""
 
     check: str
     text: str
@@ -27,37 +27,37 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far plans may be off: `floor`, or `factor` times what `yardstick` has for a measure if that is more."""
+    """Largest allowed errors: `floor`, or `factor` times the measure's value in `yardstick` if that is more."""
 
     floor: float
     factor: float = 0.0
     yardstick: Mapping[Measure, float] | None = None
 
     def of(self, measure: Measure) -> float:
-        """The limit of one measure; what is masked is exactly zero."""
+        """Limit of one measure; zero for measures of masked tokens."""
         return 0.0 if measure[0] in _ZEROS else max(self.floor, self.factor * (self.yardstick or {}).get(measure, 0.0))
 
     def is_kept(self, errors: Errors, measure: Measure) -> bool:
-        """Whether an error is within its limit, or was not measured."""
+        """Whether an error is within its limit or was not measured."""
         return measure not in errors or errors[measure] <= self.of(measure)
 
 
 def merged(everyone: Sequence[Errors]) -> Errors:
-    """The largest error of every measure over all ranks."""
+    """Largest error of every measure over all ranks."""
     result: Errors = {}
     for errors in everyone:
         for measure, error in errors.items():
-            # not a number is the worst of all
+            # NaN counts as the largest error
             result[measure] = max(result.get(measure, 0.0), error if error == error else float("inf"))
     return result
 
 
 def findings(errors: Errors, limits: Limits, describe: Callable[[int], str], windows: Mapping[int, int]) -> list[Finding]:
-    """What is wrong, the cause first; empty if every error is within its limit.
+    """Failed checks, the cause first; empty if every error is within its limit.
 
-    Measures: "loss", "values" and "gradients" of a site, "early" (values of its first tokens, which its window does not touch),
-    "weights" of a layer, all over the reference's norm; "token 0", "documents" and "window" as `self_test` says. describe: a site
-    in words.
+    Measures relative to the reference's norm: "loss", "values" and "gradients" of a site, "early" (values of its first tokens,
+    which a window does not affect), "weights" of a layer; and "token 0", "documents" and "window", see `self_test.check`.
+    describe: names a site in words.
     """
     found = [*_hidden(errors, limits, describe, windows)]
     has_cause = bool(found)
@@ -89,7 +89,7 @@ def _hidden(errors: Errors, limits: Limits, describe: Callable[[int], str], wind
 
 
 def _gradients(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:
-    """The last site whose gradient differs: the layer behind it, which took the right one, gave back a wrong one."""
+    """Finding for the last site whose gradient differs: the layer after it got a correct gradient and returned a wrong one."""
     sites = sorted(site for kind, site in errors if kind == "gradients")
     bad = next((site for site in reversed(sites) if not limits.is_kept(errors, ("gradients", site))), None)
     if bad is None:

@@ -1,10 +1,10 @@
-"""A copy of a model with few of its layers and few of its token ids, at full width: as the model in all that plans touch.
+"""Makes a copy of a model with few layers and few token ids, at full width: equal to the model in all that plans touch.
 
-Layers are of one kind if their modules are of the same classes and agree in every setting and in the shapes of all weights. The
-copy has the first layer of every kind, and two at least, under their own numbers; the others hand on what they get. Embedding
-and head keep the first token ids. Windows and chunks of attention that are too long to be filled are shortened, in the config
-and in every module alike, and so are steps of positions by which queries are scaled. A copy in another precision has weights
-of four bits in full. The model itself is left as it is.
+`self_test.check` runs it. Two layers are of one kind if their modules agree in classes, in every setting and in the shapes of all
+weights. The copy has the first layer of every kind, and at least two layers, under their own numbers; all other layers pass their
+input on. Embedding and head keep the first token ids. Windows and attention chunks too long to be filled are shortened, in the
+config and in every module; so are the position steps by which queries are scaled. In a copy of another precision, four-bit
+weights are unpacked. The model itself is left unchanged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hf_longctx.hf.models.cutting import Identity
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 
-# token ids that the copy knows
+# number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
-# of the scale of a query: the positions that share one
+# setting: number of positions that share one scale of queries; its largest value in a copy
 _STEP, _LONGEST_STEP = "floor_scale", 8
-# differ from layer to layer without a difference in what is computed
+# settings that differ between layers without changing the computation
 _NUMBERS = ("layer_idx", "training")
 _PLAIN = (bool, int, float, str, type(None))
 _NOISE = 0.02
 
 
 class SkippedLayer(Identity):
-    """In the place of a layer that the copy does without; decoders read plain settings of their layers."""
+    """Replaces a layer that the copy leaves out; keeps its plain settings, which decoders read."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class ReducedCopy:
     is_cut: bool
 
     def give_up(self) -> None:
-        """Lets go of the model; what is known of its layers stays."""
+        """Drops the model; what is known about its layers stays."""
         self.model, self.layers = None, {}
 
     @property
     def embedding(self) -> nn.Module:
-        """What turns token ids into hidden states."""
+        """The module that turns token ids into hidden states."""
         module: nn.Module = base_of(self.model).get_input_embeddings()
         return module
 

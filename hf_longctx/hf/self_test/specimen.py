@@ -1,4 +1,7 @@
-"""Specimen of the self-test: a small copy of the model, run by plain transformers and by plans."""
+"""Runs the reduced copy of the self-test by plain transformers and under plans, and measures how far the results differ.
+
+`self_test.check` makes one `Specimen` per copy and compares its runs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class CopyRun:
-    """What a step left: its loss, gradients by name, whole or this rank's shards, hidden states; what layer a weight is of."""
+    """Results of one step: loss, gradients by name (whole or this rank's shards), hidden states, and each weight's layer."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -54,7 +57,7 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class MeasuredErrors:
-    """Errors of this rank, and of every layer's gradient the squares of distance and norm, to be added over shards."""
+    """Errors of this rank, and per layer the squared distance and norm of its gradient, to be summed over shards."""
 
     errors: Errors
     squares: dict[int, tuple[float, float]]
@@ -62,7 +65,7 @@ class MeasuredErrors:
 
 
 class Specimen:
-    """A copy as plain transformers runs it, and as plans do, placed as the model will be."""
+    """A reduced copy placed like the model itself (replicated, sharded, in stages), run by plain transformers and under plans."""
 
     def __init__(
         self,
@@ -80,13 +83,13 @@ class Specimen:
         self.model, self.layers = reduced.model, reduced.layers
         self._sites: dict[int, Any] = {EMBEDDING: reduced.embedding, **reduced.layers}
         self._own_sites, self.stage = self._sites, whole_model(self.model, reduced.attention_calls)
-        # the plain side sums over all ranks that share a shard
+        # in the plain run a reduce-scatter sums the equal gradients of all ranks of a shard group
         self._copies_summed = 1
         if setup.num_stages > 1:
             self.stage, self._own_sites = self._cut()
         owned = self.stage.model
         if mesh is not None:
-            # in shards to the device, as the model itself
+            # moved to the device in shards, like the model itself
             move_scales(owned, device)
             shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, fp32_gradients)
         for model in {id(each): each for each in (self.model, owned)}.values():
@@ -113,7 +116,7 @@ class Specimen:
             for number in range(len(rows)) if members is None else members:
                 ids = torch.tensor([rows[number]["input_ids"]], device=self.device)
                 labels = torch.tensor(rows[number]["labels"][1:], device=self.device)
-                # alone: not with the frequencies of a longer one before
+                # reset, so that a document does not get the rotary frequencies of a longer one before it
                 forget_documents(self.model)
                 with trace.recording([(number, 0, ids.shape[1], 0)]):
                     logits_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
@@ -124,7 +127,7 @@ class Specimen:
         return CopyRun(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
 
     def planned(self, plan: StepPlan, rows: Rows) -> CopyRun:
-        """The same under a plan, of what this rank holds of it; gradients are those of the whole step. Collective."""
+        """Loss, hidden states of this rank's tokens, and gradients of the whole step under a plan. Collective."""
         trace = HiddenTrace(self._own_sites)
         rank_plan = plan.for_rank(self.pool.rank)
         lengths = np.array([len(row["input_ids"]) for row in rows])
@@ -149,7 +152,7 @@ class Specimen:
         )
 
     def _cut(self) -> tuple[StageModel, dict[int, Any]]:
-        """This rank's stage of another copy, and the embedding and layers that it has."""
+        """This rank's stage, cut from another copy of the model, and the embedding and layers that it has."""
         model, ranges, stage = copy.deepcopy(self.model), self.setup.ranges, self.pool.stage
         sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
         cut_model(model, ranges, stage)
@@ -176,7 +179,7 @@ class Specimen:
         return forwards
 
     def _take_gradients(self, model: Any, divisor: int) -> dict[str, Tensor]:
-        """Gradients of all trained weights, which are left without."""
+        """Gradients of all trained weights, divided by `divisor`; the weights' `.grad` is cleared."""
         taken = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
@@ -211,7 +214,7 @@ class _TracedStage(StageModel):
 
 
 def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> MeasuredErrors:
-    """How far a run is off the plain one, by measure. Collective where only one of them has shards."""
+    """Errors of a run against the plain one, by measure. Collective if only one of them has shards."""
     errors: Errors = {("loss", 0): abs(run.loss - plain.loss) / max(abs(plain.loss), 1e-30)}
     for kind, site in run.trace.records:
         errors[kind, site] = difference(run.trace, plain.trace, kind, site)
@@ -233,10 +236,10 @@ def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> Measur
 
 
 def agreed_errors(own: MeasuredErrors, control: dist.ProcessGroup | None) -> Errors:
-    """The largest errors over all ranks, the same on every rank."""
+    """Largest errors over all ranks, equal on every rank."""
     everyone: list[MeasuredErrors] = gather_objects(own, control)
     for measured in everyone:
-        # every rank has another part of all gradients, or the whole of its layers'
+        # each rank has its shard of all gradients, or the whole gradients of its layers
         parts = everyone if measured.is_sharded else [measured]
         for place in measured.squares:
             gap, norm = (sum(part.squares[place][column] for part in parts) for column in (0, 1))

@@ -136,7 +136,7 @@ def widened(output: Any) -> Any:
 
 def test_a_stage_alone_refuses_to_be_run_as_a_model() -> None:
     stage = cut_into_stages(family_model("llama"), 2)[0]
-    with pytest.raises(RuntimeError, match="stage 0 of 2 of LlamaForCausalLM alone"):
+    with pytest.raises(RuntimeError, match="holds only stage 0 of 2 of LlamaForCausalLM"):
         stage.model(input_ids=random_inputs().input_ids)
 
 

@@ -189,7 +189,7 @@ def test_a_rotary_embedding_that_does_more_with_the_longest_position_is_refused(
     model.model.rotary_emb.__class__ = OwnRotaryEmbedding
     (problem,) = problems_at_start(model)
     assert problem.startswith(
-        "rope type 'dynamic' depends on the length of a document, and model.rotary_emb (OwnRotaryEmbedding) does not follow it"
+        "rope type 'dynamic' depends on the length of a document, and model.rotary_emb (OwnRotaryEmbedding) does not compute its"
     )
 
 
@@ -321,11 +321,11 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
     ),
     "saved tie": (
         lambda: lora(tiny_llama(tie_word_embeddings=True), modules_to_save=["lm_head"]),
-        "modules_to_save has the embedding or the head, which are one weight (tie_word_embeddings) and would become two",
+        "modules_to_save has the embedding or the head, which are one tied weight (tie_word_embeddings) and would become two",
     ),
     "trained norm": (
         unfrozen,
-        "1 trained weights outside the adapters would not be saved with them, base_model.model.model.norm",
+        "1 trained weights outside the adapters would not be saved with them, base_model.model.model",
     ),
     "dtypes": (of_half_and_single, "the adapters have weights of torch.bfloat16, torch.float32 on a model of torch.bfloat16"),
 }
