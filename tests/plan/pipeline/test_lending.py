@@ -129,8 +129,8 @@ def test_a_step_with_lent_stages_is_never_predicted_slower(lengths, ranks: tuple
         return
     lent = plan_step(0, lengths, model, dataclasses.replace(config, lend_stages=True))
     assert lent.estimate.step_s <= plain.estimate.step_s
-    is_lent = any(is_lent(group) for batch in lent.micro_batches for group in batch.groups)
-    assert is_lent == (lent.estimate.step_s < plain.estimate.step_s)
+    has_helpers = any(is_lent(group) for batch in lent.micro_batches for group in batch.groups)
+    assert has_helpers == (lent.estimate.step_s < plain.estimate.step_s)
     run = evaluate_plan(lent, model)
     assert run.step_s == lent.estimate.step_s and max(run.peak_bytes) == lent.estimate.peak_bytes
     if budget is not None:
