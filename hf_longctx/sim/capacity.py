@@ -1,4 +1,4 @@
-"""Where a rank's memory goes, the longest sequence that fits, and what would lengthen it, each by the same formula."""
+"""Answers where a rank's memory goes, how long a sequence fits, and what would lengthen it, all by one formula."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MemoryModel:
         return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks)) // self.saved_bytes_per_token
 
     def budget(self, parameters: Parameters, shard_ranks: int) -> ActivationBudget | None:
-        """What policies may use beside the states, as a run on these devices would have it; None where everything is kept."""
+        """Bytes that policies may use beside the states, as in a run on these devices; None where everything is kept."""
         if self.keeps_everything:
             return None
         left_bytes = max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks))
@@ -87,7 +87,7 @@ class MemoryModel:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What decides how long a sequence may be, besides the model and its device.
+    """Placement of a job, which decides how long a sequence may be, beside the model and its device.
 
     max_tokens_per_rank: a bound set by the user below what memory holds (0: none).
     """
@@ -126,7 +126,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one way of keeping weights, gradients and optimizer states leaves of a rank; no tokens: it does not fit."""
+    """Room that one way of keeping weights, gradients and optimizer states leaves on a rank; 0 tokens: it does not fit."""
 
     parameters: Parameters
     state_bytes: int

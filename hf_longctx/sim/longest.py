@@ -24,7 +24,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class LongestRow:
-    """What fits with these switches, and the predicted seconds of a step with one such sequence alone; 0 tokens: nothing."""
+    """Most tokens that fit with these switches, and predicted seconds of a step with one such sequence; 0 tokens: none fits."""
 
     switches: str
     tokens: int

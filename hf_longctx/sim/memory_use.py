@@ -1,4 +1,4 @@
-"""What a plan does with saved tensors, added up over its groups: kept, in tiles, computed again, on the host, or in slices."""
+"""Sums up how a plan treats saved tensors over its groups: kept, in tiles, recomputed, on the host, or in slices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MemoryUse:
 def memory_use(
     plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel, budget: ActivationBudget | None = None
 ) -> MemoryUse:
-    """What `plan` does with memory; without the budget that it was made with no reason is given."""
+    """Summary of how `plan` uses memory; without the budget that it was made with, it gives no reason."""
     groups = [group for mb in plan.micro_batches for group in mb.groups if any(chunk.spans for chunk in group.chunks)]
     tiled = [group for group in groups if group.stages[0].activations and not _has_layers(group)]
     chosen = [group for group in groups if _has_layers(group)]
@@ -106,7 +106,7 @@ def _num_slices(group: SequenceGroup) -> int:
 
 
 def _shares(groups: list[SequenceGroup], model: ModelSpec) -> tuple[tuple[tuple[str, float], ...], float]:
-    """Of each class the share of its bytes that runs again, and of all bytes the share that waits on the host."""
+    """Share of each tensor class that is recomputed, and share of all saved bytes that waits on the host."""
     again = dict.fromkeys(TENSOR_CLASSES, 0.0)
     host = total = 0.0
     for tokens, layer in (entry for group in groups for entry in _layers(group)):

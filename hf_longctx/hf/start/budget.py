@@ -17,13 +17,13 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
-# of a machine's memory that its ranks may fill with saved tensors where nothing else is said
+# share of a machine's memory that its ranks may fill with saved tensors, unless `host_gib` says otherwise
 _HOST_SHARE = 0.5
 
 
 def describe_states(spec: ModelSpec) -> str:
-    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{' in four bits' if spec.packed.is_there else ''}"
-    if not spec.adapters.is_there:
+    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{'' if spec.packed.is_empty else ' in four bits'}"
+    if spec.adapters.is_empty:
         return f"weights, gradients and Adam states {total}"
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
     return f"weights {total}, and gradients and Adam states of {trained / 1e6:.2f} million trained ones"
@@ -39,7 +39,7 @@ def activation_budget(
     device: torch.device,
     control: dist.ProcessGroup | None,
 ) -> ActivationBudget:
-    """What every rank has beside the states of the model, or of the stage with the most; collective.
+    """Bytes that every rank has beside the states of the model, or of the stage with the most; collective.
 
     Raises ValueError for more host memory than there is.
     """
@@ -49,7 +49,7 @@ def activation_budget(
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
     left_bytes = max(0, usable_bytes - ByteModel(spec).most_states(ranges, parameters, shard_ranks))
     if config.host_gib is None:
-        # of the whole, so that a run that resumes finds the same unless others took it
+        # a share of all memory, not of what is free, so that a resumed run gets the same budget
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0
     else:
         host_bytes = int(config.host_gib * 2**30)

@@ -1,4 +1,4 @@
-"""What the planner must know of a model, of the machines and of its own task. Plain data, in tokens, bytes and seconds."""
+"""Describes a model to the planner: shapes, adapters, packed weights. Plain data, in elements and bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.core.windows import Windows, config_windows
 
-# of config.json; types with a switch of their own have it in `use_qk_norm`
+# model types of config.json with norms of queries and keys; other types say so by `use_qk_norm`
 _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What is trained beside frozen weights; nothing: all weights are trained.
+    """Weights that are trained beside frozen ones; empty: all weights are trained.
 
     layer_parameters, layer_bytes: of the weights that adapters add to one layer. layer_saved_bytes: what these keep for backward
     of one token. first, last: weights that are trained at the embedding and at the head.
@@ -39,8 +39,8 @@ class AdapterSpec:
         return cls(layer_parameters=count, layer_bytes=count * model.bytes_per_element)
 
     @property
-    def is_there(self) -> bool:
-        return max(self.layer_parameters, self.first_parameters, self.last_parameters) > 0
+    def is_empty(self) -> bool:
+        return max(self.layer_parameters, self.first_parameters, self.last_parameters) == 0
 
     def sizes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
         """Trained parameters of so many layers with the ends that are there, and their bytes."""
@@ -62,13 +62,13 @@ class PackedSpec:
 
     @classmethod
     def nf4(cls, model: ModelSpec) -> PackedSpec:
-        """Of all matrices of a layer as QLoRA has them: a scale of eight bits for 64 elements, one of fp32 for 256 of these."""
+        """All matrices of a layer in NF4, as QLoRA has them: an 8-bit scale per 64 elements, an fp32 scale per 256 of these."""
         count, largest = model.layer_weights, model.hidden_size * max(model.intermediate_size, model.query_size)
         return cls(count // 2, -(-count // 64) + 4 * -(-count // (64 * 256)), largest * model.bytes_per_element)
 
     @property
-    def is_there(self) -> bool:
-        return self.layer_bytes > 0
+    def is_empty(self) -> bool:
+        return self.layer_bytes == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,21 +259,21 @@ class ModelSpec:
         return num_layers * self.layer_weights + num_tables * table + positions
 
     def part_weight_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> int:
-        """Bytes of the same, without scales of packed weights."""
+        """Bytes of these weights, without scales of packed weights."""
         count = self.part_parameters(num_layers, is_first, is_last)
-        if not self.packed.is_there:
+        if self.packed.is_empty:
             return count * self.bytes_per_element
         return (count - num_layers * self.layer_weights) * self.bytes_per_element + num_layers * self.packed.layer_bytes
 
     @property
     def trains_layers(self) -> bool:
         """Whether the layers' own weights are trained."""
-        return not self.adapters.is_there
+        return self.adapters.is_empty
 
     @property
     def trains_head(self) -> bool:
         """Whether the head's weight is trained: its own, or a copy beside it."""
-        return not self.adapters.is_there or self.adapters.last_parameters > 0
+        return self.adapters.is_empty or self.adapters.last_parameters > 0
 
 
 # experts of a layer, and those of a token

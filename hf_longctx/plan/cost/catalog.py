@@ -86,7 +86,7 @@ def spec_name(spec: ModelSpec) -> str:
     sent = f", {spec.bytes_sent_per_element} sent" if spec.bytes_sent_per_element not in (0, spec.bytes_per_element) else ""
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
     adapters = f", {trained} trained beside them" if trained else ""
-    packed = f", layers packed to {spec.packed.layer_bytes + spec.packed.layer_scale_bytes}" if spec.packed.is_there else ""
+    packed = "" if spec.packed.is_empty else f", layers packed to {spec.packed.layer_bytes + spec.packed.layer_scale_bytes}"
     idle = f", {spec.idle_parameters} idle in a layer" if spec.idle_parameters else ""
     sizes = Counter(window for window in spec.windows if window is not None)
     windows = "".join(f", windows of {window} in {count} layers" for window, count in sorted(sizes.items()))

@@ -20,8 +20,11 @@ from hf_longctx.plan.core.types import SequenceGroup, StagePlan
 
 
 class BookMoments(NamedTuple):
-    """Of every pass: when the last layer of its part runs; when the first runs backward (0 in a forward); the most inside of it;
-    and what the other parts of the stage hold meanwhile."""
+    """Bytes of the K/V book in every pass of a round.
+
+    first: when the last layer of the pass's part runs, which is the first to run backward. last: when the first layer runs
+    backward (0 in a forward). most: the most inside the pass. others: what the other parts of the stage hold meanwhile.
+    """
 
     first: IntArray
     last: IntArray
@@ -30,7 +33,7 @@ class BookMoments(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """Of one layer for every chunk: what a forward adds; what a replay does, and the slice's gradients; what goes with them."""
+    """Bytes by which each chunk changes one layer's K/V book: in its forward, in its replay, by gradients, and when freed."""
 
     written: IntArray
     rewritten: IntArray
@@ -39,9 +42,9 @@ class _Changes(NamedTuple):
 
 
 class BookKinds(NamedTuple):
-    """Windows of a model's layers (0: none), and of layers with each of them what every chunk changes.
+    """Windows of a model's layers (0: none), and for each window by how much every chunk changes a layer's book.
 
-    Of one window those of a layer that is replayed and of others come one after the other, of full attention they are one.
+    A window has two entries, first for layers that are not replayed, then for those that are; full attention alone has one.
     """
 
     windows: list[int]
@@ -49,10 +52,10 @@ class BookKinds(NamedTuple):
 
 
 def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKinds:
-    """Of the rank at `position` of the group, whatever stage it is on and whatever policies are."""
+    """Changes on the rank at `position` of the group, which are the same on every stage and under every policy."""
     block = group.shape.ulysses
     heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
-    # of keys and values, and of their gradients in at least fp32, in a layer
+    # keys and values of a token in a layer, and their gradients in at least fp32
     token_bytes = heads * model.kv_head_size * model.bytes_per_element
     gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
     windows = sorted({window or 0 for window in model.windows} or {0})
@@ -72,9 +75,9 @@ def book_moments(
     first, last, most, change = (np.zeros_like(place) for _ in range(4))
     for part, layers in enumerate(stage.parts):
         if len(changes) == 1:
-            found = _alike(changes[0], layers.num_layers)
+            found = _equal_layers(changes[0], layers.num_layers)
         else:
-            found = _in_turn(changes, _layer_kinds(model, stage, part, windows, num_chunks))
+            found = _layers_in_turn(changes, _layer_kinds(model, stage, part, windows, num_chunks))
         forward, backward, first_run, last_run, fullest = found
         own = slice(None) if num_parts == 1 else place % num_parts == part
         chunk, goes_forward = place[own] // num_parts, is_forward[own]
@@ -91,20 +94,20 @@ def book_moments(
     return BookMoments(first, last, most, others)
 
 
-# of every chunk: what a forward and a backward change; beside what was there before it, the book when the first of its layers
-# to run backward does, when the last one does, and the most
+# for every chunk: change by its forward and by its backward; then, above what was there before its backward, the book when the
+# first of its layers runs backward, when the last one does, and at its fullest
 _PassChanges = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
 
 
-def _alike(changes: _Changes, num_layers: int) -> _PassChanges:
-    """Of layers that see all tokens."""
+def _equal_layers(changes: _Changes, num_layers: int) -> _PassChanges:
+    """Changes of a part whose layers all see every token."""
     net = changes.left - changes.gone
     last_run = (num_layers - 1) * net + changes.left
     return num_layers * changes.written, num_layers * net, changes.left, last_run, np.maximum(changes.left, last_run)
 
 
-def _in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
-    """Of layers of these kinds."""
+def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
+    """Changes of a part whose layers are of these kinds, layer after layer."""
     known = np.array([list(each) for each in changes], dtype=np.int64).transpose(1, 0, 2)
     # last layer first
     written, rewritten, left, gone = known[:, kind_CL[:, ::-1], np.arange(len(kind_CL))[:, None]]
@@ -120,7 +123,7 @@ def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[in
     own = model.windows[layers.first_layer : layers.first_layer + layers.num_layers]
     places = np.array([2 * windows.index(window or 0) for window in own], dtype=np.int64)
     kinds = np.broadcast_to(places, (num_chunks, layers.num_layers)).copy()
-    # layers alike are the same object
+    # equal layers are mostly one object
     known: dict[int, bool] = {}
     for policy in stage.activations:
         if policy.part == part:

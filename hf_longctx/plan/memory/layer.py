@@ -18,14 +18,14 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
 from hf_longctx.plan.memory.saved_tensors import class_bytes, plain_layer_bytes
 
-# of a matrix of capped scores, as `runtime.plain_tiles` makes them
+# most elements of a matrix of capped scores, as `runtime.plain_tiles` makes them
 MOST_SCORES = 2**25
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a rank runs of a chunk.
+    """The share of a chunk that one rank runs.
 
     num_tokens: of this rank. documents: new tokens of each document, of this rank's share, whose attention runs one after
     the other. front_tokens: tokens before the chunk's first document, whose keys and values lie in the book; sliced_tokens:
@@ -143,7 +143,7 @@ class LayerBytes:
 
     @cached_property
     def _replayed_attention(self) -> int:
-        """What a replay saves up to the output of attention, beyond the layer input and what was kept."""
+        """Bytes that a replay saves up to the output of attention, beyond the layer input and kept tensors."""
         if self.is_plain:
             return 0
         d, a, k, _ = self._sizes
@@ -188,14 +188,14 @@ class LayerBytes:
 
     @property
     def _unrotated(self) -> int:
-        """What is kept of projections, beside the queries and keys that are made of it; values are the same unless cut."""
+        """Bytes of projections that are kept beside the queries and keys made of them; values are shared unless cut."""
         _, a, k, _ = self._sizes
         stop = self._cuts["qkv"][2]
         return (a + (2 * k if stop else k)) * (self.tokens - stop)
 
     @property
     def _latents(self) -> int:
-        """What attention modules with low-rank projections have in hand when they attend: latents, and what is made of them."""
+        """Bytes that low-rank projections still hold while attention runs: latents, and the parts made from them."""
         model = self.model
         if not model.kv_rank:
             return 0
@@ -205,7 +205,7 @@ class LayerBytes:
 
     @property
     def _exchange(self) -> int:
-        """Of queries, keys and values between ranks: one copy of what is sent."""
+        """One copy of the queries, keys and values that are sent between ranks."""
         _, a, k, _ = self._sizes
         return (a + 2 * k) * self.tokens if self.load.is_shared else 0
 
@@ -229,7 +229,7 @@ class LayerBytes:
 
     @property
     def _held_mlp(self) -> int:
-        """What is kept of the MLP and gone when its backward is done."""
+        """Bytes kept of the MLP, which are freed by its backward."""
         if self.is_plain:
             return (4 if self.model.gated_mlp else 2) * self._sizes[3] * self.tokens
         _, _, host_stop = self._cuts["mlp"]
@@ -285,7 +285,7 @@ class LayerBytes:
         return outside + most + self._score_blocks(longest, longest + load.front_tokens)
 
     def _fused_attention_backward(self) -> int:
-        """As above where nothing is recomputed: torch's own node, on expanded keys and values that it saved."""
+        """Bytes of torch's own attention node, where nothing is recomputed, on expanded keys and values that it saved."""
         d, a, _, _ = self._sizes
         documents = self.load.documents
         # what MLP, second norm and output projection held is gone; three gradients for each document, and then in one piece
@@ -294,7 +294,7 @@ class LayerBytes:
 
 
 class OutsideBytes:
-    """What is outside of the layers: rotary embeddings and labels (shared), the final norm and the loss.
+    """Bytes outside the layers: rotary embeddings and labels (shared), the final norm and the loss.
 
     head: held from forward to backward; without a head, the hidden states that leave, from which backward starts. forward,
     backward: when the loss runs, without what layers and `shared` hold.
@@ -312,7 +312,7 @@ class OutsideBytes:
         trains_head = load.trains_weights and model.trains_head
         norm = (4 * d + 4 + (e * d if trains_head else 0)) * tokens
         hidden = e * d * tokens
-        # of the norm, forward and backward: mostly fp32 tensors like its input
+        # workspace of the norm, forward and backward: mostly fp32 tensors like its input
         inside = ((12 if e == 4 else 8 + 3 * e) * d) * tokens
         normed = 24 * d * tokens
         weights = vocabulary * d if trains_head else 0

@@ -65,7 +65,7 @@ OUTSIDE_NUMBERS = attrgetter("shared", "head", "forward", "backward")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundMoments:
-    """What `RoundBytes` says, of each pass of a round."""
+    """Bytes of each pass of a round; fields as in `RoundBytes`."""
 
     saved: IntArray
     host: IntArray

@@ -37,7 +37,7 @@ def part_state_bytes(
 def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
     """Bytes of weights, of gradients and of moments."""
     weights = model.part_weight_bytes(num_layers, is_first, is_last)
-    if not model.adapters.is_there:
+    if model.adapters.is_empty:
         return weights, weights, 8 * model.part_parameters(num_layers, is_first, is_last)
     trained, trained_bytes = model.adapters.sizes(num_layers, is_first, is_last)
     return weights + trained_bytes, trained_bytes, 8 * trained

@@ -244,7 +244,7 @@ def _longest(forecast: Forecast) -> list[str]:
     scenario, best = forecast.scenario, forecast.longest_row
     planned, positions = scenario.longest_tokens, scenario.costs.model.max_positions
     degree = scenario.placement.degrees[-1]
-    over = " over weights of four bits" if scenario.costs.model.packed.is_there else ""
+    over = "" if scenario.costs.model.packed.is_empty else " over weights of four bits"
     trained = f"LoRA of rank {scenario.memory.lora_rank}{over}" if scenario.memory.lora_rank else "all weights trained"
     rows = [(row.switches, f"{row.tokens:,}", _seconds(row.step_s) if row.tokens else "-", "") for row in forecast.longest]
     lines = [
