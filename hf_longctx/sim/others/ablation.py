@@ -143,7 +143,7 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
 
     None without adapters or stages, where a run refuses the setting.
     """
-    if not machine.costs.model.adapters.is_there or not machine.stage_counts():
+    if machine.costs.model.adapters.is_empty or not machine.stage_counts():
         return None
     model = replace(machine.costs.model, keeps_all_stages=True)
     costs = replace(machine.costs, model=model, method="ulysses", parameters="replicated", shard_ranks=1)
