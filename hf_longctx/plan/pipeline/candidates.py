@@ -1,8 +1,8 @@
 """Candidates for one step on several stages: layouts of a stage, sequences on their groups, and the chunks of every group.
 
-Every group of a stage's layout is a pipeline of its own, so its number of slices is chosen alone. One slice means whole
-sequences, a pipeline of batches; more make one of tokens (InfiniPipe, arXiv 2509.21275, section 3). Numbers of slices are
-compared by a formula first, the slowest stage's work and the bubble before it, and the best few are simulated.
+Every group of a stage's layout is a pipeline of its own, so its number of slices is chosen independently of other groups. With
+one slice the pipeline runs whole sequences; with more it runs slices of them (InfiniPipe, arXiv 2509.21275, section 3). A formula
+compares numbers of slices first (the slowest stage's work plus the bubble); the best few are then simulated.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from hf_longctx.plan.pipeline.stage_seconds import Parts, StageRates, busiest_ra
 SLICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # chunks per stage where packs may take longer than the longest sequence
 _CHUNKS_PER_STAGE = (1, 2, 3, 4, 6, 8, 12, 16)
-# of all groups side by side: more cost more in messages, small kernels and planning than they save
+# most chunks of all concurrent groups together: more cost more in messages, small kernels and planning than they save
 _MOST_CHUNKS = 512
-# so many layouts of different degrees are estimated and so many of all simulated; of each group so many cuts that fit, or as
-# many as this before it is given up
+# most layouts of mixed degrees that are estimated; most layouts that are simulated; for each group, cuts that fit before the
+# search stops, and cuts tried before it gives up
 _MIXED_LAYOUTS = 12
 _SIMULATED_LAYOUTS = 4
 _SIMULATED_CUTS, _MOST_CUTS = 2, 5
-# estimates are that close to what is simulated: what is worse by more cannot win
+# a layout is not simulated if this share of its estimate is more than the fastest simulated time: estimates are that accurate
 _DOUBT = 0.95
-# slices where room is short: each four times as many as the one before
+# numbers of slices to try where memory is short
 _LEAN_SLICES = (1, 4, 16)
-# most slices per stage where stages lend ranks: idle time is a small share of more
+# most slices per stage where stages lend ranks: with more slices, idle time is too small a share to save
 _LENT_SLICES = 4
-# of a pipeline's seconds, what fewer chunks are worth
+# share of a pipeline's seconds within which cuts count as equally fast, so that fewer chunks win
 _SAME = 0.01
-# what a cut may hold beyond its room by the formula, since the formula is a rough one
+# factor by which the formula's held tokens may exceed the room, since the formula is rough
 _ROUGH = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A way to make chunks of a group's sequences, and about the seconds that its pipeline takes, with room made."""
+    """A way to make chunks of a group's sequences; `estimate_s` is roughly its pipeline's seconds, recomputation included."""
 
     estimate_s: float
     num_chunks: float
@@ -60,9 +60,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Pipelines side by side: groups on the positions of every stage with their chunks, and the seconds of the slowest.
+    """Concurrent pipelines: groups on the positions of every stage with their chunks, and the seconds of the slowest group.
 
-    These include a guess of what recomputing costs where not everything can be kept.
+    The seconds include an estimate of recomputation where not everything can be kept.
     """
 
     seconds: float
@@ -71,22 +71,25 @@ class Candidate:
 
 
 class StageRoom:
-    """What fits on a rank of every stage, and about what it costs to make room for more."""
+    """Estimates how much fits on a rank of every stage, and how many seconds it costs to make room for more."""
 
     def __init__(self, costs: CostModel, parts: Parts, config: PlannerConfig) -> None:
         self.layers = [sum(part.num_layers for part in of_stage) for of_stage in parts]
         num_layers, budget = costs.model.num_layers, config.activations
-        # a stage with a part of the layers holds as much more of a sequence
+        # a stage has only some of the layers, so its ranks can hold proportionally more tokens
         self.longest_tokens = config.tokens_per_rank * num_layers // max(self.layers)
         layer_bytes = sum(class_bytes(costs.model, name) for name in TENSOR_CLASSES)
         self.can_recompute = budget is not None
-        # tokens times layers
+        # room of a rank, in tokens times layers
         self.room = budget.device_bytes / layer_bytes if budget else float(config.tokens_per_rank * num_layers)
         forward, backward = costs.coefficients.forward, costs.coefficients.backward
         self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
 
     def added_s(self, held_tokens: Sequence[float], work_s: float) -> float:
-        """Seconds that recomputing adds to `work_s` of a stage, if ranks of the first stages hold so many tokens; or infinity."""
+        """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed.
+
+        held_tokens: most tokens that a rank holds at once, for each of the first stages.
+        """
         over = max(1 - self.room / max(held * layers, 1e-300) for held, layers in zip(held_tokens, self.layers, strict=False))
         if over <= 0:
             return 0.0
@@ -94,12 +97,12 @@ class StageRoom:
 
 
 class PipelineStep:
-    """One step's sequences on `num_stages` stages: what they cost there, and candidates for any of them."""
+    """Rates a step's sequences on several pipeline stages and proposes candidates for any subset of them."""
 
     def __init__(self, lengths: Sequence[int], costs: CostModel, parts: Parts, config: PlannerConfig, schedule: Schedule) -> None:
         num_stages, cluster = len(parts), costs.cluster
         self.parts, self.config, self.num_stages = parts, config, num_stages
-        # several layer ranges per stage run in one order alone
+        # stages with several layer ranges support only the interleaved schedule
         self.schedule: Schedule = schedule if len(parts[0]) == 1 else "interleaved"
         self.ranks_per_stage = per_stage = cluster.num_ranks // num_stages
         # groups lie inside a stage
@@ -124,13 +127,13 @@ class PipelineStep:
 
     @property
     def block_ranks(self) -> int:
-        """How many consecutive positions share parameters and so take part in a micro-batch together."""
+        """Number of consecutive positions that share parameters, and so enter and leave a micro-batch together."""
         return 1 if self.costs.parameters == "replicated" else self.costs.shards or self.ranks_per_stage
 
     def candidates(self, members: Sequence[int]) -> list[Candidate]:
-        """The quickest pipelines for these sequences, one for each of the most promising layouts, the quickest first.
+        """Fastest pipelines for these sequences, one for each of the most promising layouts, fastest first.
 
-        Empty where no layout holds them all.
+        The list is empty if no layout holds all of them.
         """
         layouts = stage_layouts(self.ranks_per_stage, self.degrees)
         chosen = np.array(members, dtype=np.int64)
@@ -150,9 +153,10 @@ class PipelineStep:
         return sorted(found, key=lambda candidate: candidate.seconds)
 
     def lean_candidates(self, members: Sequence[int]) -> list[Candidate]:
-        """Pipelines that need little room, of unknown seconds: the largest groups, the longest sequence in ever more slices.
+        """Pipelines that need little memory: the largest groups, with the longest sequence in ever more slices.
 
-        Empty where these groups do not hold all sequences or cannot run side by side.
+        Their seconds are not estimated (nan). The list is empty if these groups cannot hold all sequences or cannot run
+        concurrently.
         """
         count = self.ranks_per_stage // self.degrees[-1]
         try:
@@ -172,9 +176,9 @@ class PipelineStep:
         return found
 
     def lone_candidates(self, sequence: int) -> list[Candidate]:
-        """Pipelines of this sequence alone on the largest group, in few slices and of unknown seconds.
+        """Pipelines of this sequence alone on the largest group, in few slices, for stages that lend ranks.
 
-        Stages that lend ranks run them.
+        Their seconds are not estimated (nan).
         """
         degree, length = self.degrees[-1], int(self.lengths[sequence])
         group = PlacedGroup(0, degree, (sequence,))
@@ -185,7 +189,7 @@ class PipelineStep:
         return [Candidate(math.nan, tuple(placed), (chunks, *((Chunk(0),) for _ in placed[1:]))) for chunks in made]
 
     def _shape(self, degree: int) -> GroupShape:
-        """How groups of a degree share attention: in one block where they can, since a ring takes no slices."""
+        """Chooses how groups of a degree share attention: in one block where possible, since a ring cannot run slices."""
         shapes = group_shapes(degree, self.costs.method, self.costs.model, self.costs.cluster)
         num_tokens = float(min(self.lengths.sum() / self.ranks_per_stage, self.config.tokens_per_rank) * degree)
         return next((s for s in shapes if s.num_blocks == 1), None) or self.costs.best_shape(degree, num_tokens)
@@ -206,7 +210,7 @@ class PipelineStep:
         return MicroBatch(tuple(groups))
 
     def _dealt(self, layout: StageLayout, members: Sequence[int]) -> list[PlacedGroup]:
-        """Sequences on the groups of a layout, and these on positions, idle ranks left out."""
+        """Deals sequences to the groups of a layout and places these groups on positions; idle ranks are left out."""
         chosen = np.array(members, dtype=np.int64)
         seconds = [self.seconds[degree][chosen] for degree in layout]
         dealt = deal_sequences(self.lengths[chosen], seconds, [self.longest[degree] for degree in layout])
@@ -215,12 +219,12 @@ class PipelineStep:
         return place_layout([groups], self.ranks_per_stage, nodes, self.config.node_aligned)[0]
 
     def _cuts(self, group: PlacedGroup) -> list[Cut]:
-        """Ways to make chunks of a group's sequences, those first that promise to be quick; one at least."""
+        """Ways to make chunks of a group's sequences, at least one, sorted by estimated seconds."""
         rates, lengths = self.rates[group.degree], self.lengths[list(group.members)]
         work_s = float(self.seconds[group.degree][list(group.members)].sum())
         longest, tokens = int(lengths.max()), int(lengths.sum())
         longest_s = rates.spans.of_span(0, longest)
-        # enough for chunks that memory cuts short
+        # fewest chunks that memory allows
         fewest = -(-tokens // (group.degree * self.config.tokens_per_rank))
         can_slice = self.shapes[group.degree].num_blocks == 1
         targets = [(count, longest_s / count) for count in SLICE_COUNTS if count == 1 or (can_slice and count <= longest)]
@@ -236,12 +240,12 @@ class PipelineStep:
             held = min(tokens, longest + (self.num_stages - 1) * tokens / num_chunks) / group.degree
             estimate_s += self.room.added_s([held / _ROUGH], work_s)
             found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
-        # of those about as quick, the fewest chunks: small kernels and messages cost more than any model says
+        # fewest chunks first among equally fast cuts: small kernels and messages cost more than any model says
         alike_s = (1 + _SAME) * min(cut.estimate_s for cut in found)
         return sorted(found, key=lambda cut: (max(alike_s, cut.estimate_s), cut.num_chunks))
 
     def _simulated(self, groups: Sequence[PlacedGroup]) -> Candidate | None:
-        """The groups with the chunks that simulation finds quickest; None where they cannot run side by side or do not fit."""
+        """Groups with the chunks that are fastest in simulation; None where they cannot run concurrently or do not fit."""
         [placed] = with_idle_ranks([list(groups)], self.ranks_per_stage, self.block_ranks)
         if self.costs.parameters == "sharded" and _share_blocks(placed, self.block_ranks):
             return self._in_step(placed)
@@ -255,7 +259,7 @@ class PipelineStep:
                 num_fitting += seconds < math.inf
                 if seconds < best_s:
                     best_s, chunks[group] = seconds, made
-                # no group has to be quicker than the slowest
+                # a group faster than the slowest one gains nothing
                 if best_s <= slowest_s or num_fitting == _SIMULATED_CUTS:
                     break
             if math.isinf(best_s):
@@ -264,9 +268,9 @@ class PipelineStep:
         return Candidate(slowest_s, tuple(placed), tuple(chunks.get(group, (Chunk(0),)) for group in placed))
 
     def _in_step(self, placed: Sequence[PlacedGroup]) -> Candidate | None:
-        """The groups with whole sequences in as many chunks each, so that all run forwards and backwards in one order.
+        """Groups with whole sequences in equally many chunks, so that all run forwards and backwards in one order.
 
-        None where a sequence has to be cut: groups would need slices at the same places.
+        Returns None where a sequence has to be cut, since all groups would need slices at the same places.
         """
         busy = [group for group in placed if group.members]
         best: Candidate | None = None
@@ -286,7 +290,7 @@ class PipelineStep:
         return best if best is None or best.seconds < math.inf else None
 
     def _run(self, group: PlacedGroup, cut: Cut) -> tuple[float, tuple[Chunk, ...]]:
-        """Seconds and chunks of one way to cut a group's sequences; of groups alike, once."""
+        """Seconds and chunks of one way to cut a group's sequences; equal groups are computed once."""
         key = group.degree, group.members, cut.num_slices, cut.target_s
         if key not in self._runs:
             chunks = self._chunks(group, cut.num_slices, cut.target_s)
@@ -300,7 +304,7 @@ class PipelineStep:
         return elastic_chunks(lengths, num_slices, rates.spans, capacity, target_s)
 
     def _seconds(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
-        """Seconds of a pipeline with room made; infinite where there cannot be enough."""
+        """Seconds of a pipeline, including recomputation where memory is short; infinite where it cannot fit."""
         shape = self.shapes[group.degree]
         if shape.num_blocks > 1 and any(chunk.prefix_tokens for chunk in chunks):
             return math.inf
@@ -309,11 +313,11 @@ class PipelineStep:
 
 
 def _share_blocks(groups: Sequence[PlacedGroup], block_ranks: int) -> bool:
-    """Whether two groups have ranks of one block."""
+    """Whether two groups have ranks in the same block."""
     blocks = [block for group in groups for block in {position // block_ranks for position in group.positions}]
     return len(blocks) > len(set(blocks))
 
 
 def _padded(chunks: Sequence[Chunk], count: int) -> tuple[Chunk, ...]:
-    """The chunks with dummy chunks behind them."""
+    """Appends dummy chunks until there are `count` chunks."""
     return (*chunks, *(Chunk(index) for index in range(len(chunks), count)))

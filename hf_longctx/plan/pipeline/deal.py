@@ -1,7 +1,7 @@
-"""Sequences to the groups of a micro-batch that run side by side, by predicted time: replicas of a pipeline, or unequal ones.
+"""Deals sequences to the concurrent groups of a micro-batch by predicted time; groups may be equal or of different degrees.
 
-Longest first, each to the group that is done first with it (Graham 1969, section 4: within 4/3 - 1/(3m) of the optimum for m
-equal groups). Groups of unequal speed get what they are fast enough for, and a group too small for a sequence none of it.
+Sequences go longest first, each to the group that would finish it first (Graham 1969, section 4: within 4/3 - 1/(3m) of the
+optimum for m equal groups). Faster groups thus get more work, and a group never gets a sequence that is too long for it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def deal_sequences(
     longest: Sequence[int],
     capacity: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Which sequences every group takes, longest first, so that the slowest group is done early.
+    """Sequences of every group, longest first, dealt so that the slowest group finishes early.
 
-    seconds[g][i]: what sequence i adds to group g. longest[g]: the most tokens of one sequence that group g can run.
+    seconds[g][i]: seconds that sequence i adds to group g. longest[g]: the most tokens of one sequence that group g can run.
     capacity[g]: the most tokens of all its sequences (None: any number). Raises ValueError for a sequence without a place.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
@@ -44,7 +44,7 @@ def deal_sequences(
                 f"sequence {i} has {length} tokens, but of {len(longest)} groups side by side none takes more than "
                 f"{max(map(min, longest, room))}; allow larger groups or plan several micro-batches"
             )
-        # of equals the one that computes least: a larger group may lose time by sharing
+        # ties go to the group that takes least time for the sequence: a larger one may lose time by sharing
         group = min(fitting, key=lambda g: (done_s[g] + columns[i][g], columns[i][g], g))
         done_s[group] += columns[i][group]
         room[group] -= length
@@ -53,7 +53,7 @@ def deal_sequences(
 
 
 def _deal_equal(order: Sequence[int], seconds_N: FloatArray, num_groups: int) -> tuple[tuple[int, ...], ...]:
-    """The same for groups that are alike, without looking at each of them."""
+    """Deals sequences to equal groups; a heap finds the next group without comparing all of them."""
     taken: list[list[int]] = [[] for _ in range(num_groups)]
     heap = [(0.0, group) for group in range(num_groups)]
     seconds = seconds_N.tolist()

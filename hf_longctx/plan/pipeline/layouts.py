@@ -1,4 +1,4 @@
-"""How the ranks of a stage may be cut into sequence groups: replicas of one degree, and groups of different degrees."""
+"""Lists the ways to divide a stage's ranks into sequence groups, of one degree or of different degrees."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hf_longctx.plan.core.arrays import FloatArray, IntArray
 # degrees of the groups of a stage, the largest first; ranks that they leave over are idle
 StageLayout = tuple[int, ...]
 
-# up to so many ranks layouts may have three different degrees, beyond two: there are thousands of them then
+# most ranks for which layouts may have three different degrees; beyond it two, or there would be thousands of layouts
 _FEW_RANKS = 16
 
 
 def stage_layouts(num_ranks: int, degrees: Sequence[int]) -> list[StageLayout]:
-    """All layouts of two or three different degrees (for more than 16 ranks two) into which no further group fits."""
+    """All layouts of at most three different degrees (at most two for more than 16 ranks) in which no further group fits."""
     most = 3 if num_ranks <= _FEW_RANKS else 2
     usable = [degree for degree in sorted(degrees, reverse=True) if degree <= num_ranks]
     return list(_layouts(num_ranks, usable, most)) if usable else []
 
 
 def _layouts(num_ranks: int, degrees: Sequence[int], most: int) -> Iterator[StageLayout]:
-    """Layouts of `num_ranks` ranks, of at most `most` different ones of the descending degrees."""
+    """Layouts of `num_ranks` ranks that use at most `most` of the degrees, which are given in descending order."""
     if not degrees or degrees[-1] > num_ranks:
         yield ()
         return
@@ -40,11 +40,11 @@ def _layouts(num_ranks: int, degrees: Sequence[int], most: int) -> Iterator[Stag
 def promising(
     layouts: Sequence[StageLayout], seconds: Mapping[int, FloatArray], lengths: IntArray, longest: Mapping[int, int], most: int
 ) -> list[StageLayout]:
-    """Layouts that hold every sequence: all of one degree, and the others with the least bounds, `most` of these.
+    """Layouts that hold every sequence: all with one degree, and the `most` with mixed degrees whose lower bounds are least.
 
-    seconds[d][i]: of sequence i on a group of d ranks. longest[d]: the most tokens of one sequence on d ranks. No layout is
-    done before its longest sequence is, nor before all work, each sequence where it costs the fewest rank-seconds, is spread
-    over all ranks.
+    seconds[d][i]: seconds of sequence i on a group of d ranks. longest[d]: the most tokens of one sequence on d ranks. The lower
+    bound of a layout is the larger of two times: that of its slowest sequence, and that of all work spread evenly over its
+    ranks, each sequence counted on the degree where it costs the fewest rank-seconds.
     """
     bounds: dict[StageLayout, float] = {}
     alone = {degree: np.where(lengths <= longest[degree], each, np.inf) for degree, each in seconds.items()}

@@ -1,7 +1,8 @@
-"""Decides where lent stages pay (`lent_slices.py`): for every long sequence of a plan, first slices, last ones, both or none.
+"""Decides where lending ranks pays (`lent_slices.py`): in the first slices of a long sequence, the last, both or none.
 
-Predictions are for ranks that have the weights of all stages at hand, as under adapters, whose frozen weights every rank can
-keep; the runtime executes no other. First slices alone are tried too: only the last ones need the whole front sent to lent ranks.
+Predictions assume that every rank has the weights of all stages, as with adapters, whose frozen base weights every rank can keep;
+the runtime executes no other case. Lending in the first slices alone is tried too, since only the last slices need the keys and
+values of the whole sequence so far sent to the lent ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Fits = Callable[[StepPlan, Evaluation], bool]
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """A plan with helpers where they pay. plain_s, lent_s: predicted seconds of the step without and with them.
+    """A plan with helpers where they pay. plain_s, lent_s: predicted seconds of the step without and with helpers.
 
-    num_lent: groups with helpers, of `num_able` that could have some.
+    num_lent: groups with helpers. num_able: groups that could have helpers.
     """
 
     plan: StepPlan
@@ -39,7 +40,7 @@ class Lending:
 
     @property
     def gain(self) -> float:
-        """The share of the plain plan's time that is saved."""
+        """Share of the plain plan's time that lending saves."""
         return 1 - self.lent_s / self.plain_s if self.plain_s else 0.0
 
     def __str__(self) -> str:
@@ -50,9 +51,9 @@ class Lending:
 
 
 def lend(plan: StepPlan, costs: CostModel, fits: Fits = lambda plan, run: True) -> Lending:
-    """`plan` with helpers in every group in which they save predicted seconds of the step; group by group, the best of three.
+    """Adds helpers to every group where they save predicted seconds of the step; tries three ways per group and takes the best.
 
-    fits: plans for which it is false are left out. Raises ValueError for what cannot be evaluated.
+    fits: plans for which it returns False are left out. Raises ValueError for a plan that cannot be evaluated.
     """
     plain_s = best_s = evaluate_plan(plan, costs, with_events=False).step_s
     num_lent = num_able = 0
@@ -78,10 +79,10 @@ def lent_plans(
     fits: Fits,
     micro_batches_of: Callable[[tuple[int, ...]], Sequence[MicroBatch]],
 ) -> Iterator[StepPlan]:
-    """Plans with lent stages to compare with `plan`, which has none: helpers in its own groups, or long sequences apart.
+    """Plans with lent ranks to compare with `plan`, which has none: with helpers in its own groups, or with long sequences apart.
 
-    A group of several sequences cannot be lent ranks, so up to two of the longest sequences get a micro-batch each, in front of
-    those that `micro_batches_of` plans for the others.
+    A group of several sequences cannot be lent ranks, so up to two of the longest sequences get a micro-batch each, before the
+    micro-batches that `micro_batches_of` plans for the others.
     """
     yield lend(plan, costs, fits).plan
     lengths = pipelines.lengths.tolist()
@@ -97,7 +98,7 @@ def lent_plans(
 
 
 def _lent_alone(plan: StepPlan, pipelines: PipelineStep, sequence: int, costs: CostModel, fits: Fits) -> MicroBatch | None:
-    """The fastest micro-batch of this sequence alone with helpers; None where none fits or none saves anything."""
+    """Fastest micro-batch of this sequence alone with helpers; None where none fits or none saves time."""
     best: tuple[float, MicroBatch] | None = None
     for candidate in pipelines.lone_candidates(sequence):
         tried = replace(plan, micro_batches=(pipelines.micro_batch(candidate),))
@@ -108,7 +109,10 @@ def _lent_alone(plan: StepPlan, pipelines: PipelineStep, sequence: int, costs: C
 
 
 def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]:
-    """The ways to share a group that the runtime executes; none for packs, rings, parts, policies and interleaved passes."""
+    """Ways to lend ranks to a group that the runtime can execute.
+
+    There are none for packs, rings, several layer ranges per stage, activation policies, or passes in another order.
+    """
     can_share = (
         plan.parameters == "replicated"
         and 1 < len(group.stages) <= len(group.chunks) + 1
@@ -124,7 +128,7 @@ def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]
 
 
 def _keeps_order(group: SequenceGroup) -> bool:
-    """Whether every stage's own passes are in the only order in which they can be shared."""
+    """Whether every stage's own passes are in the only order in which lent ranks can share them."""
     return all(
         [action for action in row if action.stage == stage.stage] == [a for a in stage.actions if a.kind in ("F", "B")]
         for row, stage in zip(lent_order(group), group.stages, strict=True)

@@ -1,18 +1,20 @@
 """Lends ranks of idle stages to the slices with which a pipeline fills and drains (SPPO, arXiv 2503.10377, section 6).
 
-Of one sequence in N slices on P stages, the first slices keep stage i busy while the stages behind it wait, and the last while
-those in front of it do. So slices 0 .. P-2-i of stage i run on the ranks of stages i .. P-1, and slices N-i .. N-1 on those of
-stages 0 .. i; the N-P+1 in between run on the stage's own. Backward meets the same idle stages in reverse order, which makes
-its sets the same. The paper's definition counts one slice more than its table 3; this is the table.
+A sequence in N slices on P stages leaves stages idle at both ends: while stage i runs its first slices, the later stages wait;
+while it runs its last slices, the earlier stages have finished. So slices 0 .. P-2-i of stage i run on the ranks of stages
+i .. P-1, and slices N-i .. N-1 on those of stages 0 .. i; the N-P+1 slices in between run on the stage's own ranks. Backward
+finds the same stages idle in reverse order, so every slice has the same ranks there. The paper's definition counts one slice
+more than its table 3; this module follows the table.
 
-Every rank of a stage takes part in the first slices of the stages in front of it, then of its own, runs its steady slices,
-and takes part in the last slices of its own and of the stages behind it; backward in exactly the reverse order. In this order
-(ours; the paper gives none) no action waits for a rank that waits for it. Forward of 8 equal slices on 4 stages takes 8.33
-slots for 11, and 8 are all the work there is.
+Every rank of a stage helps with the first slices of the earlier stages, then runs the first slices of its own stage, its steady
+slices and its own last slices, and then helps with the last slices of the later stages; backward runs in exactly the reverse
+order. This order is ours (the paper gives none) and cannot deadlock: no action waits for a rank that waits for it. The forward
+of 8 equal slices on 4 stages takes 8.33 slots instead of 11; 8 slots are the work itself.
 
-The lent ranks need a stage's weights and, for the last slices, all keys and values of the sequence, neither of which the paper
-says how to bring. A 7B model on 4 stages of 8 ranks saves, simulated (`recipes/bench/papers/lending.py`) with nothing of that
-hidden behind computation, at 25 GB/s between stages (a node's network) and at 200 GB/s (inside a node):
+The lent ranks need a stage's weights and, for the last slices, all keys and values of the sequence; the paper does not say how
+they get there. The table has the time that lending saves for a 7B model on 4 stages of 8 ranks, simulated
+(`recipes/bench/papers/lending.py`) with none of these transfers overlapped with computation, at 25 GB/s between stages (a node's
+network) and at 200 GB/s (inside a node):
 
     tokens, slices    nothing moves    25 GB/s    200 GB/s
     128K, 8           26.0 %           -12.3 %    21.2 %
@@ -33,10 +35,10 @@ from hf_longctx.plan.pipeline.orders import families
 
 
 def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:
-    """The group with `helpers` on every F and B that idle stages share, at the group's positions; messages stay as they are.
+    """Adds `helpers` to every F and B that idle stages share, at the group's positions; messages stay as they are.
 
-    front, back: whether the first and whether the last slices are shared. Raises ValueError unless the chunks are one family of
-    at least P - 1 and every stage has one part.
+    front, back: whether idle stages share the first slices, and whether the last ones. Raises ValueError unless the chunks are
+    one family of at least P - 1 and every stage has one part.
     """
     num_stages, num_chunks = len(group.stages), len(group.chunks)
     num_families = len(families(group.chunks))
@@ -57,7 +59,7 @@ def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> S
 
 
 def stages_of_slice(stage: int, chunk: int, num_stages: int, num_chunks: int) -> range:
-    """The stages whose ranks run `chunk` of `stage`; the stage alone in the steady phase."""
+    """Stages whose ranks run `chunk` of `stage`; in the steady phase only the stage itself."""
     if chunk <= num_stages - 2 - stage:
         return range(stage, num_stages)
     if chunk >= num_chunks - stage:

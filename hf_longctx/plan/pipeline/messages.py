@@ -1,8 +1,8 @@
 """Inserts the messages between pipeline stages: who sends which chunk when, in an order that cannot deadlock.
 
-A receive stands right before the action that needs it and a send right after the one that made it. Sends do not wait. What a
-stage sends over a link stands in the order of its own compute actions; the schedules of `pipeline.py` give both ends of a link
-one order of chunks, so that receives find their messages in the order of the link.
+A receive stands right before the action that needs the message, and a send right after the action that makes it. Sends do not
+block. A stage sends over a link in the order of its own compute actions; the schedules of `orders.py` give both ends of a link
+the same order of chunks, so receives find their messages in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import replace
 from hf_longctx.plan.core.types import Action, ActionKind, SequenceGroup, StagePlan
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
-# action -> the receive before it and the send after it
+# for each action, the receive before it and the send after it
 _AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB")}
 
 
 def with_messages(group: SequenceGroup) -> SequenceGroup:
-    """The group with a receive right before and a send right after every F and B whose neighbour is on another stage.
+    """Adds a receive right before and a send right after every F and B whose neighbour is on another stage.
 
-    Chunks pass part 0 of every stage, then part 1 of every stage, and so on; gradients pass them backwards.
+    Chunks go through part 0 of every stage, then through part 1 of every stage, and so on; gradients go the other way.
     """
     bare = without_messages(group)
     return replace(bare, stages=tuple(_with_messages(stage, len(bare.stages)) for stage in bare.stages))
 
 
 def without_messages(group: SequenceGroup) -> SequenceGroup:
-    """The group with all sends and receives left out."""
+    """Removes all sends and receives of a group."""
     return replace(
         group,
         stages=tuple(

@@ -1,29 +1,32 @@
-"""Orders the chunks of a group on pipeline stages: which forward or backward a stage runs when.
+"""Orders the chunks of a group on pipeline stages: which forward or backward each stage runs when.
 
-A *family* is a run of chunks that slices of one long sequence link; a pack alone is a family of one. Backwards come family by
-family and, inside a family, last chunk first: the keys and values of a slice get gradients from every later slice.
+A *family* is a run of consecutive chunks that slices of one long sequence link; a pack of whole sequences is a family of one.
+Backwards run family by family, in each family from the last chunk to the first, since a slice's keys and values get gradients
+from every later slice.
 
 "1f1b" runs as many forwards ahead as the longest family needs; on slices this is Seq1F1B (arXiv 2406.03488, section 3), on
-whole sequences plain 1F1B. "elastic" runs only as many ahead as the families that still wait for their backward need, so a
-stage never holds more chunks than with "1f1b". "gpipe" runs all forwards, then all backwards; on slices this is TeraPipe
-(arXiv 2102.07988). "interleaved" gives every stage several parts of the model, between which it changes every P chunks.
+whole sequences plain 1F1B. "elastic" runs only as many forwards ahead as the families still waiting for their backward need, so
+a stage never holds more chunks than with "1f1b". "gpipe" runs all forwards, then all backwards; on slices this is TeraPipe
+(arXiv 2102.07988). "interleaved" gives every stage several parts of the model; the stage switches to the next part every P
+chunks, where P is the number of stages.
 
 Interleaving here takes any families and any number of chunks. Seq1F1B's warm-up is too short where a family does not end
-inside its round of P chunks, so it grows to what the backwards need; and a rest of less than P chunks joins the last round,
-because a round shorter than P deadlocks from four stages on. With equal times and at least P chunks every stage is then idle
-for no more than P - 1 forwards and backwards of a part, found by running all families of up to 11 chunks on up to 5 stages.
+inside its round of P chunks, so it is extended to what the backwards need. A remainder of fewer than P chunks joins the last
+round, because a round shorter than P deadlocks on four or more stages. With equal times and at least P chunks, every stage is
+then idle for no more than P - 1 forwards and backwards of a part; this was checked by running all families of up to 11 chunks
+on up to 5 stages.
 
-A backward is not split into gradients of inputs and of weights (zero bubble, arXiv 2401.10241): attention has no weights, so
-on long contexts there is little to put off, and slices have filled most of the idle time before. 8 sequences of a 7B model on
-4 stages, simulated in favour of the split (`recipes/bench/papers/zero_bubble.py`), would save of the time of "1f1b", with no more
-memory on any stage than the fullest needs:
+Backwards are not split into gradients of inputs and of weights (zero bubble, arXiv 2401.10241): attention has no weights, so
+long contexts leave little to defer, and slices have already filled most of the idle time. The table has the share of the time of
+"1f1b" that the split would save for 8 sequences of a 7B model on 4 stages, under assumptions in favour of the split
+(`recipes/bench/papers/zero_bubble.py`) and with no more memory on any stage than the fullest stage needs:
 
     tokens      4 slices    8 slices    idle time with 4 and 8 slices
     32K         3.8 %       2.6 %       10.7 %, 6.4 %
     64K         2.7 %       1.9 %       10.4 %, 6.1 %
     128K        1.7 %       1.1 %       9.8 %, 5.6 %
 
-Eight slices for four save more, take less memory, and leave the modules' own backward alone.
+Eight slices instead of four save more, take less memory, and leave the modules' own backward alone.
 """
 
 from __future__ import annotations
@@ -42,14 +45,14 @@ from hf_longctx.plan.pipeline.messages import with_messages
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
-# (chunk, part): what one forward or backward of a stage is for
+# chunk and part of one forward or backward of a stage
 Unit = tuple[int, int]
-# of every action of a stage: 1 for a backward and 0 for a forward, chunk, part
+# three arrays with an entry for every action of a stage: 1 for a backward and 0 for a forward; its chunk; its part
 ComputeOrder = tuple[IntArray, IntArray, IntArray]
 
 
 def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
-    """Places of the chunks of every family, in order. What stands between two slices of a sequence belongs to its family."""
+    """Places of the chunks of every family, in order. Chunks between two slices of a sequence belong to its family."""
     last = {span.sequence: place for place, chunk in enumerate(chunks) for span in chunk.spans}
     found: list[tuple[int, ...]] = []
     first = stop = 0
@@ -64,7 +67,7 @@ def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
 def compute_actions(
     chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """The forwards and backwards of every stage in order, without messages."""
+    """Forwards and backwards of every stage in order, without messages."""
     kinds: tuple[ActionKind, ActionKind] = ("F", "B")
     return tuple(
         tuple(
@@ -78,7 +81,7 @@ def compute_actions(
 def compute_orders(
     chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
 ) -> tuple[ComputeOrder, ...]:
-    """`compute_actions` in numbers: of every stage whether each of its actions is a backward, their chunks and their parts."""
+    """Computes the order of `compute_actions` as arrays: for every stage, its actions' kinds, chunks and parts."""
     _check_request(len(chunks), num_stages, schedule, num_parts)
     members = families(chunks)
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
@@ -103,7 +106,7 @@ def compute_orders(
 
 
 def pipelined(group: SequenceGroup, parts: Sequence[tuple[LayerRange, ...]], schedule: Schedule = "elastic") -> SequenceGroup:
-    """The group with one stage plan, compute actions and messages, for each entry of `parts`; nothing is moved or recomputed."""
+    """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed."""
     num_parts = {len(ranges) for ranges in parts}
     if len(num_parts) != 1:
         raise ValueError(f"every stage needs the same number of parts, at least one stage; found {[len(p) for p in parts]}")
@@ -115,10 +118,10 @@ def pipelined(group: SequenceGroup, parts: Sequence[tuple[LayerRange, ...]], sch
 def layer_ranges(
     num_layers: int, num_stages: int, num_parts: int = 1, head_layers: float = 0.0
 ) -> tuple[tuple[LayerRange, ...], ...]:
-    """The layers of every stage's parts, such that the most work of a stage is least.
+    """Layers of every stage's parts, divided so that the most loaded stage has as little work as possible.
 
-    The last stage has the output head too, which takes as long as `head_layers` layers. Of equal stages the later have a layer
-    more, because they hold fewer chunks.
+    The last stage also has the output head, which takes as long as `head_layers` layers. Between equally loaded stages an extra
+    layer goes to the later one, because it holds fewer chunks.
     """
     if num_stages < 1 or num_parts < 1 or num_layers < num_stages * num_parts:
         raise ValueError(
@@ -133,7 +136,7 @@ def layer_ranges(
         work[stage] += 1
     bounds = [0]
     for part in range(num_parts):
-        # later parts hold their chunks for a shorter time, so a rest goes to them
+        # later parts hold their chunks for a shorter time, so they get the remainder
         bounds += [(count + part) // num_parts for count in counts]
     for place in range(1, len(bounds)):
         bounds[place] += bounds[place - 1]
@@ -154,14 +157,15 @@ def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: i
 
 
 def _window(num_units: int, ahead: int) -> list[int]:
-    """Forwards that precede each backward, for a stage that always runs `ahead` before the first and then one for one."""
+    """Forwards before each backward, for a stage that runs `ahead` before the first backward and then alternates."""
     return [ahead + place for place in range(num_units)]
 
 
 def _elastic_window(members: Sequence[Sequence[int]]) -> list[int]:
-    """Forwards that precede each backward on the last stage, such that no later backward has to wait for two in a row.
+    """Forwards before each backward on the last stage, such that no later backward has to wait for two forwards in a row.
 
-    Backward i needs the last chunk of its family, and backward j > i can make up for one forward per backward in between.
+    Backward i needs the forward of its family's last chunk. One forward can run before each later backward, so backward i needs
+    at most j - i forwards fewer than a later backward j.
     """
     counts = [family[-1] + 1 for family in members for _ in family]
     for place in reversed(range(len(counts) - 1)):
@@ -170,23 +174,23 @@ def _elastic_window(members: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _rounds(num_chunks: int, num_stages: int) -> list[int]:
-    """Where rounds of `num_stages` chunks start and stop; a rest joins the last one."""
+    """Bounds of the rounds of `num_stages` chunks; a remainder joins the last round."""
     return [*(place * num_stages for place in range(max(1, num_chunks // num_stages))), num_chunks]
 
 
 def _in_rounds(units: list[Unit], rounds: list[int], parts: Sequence[int]) -> list[Unit]:
-    """`units` in rounds, each of which passes all `parts` before the next begins."""
+    """Arranges `units` in rounds; each round goes through all `parts` before the next begins."""
     return [(chunk, part) for start, stop in pairwise(rounds) for part in parts for chunk, _ in units[start:stop]]
 
 
 def _least_window(forwards: list[Unit], backwards: list[Unit]) -> int:
-    """The fewest forwards ahead of the first backward with which every backward finds its own forward done."""
+    """Fewest forwards before the first backward for which every backward comes after its own forward."""
     done = {unit: place + 1 for place, unit in enumerate(forwards)}
     return max(done[unit] - place for place, unit in enumerate(backwards))
 
 
 def _merged(forwards: IntArray, backwards: IntArray, needed: IntArray) -> ComputeOrder:
-    """Both orders as one: before backward i as many forwards as `needed[i]` says, as far as there are."""
+    """Merges both orders: before backward i there are at least `needed[i]` forwards, or all if there are fewer."""
     num_units = len(forwards)
     is_backward = np.zeros(2 * num_units, dtype=np.int64)
     is_backward[np.arange(num_units) + np.minimum(np.maximum.accumulate(needed), num_units)] = 1

@@ -1,9 +1,9 @@
 """Plans of several pipeline stages: the micro-batches that are predicted fastest among those that fit.
 
     lengths -> layouts of a stage, sequences to their groups, chunks, schedules -> the fastest by simulation
-            -> room for what does not fit
+            -> activation policies for what does not fit
 
-Where nothing fits even with room made, long sequences get a pipeline of their own, and the others another one after it.
+Where nothing fits even so, long sequences get a micro-batch of their own, and the others another one after it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ _SEARCH = SearchConstants()
 
 
 def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Parts:
-    """Layers of every stage, the head counted as the layers whose matrix products it has. Depends on the model alone."""
+    """Layers of every stage. The output head counts as the number of layers with as much work in matrix products.
+
+    The result depends on the model alone.
+    """
     head_layers = model.num_layers * model.head_share / (1 - model.head_share)
     return layer_ranges(model.num_layers, num_stages, num_parts, head_layers)
 
 
 def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> None:
-    """Raises ValueError unless so many stages have equal numbers of ranks, and some allowed degree fits into one."""
+    """Raises ValueError unless the ranks divide evenly into `num_stages` stages and an allowed degree fits into a stage."""
     num_ranks = costs.cluster.num_ranks
     if num_stages < 1 or num_ranks % num_stages:
         fitting = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0 and count <= costs.model.num_layers]
@@ -73,10 +76,10 @@ class _Row:
 
 
 class PipelineSearch:
-    """Finds micro-batches that fit: candidates in the order of their seconds, room made where they need it.
+    """Finds micro-batches that fit: tries candidates in the order of their seconds and makes room where they need it.
 
-    The stages and their layers are those of the configuration. fit: the pass for plans that do not fit as they are. Raises
-    ValueError for ranks that cannot form the stages and for empty sequences.
+    The configuration gives the stages and their layers. fit: the pass that makes room in plans that do not fit as they are.
+    Raises ValueError for ranks that cannot form the stages and for empty sequences.
     """
 
     def __init__(
@@ -91,12 +94,12 @@ class PipelineSearch:
         self.pipelines = PipelineStep(lengths, costs, config.stages, config, schedule)
 
     def plan(self) -> StepPlan:
-        """The plan of all sequences; raises ValueError for a sequence that fits in no way."""
+        """Plans all sequences; raises ValueError for a sequence for which nothing fits."""
         rows = self.rows(tuple(range(len(self.pipelines.lengths))))
         return self.with_micro_batches([micro_batch for row in rows for micro_batch in row.plan.micro_batches])
 
     def lent_plans(self, plan: StepPlan) -> Iterator[StepPlan]:
-        """Plans that fit and whose idle stages lend their ranks, to compare with `plan`; none unless the configuration asks."""
+        """Plans that fit and whose idle stages lend ranks, to compare with `plan`; none unless `lend_stages` is set."""
         if not self.config.lend_stages:
             return
 
@@ -106,14 +109,14 @@ class PipelineSearch:
         yield from lent_plans(plan, self.pipelines, self.costs, self._fits, micro_batches_of)
 
     def lower_bound_s(self) -> float:
-        """Seconds that no plan takes less than: all rank-seconds, each sequence where it costs the fewest, on all ranks."""
+        """Lower bound on the seconds of any plan: each sequence at the degree of fewest rank-seconds, spread over all ranks."""
         pipelines, costs = self.pipelines, self.costs
         tokens = pipelines.lengths.tolist()
         work = [degree * pipelines.costs.sequences_s(tokens, shape) for degree, shape in pipelines.shapes.items()]
         return float(np.min(work, axis=0).sum()) / costs.cluster.num_ranks + costs.coefficients.step_s
 
     def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> StepPlan:
-        """The plan tree around these micro-batches."""
+        """Builds the step plan of these micro-batches."""
         return StepPlan(
             step=self.step,
             lengths=tuple(self.pipelines.lengths.tolist()),
@@ -136,7 +139,7 @@ class PipelineSearch:
         return self._apart(members) if row is None else (row,)
 
     def _apart(self, members: tuple[int, ...]) -> tuple[_Row, ...]:
-        """Micro-batches of sequences above half of the longest one, then of the others; of two halves where all are that long."""
+        """Micro-batches of sequences longer than half of the longest, then of the others; two halves if all are that long."""
         lengths = self.pipelines.lengths
         ordered = sorted(members, key=lambda i: (-lengths[i], i))
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
@@ -144,14 +147,14 @@ class PipelineSearch:
         return (*self.rows(tuple(ordered[:num_long])), *self.rows(tuple(ordered[num_long:])))
 
     def _quickest(self, members: tuple[int, ...]) -> _Row | None:
-        """One micro-batch of these sequences, the fastest found that fits; None where none does."""
+        """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
         candidates = self.pipelines.candidates(members)
         rows = []
         for candidate in candidates:
             if candidate.seconds > _SEARCH.equal * candidates[0].seconds:
                 break
             rows.append(self._row(candidate))
-            # making room takes the planner longest, so a candidate that fits as it is wins over one that is hardly faster
+            # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
             if self._fits(rows[-1].plan, rows[-1].run):
                 return rows[-1]
         quickest = sorted(rows, key=lambda row: row.run.step_s)[: _SEARCH.most_fits]
@@ -166,7 +169,7 @@ class PipelineSearch:
         return best
 
     def _leanest(self, members: tuple[int, ...]) -> _Row | None:
-        """One micro-batch of the largest groups, with as few slices as fit; None where even that does not fit."""
+        """Finds a micro-batch of the largest groups with as few slices as fit; None where even the most slices do not fit."""
         rows = [self._row(candidate) for candidate in self.pipelines.lean_candidates(members)]
         return next((row for row in rows if self._fits(row.plan, row.run)), None) or next(
             filter(None, map(self._made_to_fit, rows)), None
@@ -177,7 +180,7 @@ class PipelineSearch:
         return _Row(plan, self.planning.predict(plan))
 
     def _made_to_fit(self, row: _Row) -> _Row | None:
-        """The plan with room made; None where it does not fit even so."""
+        """Makes room in a plan; None where it does not fit even so, or without a budget."""
         if self.config.activations is None:
             return None
         try:
@@ -188,7 +191,10 @@ class PipelineSearch:
         return made if self._fits(made.plan, made.run) else None
 
     def _fits(self, plan: StepPlan, run: Evaluation) -> bool:
-        """Whether every rank stays within the budget in bytes, or without one within its tokens on its share of the layers."""
+        """Whether every rank stays within the budget in bytes.
+
+        Without a budget, tokens times layers of a rank are limited to `tokens_per_rank` times the model's layers.
+        """
         stages = plan.micro_batches[0].groups[0].stages
         budget = self.config.activations
         if budget is not None:

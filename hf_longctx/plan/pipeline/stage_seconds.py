@@ -1,4 +1,4 @@
-"""Seconds of many chunks on pipeline stages at once: for planners that compare hundreds of pipelines before one is judged."""
+"""Seconds of many chunks on pipeline stages at once, for planners that compare hundreds of pipelines before a full prediction."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Parts = tuple[tuple[LayerRange, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
-    """Forward plus backward on one stage of a group: seconds of pairs and tokens, of a document and of a chunk."""
+    """Seconds of forward plus backward on one stage of a group: per pair and token (`spans`), per document and per chunk."""
 
     spans: SpanRates
     document_s: float
     chunk_s: float
 
     def sequences_s(self, tokens: FloatArray) -> FloatArray:
-        """Seconds that whole sequences of so many tokens add."""
+        """Seconds that each whole sequence adds, given its tokens."""
         rates = self.spans
         return rates.pair_s * tokens * rates.pairs.seen(np.zeros_like(tokens), tokens) + rates.token_s * tokens + self.document_s
 
 
 def busiest_rates(costs: CostModel, shape: GroupShape, parts: Parts, tokens: FloatArray) -> StageRates:
-    """Rates of the stage that works longest on sequences of so many tokens, which is where chunks have to be balanced."""
+    """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage."""
     rates = [_rates(costs, shape, of_stage, place == len(parts) - 1) for place, of_stage in enumerate(parts)]
     return max(rates, key=lambda each: float(each.sequences_s(tokens).sum()))
 
@@ -62,16 +62,16 @@ def pipeline_s(
     schedule: Schedule,
     leaves_node: Sequence[bool],
 ) -> tuple[float, tuple[int, ...]]:
-    """Seconds of a group's chunks on all stages, everything kept, and the most tokens that a rank of each stage holds at once.
+    """Seconds of a group's chunks on all stages with everything kept, and the most tokens a rank of each stage holds at once.
 
-    What the judge says of groups that leave no node without need.
+    The seconds equal the full prediction for groups that do not cross nodes unnecessarily.
 
-    leaves_node: of every stage, whether its messages to the next one (of the last stage: to the first) cross nodes.
+    leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the first).
     """
     on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
     pairs_of = [[costs.model.attention_pairs((part,)) for part in of_stage] for of_stage in parts]
-    # stages mostly have the same mix of layers
+    # pairs are counted once per mix of layers, since most stages have the same mix
     num_pairs = {
         pairs: np.array([pairs.of_chunk(chunk) for chunk in chunks])
         for pairs in dict.fromkeys(pairs for of_stage in pairs_of for pairs in of_stage)
@@ -89,7 +89,7 @@ def pipeline_s(
                 layer_s, head_s = found[pairs_of[stage][place]]
                 seconds[place, stage, :, int(is_backward)] = layer_s * part.num_layers + (head_s if has_head else 0.0)
     hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
-    # forwards to the next stage, backwards to the one before
+    # forwards send to the next stage, backwards to the previous one
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
     orders = compute_orders(chunks, num_stages, schedule, num_parts)
     kinds, of_chunks, of_parts = zip(*orders, strict=True)

@@ -1,8 +1,8 @@
-"""What the joint program must know of a pipeline, and what its answer means: cells and moments out, policies in.
+"""Translates between a pipeline and the joint program: makes its cells and moments, and turns its answer into policies.
 
-Offloaded shares are spread over the layers in front, and recomputed layers lie behind them, because the runtime sends for a
-layer's tensors when it replays the layer behind: a copy back then hides beside a backward. Where no layer is recomputed, one
-token of the last layer's input goes to the host, since a layer that keeps everything is not replayed.
+Offloaded shares are spread over the first layers of a part and recomputed layers come after them, because the runtime starts to
+fetch a layer's tensors when it replays the next layer: the copy back then overlaps with that layer's backward. Where no layer is
+recomputed, one token of the last layer's input goes to the host, since a layer that keeps everything is not replayed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _offloaded(share: float, can_keep_qkv: bool, classes: tuple[TensorClass, ...
 
 
 def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -> SequenceGroup:
-    """The group with these policies by stage, chunk and part, and tiles everywhere."""
+    """Gives the group these policies by stage, chunk and part, and tiles to every chunk."""
     stages = tuple(
         replace(
             stage,
@@ -75,7 +75,10 @@ def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -
 
 @dataclass(frozen=True, slots=True)
 class _LayerWays:
-    """One layer of a chunk: device bytes kept, recomputed and offloaded, host bytes; seconds to recompute and of offloading."""
+    """Device bytes of one layer of a chunk if it is kept, recomputed or offloaded, and its host bytes if offloaded.
+
+    recompute_s, offload_s: seconds that recomputing or offloading the layer adds.
+    """
 
     kept_bytes: int
     recomputed_bytes: int
@@ -86,7 +89,7 @@ class _LayerWays:
 
 
 class GroupCells:
-    """The cells and moments of one group, whose policies have tiles but nothing else yet."""
+    """Makes the cells and moments of one group whose policies have tiles and nothing else yet."""
 
     def __init__(
         self,
@@ -104,19 +107,20 @@ class GroupCells:
         self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
         self.pairs = {part: costs.model.attention_pairs((part,)) for stage in group.stages for part in stage.parts}
-        # by stage, chunk and part
+        # place in `cells` by stage, chunk and part
         self.places: dict[tuple[int, int, int], int] = {}
         self.cells: list[Cell] = []
         self._known_s: dict[tuple[int, str, AttentionPairs], tuple[float, float]] = {}
-        # by layers moved and recomputed and tokens moved of so many; by tokens, those moved and classes
+        # policies by layers offloaded, layers recomputed, tokens offloaded and tokens
         self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
+        # policies by tokens, tokens offloaded and classes
         self._known_moved: dict[tuple[int, int, tuple[TensorClass, ...]], LayerPolicy] = {}
         self._exchanges = [costs.exchange_line(group.shape, is_backward) for is_backward in (False, True)]
         self._add_cells()
         self._stages = self._stage_moments()
 
     def moments(self, room_bytes: Sequence[float]) -> Moments:
-        """Every forward and backward of every stage, with so many bytes for saved tensors and work on each."""
+        """Moments (forwards and backwards) of every stage; `room_bytes`: each stage's bytes for saved tensors and workspace."""
         starts = np.cumsum([0, *(len(stage.excess_bytes) for stage in self._stages)])
         excess = [stage.excess_bytes - room for stage, room in zip(self._stages, room_bytes, strict=True)]
         ends = (
@@ -133,11 +137,11 @@ class GroupCells:
         return with_layers(self.group, layers, self.tile_tokens)
 
     def _layers(self, num_layers: int, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
-        """Policies of a cell's layers, of as many of them as do not keep everything; like ones are one object."""
-        # a layer behind those that move, which is replayed for their sake
+        """Policies of a cell's first layers; layers without one keep everything. Equal policies share one object."""
+        # the layer after those that offload is replayed, so that their copies back start in time
         is_topped = offload > 0 and not num_recomputed and num_layers > 1
         count = num_layers - num_recomputed - is_topped
-        # whole tokens, never more than was asked for
+        # rounded down to whole tokens
         moved = int(min(1.0, offload * num_layers / count) * num_tokens) if count else 0
         key = (count, num_recomputed, moved, num_tokens) if moved else (0, num_recomputed, 0, 0)
         if key not in self._known_layers:
@@ -179,7 +183,7 @@ class GroupCells:
         model = self.costs.model
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
         kept, recomputed, offloaded = (self.bytes.layer(load, policy, self.tile_tokens) for policy in policies)
-        # the products of layers do not have the head's part of a token's seconds
+        # share of a token's seconds that layers take, without the output head
         inside = 1 - self.costs.head_share(is_backward=False)
         again_s = {
             item.tensor_class: item.recompute_s * (1.0 if item.tensor_class == "attention_output" else inside)
@@ -195,7 +199,10 @@ class GroupCells:
         )
 
     def _cell(self, diagonal: int, num_layers: int, ways: _LayerWays, windows_s: tuple[float, float]) -> Cell:
-        """windows_s: see `_windows_s`. A copy back hides beside the layers behind its own, so not beside the last one's."""
+        """Makes a cell. windows_s: see `_windows_s`.
+
+        A layer's copy back overlaps with the backward of later layers of the part, so the last layer's cannot be hidden.
+        """
         out_s, backward_s = windows_s
         behind = (num_layers - 1) / num_layers
         copy_s = num_layers * ways.host_bytes / self.costs.cluster.hardware.copy_bytes_per_s
@@ -212,9 +219,9 @@ class GroupCells:
         )
 
     def _windows_s(self, stage: StagePlan) -> dict[tuple[int, int], tuple[float, float]]:
-        """Seconds by chunk and part until the next forward is done, in which copies out hide, and of the backward.
+        """Seconds by chunk and part: from a forward's end to the next one's, while copies out are hidden, and of its backward.
 
-        Nothing follows the last forward that it should hurry for: it stays.
+        The last forward has a window of 0 s: no later forward needs its memory, so it stays on the device.
         """
         passes = [action for action in stage.actions if action.kind in ("F", "B")]
         windows: dict[tuple[int, int], tuple[float, float]] = {}
@@ -243,9 +250,9 @@ class GroupCells:
         return layer_s * stage.parts[action.part].num_layers + (head_s if has_head else 0.0)
 
     def _stage_moments(self) -> list[Moments]:
-        """The passes of every stage as if it had no room: what each finds on the device, before anything is done about it.
+        """Moments of every stage with a room of 0 bytes: `excess_bytes` are then all bytes on the device if everything is kept.
 
-        What works beside saved tensors is about the same whatever the policy; the most of both ends is taken.
+        Workspace beside saved tensors hardly depends on the policy; the larger of two counts, with everything kept or recomputed.
         """
         layers = {cell.num_layers: (self.recomputed,) * cell.num_layers for cell in self.cells}
         recomputed = {key: layers[self.cells[place].num_layers] for key, place in self.places.items()}

@@ -1,9 +1,9 @@
-"""The pass that makes room: chunks above what is wholly kept get activation policies, layer-first or slice-first.
+"""The pass that makes room on one stage: chunks too large to keep everything get activation policies, layer-first or slice-first.
 
 Layer-first keeps a group's one chunk: every layer runs over all its tokens once, and linear programs choose for each layer what
-is kept, waits on the host or is computed again. Slice-first cuts the longest sequence into slices with a K/V book, so that a
-layer works on fewer tokens at a time; the program's slots are whole slices then. For every group the way of fewer predicted
-seconds is taken, of those whose bytes fit.
+is kept, offloaded or recomputed. Slice-first cuts the longest sequence into slices with a K/V book, so that a layer works on
+fewer tokens at a time; the program then chooses for whole slices. Each group gets the way with the fewest predicted seconds among
+those whose bytes fit.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class FitConstants:
 # repeat `recipes/bench/cpu/memory.py` and `recipes/bench/papers/sppo.py` when one of these changes
 _SEARCH = FitConstants()
 
-# shares of all slots to policies of all chunks
+# turns the shares of all slots into the policies of all chunks
 _Policies = Callable[[Sequence[tuple[TensorShare, ...]]], tuple[ActivationPolicy, ...]]
 
 
 def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudget) -> str:
-    """Why a group that `RoomMaker` made room for keeps, offloads and computes again what it does, in one sentence."""
+    """Explains in one sentence why a group that `RoomMaker` fitted keeps, offloads or recomputes its tensors."""
     (stage,) = group.stages
     if not stage.activations:
         return "nothing is offloaded: everything fits on the device"
@@ -69,9 +69,9 @@ def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudg
 
 
 def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
-    """The plan on one stage with policies, and perhaps slices, for every group whose chunk has more than is wholly kept.
+    """Gives policies, and perhaps slices, to every group of a one-stage plan whose chunk is too large to keep everything.
 
-    Without a budget it is the plan itself. Raises ValueError naming the first group for which nothing fits.
+    Without a budget the plan is returned unchanged. Raises ValueError naming the first group for which nothing fits.
     """
     budget = planning.config.activations
     if budget is None:
@@ -81,9 +81,9 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
 
 
 class RoomMaker:
-    """Groups with policies, and slices where `allows_slices`, for all plans of one step.
+    """Makes room for the groups of all plans of one step: policies, and slices if `allows_slices`.
 
-    known: groups that were solved before; groups alike are solved once.
+    known: groups that were solved before; equal groups are solved once.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RoomMaker:
         self._known = {} if known is None else known
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
-        """The plan with room for every group whose chunk has more than is wholly kept.
+        """Makes room for every group whose chunk has more tokens than are kept without policies (`kept_tokens`).
 
         Raises ValueError naming the first group for which nothing fits.
         """
@@ -123,7 +123,7 @@ class RoomMaker:
         return len(self._known) < _SEARCH.most_programs
 
     def for_group(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
-        """The group with what it needs to fit; raises ValueError where nothing does."""
+        """Gives the group the policies and slices that it needs to fit; raises ValueError where nothing fits."""
         (chunk,) = group.chunks
         if max(shard_tokens(chunk, group.shape)) <= self.budget.kept_tokens:
             return group
@@ -157,7 +157,10 @@ class RoomMaker:
         return min(found, key=lambda trial: trial.seconds).group
 
     def _ways(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies) -> list[Callable[[], list[Trial]]]:
-        """The program's policies, or else those of the least memory: with the host, and without, since copies take room too."""
+        """Ways to try in order: the program's policies, then those of least memory.
+
+        The latter are tried with the host and without it, since copies need device memory too.
+        """
 
         def programmed() -> list[Trial]:
             solved = self._program(group, slots, policies)
@@ -166,18 +169,18 @@ class RoomMaker:
         return [programmed, lambda: [self._trial(self._lean(group, host)) for host in (self.budget.host_bytes, 0)]]
 
     def _layer_way(self, group: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
-        """Slots of the one chunk's layers, and the policy that their shares make."""
+        """Slots for the layers of the group's one chunk, and the function that turns their shares into its policy."""
         (chunk,) = group.chunks
 
         def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
-            # a ring has run its tiles for all of its tokens or for none
+            # a ring recomputes attention for all of its tokens or for none
             chosen = [tuple(map(_all_or_none, layer)) for layer in shares] if group.shape.num_blocks > 1 else shares
             return (ActivationPolicy(0, 0, tuple(map(_layer_policy, chosen)), self.budget.tile_tokens),)
 
         return layer_slots(self.costs, chunk, group.shape), policies
 
     def _sliced(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
-        """The group with its longest sequence in ever more slices."""
+        """Versions of the group with its longest sequence in ever more slices."""
         (chunk,) = group.chunks
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
         pairs = self.costs.model.attention_pairs()
@@ -187,7 +190,7 @@ class RoomMaker:
         return (sliced_group(group, count, rates) for count in _SEARCH.slice_counts if count in counts)
 
     def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
-        """A slot of all layers for each chunk, and the policies that their shares make."""
+        """One slot per chunk for all of its layers, and the function that turns their shares into policies."""
 
         def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
             num_layers, tile_tokens = self.costs.model.num_layers, self.budget.tile_tokens
@@ -199,17 +202,18 @@ class RoomMaker:
         return [one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], policies
 
     def reason(self, group: SequenceGroup) -> str:
-        """Why a fitted group has its policies: the program is solved again and explains itself."""
+        """Explains the policies of a fitted group: solves the program again and returns its reason."""
         slots, policies = self._slice_way(group) if len(group.chunks) > 1 else self._layer_way(group)
         solved = self._program(group, slots, policies, explains=True)
         return solved.reason if solved else "layer inputs alone are kept: the program found nothing else that fits"
 
     def _program(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies, explains: bool = False) -> Trial | None:
-        """The group under the program's policies, with its reason if it `explains`; None where nothing that it finds fits."""
+        """The group with the program's policies, and the reason if `explains`; None where no answer of the program fits."""
         needed = self._bytes(self._lean(group, 0))
         # workspace beside saved tensors hardly depends on the policy
         room_bytes = float(self.budget.device_bytes - (needed.peak - needed.saved))
-        # the host has no more than its slab, and shares are cut at whole tokens: one for the cut, one for an uneven shard
+        # host bytes less two tokens per layer and chunk, since the host slab cannot grow: one for rounding shares to tokens,
+        # one for uneven shards
         model, num_chunks = self.costs.model, len(group.chunks)
         token_bytes = num_chunks * model.num_layers * sum(class_bytes(model, name) for name in TENSOR_CLASSES)
         host_bytes = max(0.0, self.budget.host_bytes - 2.0 * token_bytes)
@@ -231,7 +235,7 @@ class RoomMaker:
         return search_room(propose, next_room, room_bytes, _SEARCH.attempts)
 
     def _lean(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
-        """The group with layer inputs kept alone, as many as `host_bytes` hold on the host."""
+        """The group with policies that keep only layer inputs, on the host as far as `host_bytes` reach."""
         policies = []
         for chunk in group.chunks:
             tokens = max(shard_tokens(chunk, group.shape))
@@ -245,7 +249,7 @@ class RoomMaker:
         return replace(group, stages=(replace(stage, activations=policies),))
 
     def _trial(self, group: SequenceGroup) -> Trial:
-        """The group against the budget; its seconds count only where it fits."""
+        """Compares the group with the budget; its seconds are infinite where it does not fit."""
         over_bytes = self._bytes(group).peak - self.budget.device_bytes
         return Trial(group, group_seconds(self.costs, group) if over_bytes <= 0 else math.inf, (float(over_bytes),))
 
@@ -261,5 +265,5 @@ def _all_or_none(share: TensorShare) -> TensorShare:
 
 
 def _layer_policy(shares: tuple[TensorShare, ...]) -> LayerPolicy:
-    """Without the classes that stay, which need no name."""
+    """Policy of a layer with these shares; classes that stay on the device are left out."""
     return LayerPolicy(tuple(share for share in shares if share.device != share.total))

@@ -1,6 +1,6 @@
-"""The pass that makes room in pipelines: stages that cannot hold everything recompute or offload, until the prediction fits.
+"""The pass that makes room in pipelines: stages that cannot hold everything recompute or offload until the prediction fits.
 
-A group that fits as it is stays as it is. Otherwise these ways are tried, in this order, until one fits: the loss in tiles alone;
+A group that fits is left unchanged. Otherwise these ways are tried, in this order, until one fits: the loss in tiles alone;
 the program of `joint_program.py`, which chooses for every chunk and stage; every layer of every chunk recomputed. The program
 knows workspace and copies only roughly, so its answer is predicted, and it is solved again with less room while the prediction is
 over the limit. Where copies turn out to delay the pipeline, the program is also solved without offloading.
@@ -48,15 +48,15 @@ class FitConstants:
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
 _SEARCH = FitConstants()
 
-# bytes of every stage for what chunks save and work with, and bytes of the host
+# device bytes of every stage for saved tensors and workspace, and host bytes
 _Room = tuple[tuple[float, ...], float]
 
 
 def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
-    """The plan with activation policies for every group that does not fit as it is, by its predicted run.
+    """Gives activation policies to every group whose predicted run does not fit as it is.
 
-    `device_bytes` of the budget is what the stage with the most weights and optimizer states has beside them; the others have
-    more. Raises ValueError for the first group for which nothing fits, with what it needs, and without a budget.
+    `device_bytes` of the budget is the room of the stage with the most weights and optimizer states; other stages have more.
+    Raises ValueError without a budget, and for the first group for which nothing fits; the message says how much it needs.
     """
     budget = planning.config.activations
     if budget is None:
@@ -91,7 +91,7 @@ class PipelineRoom:
         self._solved: dict[object, tuple[StagePlan, ...]] = {}
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
-        """The group with the policies that it needs to fit; raises ValueError where nothing fits."""
+        """Gives the group the policies that it needs to fit; raises ValueError where nothing fits."""
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
         key = group.shape, spans, tuple(stage.actions for stage in group.stages)
         if key not in self._solved:
@@ -99,7 +99,7 @@ class PipelineRoom:
         return replace(group, stages=self._solved[key])
 
     def trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
-        """The predicted run of the group alone, against the limits."""
+        """Predicts the run of the group alone and compares it with the limits."""
         runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.predictions)
         return Trial(
             group,
@@ -136,7 +136,7 @@ class PipelineRoom:
         )
         both = self._solve(cells, tiled.seconds, self.budget.host_bytes)
         found = [both]
-        # copies cost nothing in the program, but may delay the pipeline all the same
+        # copies cost almost nothing in the program, but may still delay the pipeline
         if self.budget.host_bytes and (both is None or both.seconds > _SEARCH.slack * (tiled.seconds + both.counted_s)):
             found.append(self._solve(cells, tiled.seconds, 0))
         return [trial for trial in found if trial is not None]
@@ -152,7 +152,7 @@ class PipelineRoom:
         def next_room(room: _Room, trial: Trial) -> _Room | None:
             device_bytes, host_bytes = room
             if trial.fits:
-                # recomputation that more room may save
+                # more room helps only if it can save recomputation
                 if trial.counted_s <= 5 * tolerance_s or max(trial.over_bytes) > -_SEARCH.worth * self.limit_bytes:
                     return None
                 taken = [_SEARCH.regain * over for over in trial.over_bytes]
@@ -167,15 +167,15 @@ class PipelineRoom:
         return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
 
     def _lean_settings(self) -> list[tuple[int, bool]]:
-        """Host bytes, and whether attention is kept, for every layer recomputed; the least device memory last."""
+        """Settings (host bytes, whether attention is kept) for recomputing every layer; the least device memory comes last."""
         return [(host, keeps) for keeps in (True, False) for host in dict.fromkeys((0, self.budget.host_bytes))]
 
     def _lean(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> list[Trial]:
-        """Every layer of every chunk recomputed."""
+        """Tries the group with every layer of every chunk recomputed."""
         return [self.trial(self._lean_group(group, host_bytes, keeps_attention))]
 
     def _lean_group(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> SequenceGroup:
-        # a chunk's share of the host is its share of the most tokens times layers in flight
+        # host bytes are divided in proportion to tokens times layers, relative to the most that are in flight at once
         tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
 
         def layer_tokens(action: Action) -> int:

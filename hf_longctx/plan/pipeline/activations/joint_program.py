@@ -1,21 +1,23 @@
-"""Recompute and offload of one pipeline, chosen together: how many layers of each chunk run again, what share waits on the host.
+"""Chooses recomputation and offloading of one pipeline together: recomputed layers and the offloaded share of each chunk.
 
-A *cell* is one chunk on one part of one stage. A backward that takes longer makes all other stages wait, so that stages may as
-well recompute at the same time: cells on one anti-diagonal (backwards that run side by side) recompute the same number of layers,
-for the seconds of the slowest of them. That is InfiniPipe's (arXiv 2509.21275, section 5): n + P - 1 whole numbers for n chunks
-on P stages in the place of n P. Offload shares are new here; every cell has its own. With c layers of L and a share h:
+A *cell* is one chunk on one part of one stage. A backward that takes longer makes all other stages wait, so they may as well
+recompute at the same time: cells on one anti-diagonal (backwards that run concurrently) recompute the same number of layers, at
+the cost of the slowest cell. This is InfiniPipe's idea (arXiv 2509.21275, section 5): n + P - 1 integer variables for n chunks on
+P stages instead of n P. Offload shares are our addition; every cell has its own. With c of L layers recomputed and a share h
+offloaded:
 
     minimize    sum over diagonals of c * seconds of a layer
     subject to  bytes in flight - sum of c freed + sum of h offloaded <= room     in every moment of every stage
                 sum of h host bytes <= host                                       in every moment of every stage
-                h <= what the link moves in time,   h + c / L <= 1
+                h <= share that the link copies in time,   h + c / L <= 1
 
-The two newest chunks of a stage are on the device whatever their share, since their copies out are under way, and so are the
-chunk that runs backward and the next one to do so. Keys and values of slices always stay. A recomputed layer keeps its input
-and attention's output, and runs everything else again; where that frees too little, attention runs again too.
+The two newest chunks of a stage count as on the device whatever their share, since their copies out are under way; so do the
+chunk that runs backward and the one whose backward is next. Keys and values of slices always stay on the device. A recomputed
+layer keeps its input and the attention output and recomputes everything else; where that frees too little, attention is
+recomputed too.
 
-An optimum of the linear program, rounded up and trimmed, is taken where it is close to that program's bound or the program is a
-large one; else the integer program is solved from there.
+The optimum of the linear relaxation, rounded up and trimmed, is taken if it is close to the relaxation's bound or if the program
+is large; otherwise the integer program is solved, starting from it.
 """
 
 from __future__ import annotations
@@ -31,23 +33,24 @@ from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
 from hf_longctx.plan.solver.solve import solve_integer_program, solve_linear_program
 
-# how far above the linear program's bound a solution may be, and how many nodes the search for a better one visits
+# share of the linear program's bound by which a solution may exceed it, and most nodes that the search for a better one visits
 _GAP = 0.02
 _MOST_NODES = 50
-# programs of more columns are not searched if rounding finds anything: a rounded layer is little among so many
+# most columns of a program that is searched although rounding found a solution: in a larger one a rounded layer hardly matters
 _SEARCHED = 64
-# how often some fractions are raised, and how many of them
+# most times that fractions are rounded up, and the share of them each time
 _MOST_DIVES, _RAISED = 8, 0.7
-# what solvers may exceed a limit by, relative to it
+# relative margin by which limits are tightened, since solvers may exceed them slightly
 _MARGIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One chunk on one part of a stage, and what can be done about what it saves.
+    """One chunk on one part of a stage, with the costs and savings of recomputing or offloading its saved tensors.
 
-    layer_s: to run one layer again. layer_bytes: what that frees on the device. offload_bytes, host_bytes: what leaves the device
-    and what reaches the host if all of it goes there; offload_s: what that counts as. most_offload: the share that copies hide.
+    layer_s: seconds to recompute one layer. layer_bytes: device bytes that this frees. If the whole cell is offloaded,
+    offload_bytes leave the device, host_bytes reach the host and the objective counts offload_s. most_offload: the largest share
+    whose copies can be hidden.
     """
 
     diagonal: int
@@ -65,10 +68,10 @@ _CELL_NUMBERS = attrgetter(*(field.name for field in fields(Cell)))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """All moments of one stage after the other. excess_bytes: over the room of the stage if everything is kept.
+    """Moments of all stages, one stage after the other. excess_bytes: bytes over the stage's room if everything is kept.
 
-    Cell i is in flight in the moments [first[i], stop[i]), and what it has sent to the host is off the device in [away[i],
-    back[i]), which is inside of these or empty.
+    Cell i is in flight in the moments [first[i], stop[i]). Its offloaded bytes are off the device in [away[i], back[i]), which
+    lies inside that range or is empty.
     """
 
     excess_bytes: FloatArray
@@ -80,9 +83,9 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class JointChoice:
-    """Layers that diagonals recompute at most, and those that each cell needs of them; shares that cells offload.
+    """Most layers that each diagonal recomputes, layers that each cell recomputes, and the share that each cell offloads.
 
-    cost_s: of the diagonals; bound_s: nothing costs less.
+    cost_s: seconds of recomputation, summed over the diagonals. bound_s: lower bound of the cost of any solution.
     """
 
     diagonals: tuple[int, ...]
@@ -100,10 +103,10 @@ def choose_jointly(
     tolerance_s: float = 0.0,
     time_limit_s: float = 5.0,
 ) -> JointChoice | None:
-    """The cheapest layers and shares with which no moment is over its room; None where there are none.
+    """Cheapest layers and shares with which no moment exceeds its room; None where there are none.
 
-    Within 2 % or `tolerance_s` of the optimum, whichever is more, unless 50 nodes do not get there or there are more than 64
-    columns.
+    The cost is within 2 % or `tolerance_s` of the optimum, whichever is more, unless 50 nodes do not suffice or the program has
+    more than 64 columns.
     """
     program = _JointProgram(cells, moments, host_bytes)
     if not program.is_needed:
@@ -112,10 +115,10 @@ def choose_jointly(
 
 
 class _JointProgram:
-    """The program. Columns: layers of every diagonal, in those of its largest cell; then shares of the cells that may move.
+    """The program. Columns: layers of every diagonal, counted in its largest cell; then shares of cells that may be offloaded.
 
-    Moments alike but for what is missing are one, the worst of them. Only cells matter that a moment over its room could be
-    helped by; all others keep everything.
+    Moments that differ only in their excess are merged into the worst of them. Only cells that can free bytes in a moment over
+    its room count; all others keep everything.
     """
 
     def __init__(self, cells: Sequence[Cell], moments: Moments, host_bytes: float) -> None:
@@ -127,7 +130,7 @@ class _JointProgram:
         self.most_layers, self.layer_s = np.zeros(self.num_diagonals), np.zeros(self.num_diagonals)
         np.maximum.at(self.most_layers, self.diagonal, numbers[1])
         np.maximum.at(self.layer_s, self.diagonal, layer_s)
-        # a diagonal's largest cell recomputes so many layers, smaller ones in proportion
+        # a diagonal's number of layers is that of its largest cell; smaller cells recompute proportionally fewer
         self.part = numbers[1] / self.most_layers[self.diagonal]
         places = _alike(len(moments.excess_bytes), moments.first, moments.stop, moments.away, moments.back)
         self.excess_bytes = np.full(int(places[-1]), -np.inf)
@@ -142,7 +145,7 @@ class _JointProgram:
         self.second_unit = float(self.layer_s.max(initial=0.0)) or 1.0
 
     def _over(self, first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
-        """Each cell with each moment of [first, stop) that is over its room."""
+        """Pairs of a cell and a moment, for every moment of the cell's [first, stop) that exceeds its room."""
         owners, moments = _pairs(first, stop)
         return owners[self.is_over[moments]], moments[self.is_over[moments]]
 
@@ -181,12 +184,15 @@ class _JointProgram:
         return JointChoice(tuple(diagonals.tolist()), layers, tuple(offload.tolist()), cost_s, bound_s, solver)
 
     def _needed(self, diagonals: IntArray, offload: FloatArray) -> list[int]:
-        """Layers of every cell without those that its own stage can do without: free by a diagonal is not for nothing."""
+        """Layers that every cell recomputes, without those that its own stage does not need.
+
+        The program counts them as free, since another cell of the diagonal takes as long, but they are work all the same.
+        """
         layers: IntArray = np.ceil(diagonals[self.diagonal] * self.part - 1e-9).astype(np.int64)
         left = np.where(self.is_over, -self.excess_bytes, np.inf)
         for (owners, moments), freed in ((self.in_flight, layers * self.layer_bytes), (self.moved, offload * self.offload_bytes)):
             left += np.bincount(moments, weights=freed[owners], minlength=len(left))
-        # one order for all stages, so that what is left of them stands side by side
+        # one order of diagonals for all stages, so that the remaining recomputation runs concurrently
         for cell in np.lexsort((self.diagonal, -self.layer_s[self.diagonal])).tolist():
             if not layers[cell]:
                 continue
@@ -199,10 +205,10 @@ class _JointProgram:
         return layers.tolist()  # type: ignore[no-any-return]
 
     def _dive(self, program: LinearProgram, values: FloatArray, time_limit_s: float) -> FloatArray | None:
-        """A whole solution near an optimum of the linear program; None where a few roundings find none.
+        """Finds an integer solution near an optimum of the linear program; None where a few roundings find none.
 
-        Where rounded layers leave too little to the shares, most fractions are raised, the largest first, and the rest chosen
-        again.
+        Where rounding all layers up leaves too little to offload, 70 % of the fractional layers (the largest fractions first) are
+        rounded up, and the program is solved again for the others.
         """
         for _ in range(_MOST_DIVES):
             if (start := self._rounded(program, values)) is not None:
@@ -223,9 +229,9 @@ class _JointProgram:
         return None
 
     def _rounded(self, program: LinearProgram, values: FloatArray) -> FloatArray | None:
-        """Layers rounded up, shares lowered where they no longer fit beside them, then layers taken back that nobody needs.
+        """Rounds layers up, lowers shares that no longer fit beside them, then takes back layers that no moment needs.
 
-        None where the lowered shares free too little.
+        Returns None where the lowered shares free too little.
         """
         count = self.num_diagonals
         values = values.copy()
@@ -258,7 +264,7 @@ class _JointProgram:
         starts = np.cumsum([0, *(len(block.lower) for block in blocks)])
         rows = np.concatenate([block.rows + start for block, start in zip(blocks, starts, strict=False)])
         columns, values = (np.concatenate([getattr(block, name) for block in blocks]) for name in ("columns", "values"))
-        # two parts of a stage may be on one diagonal
+        # entries at the same place are summed, since two parts of a stage may be on one diagonal
         places, owner = np.unique(rows * num_columns + columns, return_inverse=True)
         return LinearProgram(
             costs,
@@ -272,7 +278,7 @@ class _JointProgram:
         )
 
     def _memory_rows(self, column: IntArray) -> _Rows:
-        """What is freed in every moment that is over its room."""
+        """Rows for every moment that exceeds its room: the bytes freed cover the excess."""
         row = np.cumsum(self.is_over) - 1
         (owners, moments), (movers, when) = self.in_flight, self.moved
         movers, when = movers[column[movers] >= 0], when[column[movers] >= 0]
@@ -286,7 +292,7 @@ class _JointProgram:
         )
 
     def _host_rows(self) -> _Rows:
-        """What is on the host, in moments in which more is there than before and behind them."""
+        """Rows for host bytes, only at local peaks: moments at whose start a cell arrives and after which a cell leaves."""
         first, stop = self.first[self.shared], self.stop[self.shared]
         places = _alike(len(self.excess_bytes), first, stop)
         grows, shrinks = np.zeros((2, int(places[-1]) + 1), dtype=bool)
@@ -305,7 +311,7 @@ class _JointProgram:
         )
 
     def _share_rows(self, column: IntArray) -> _Rows:
-        """Tokens of a layer that is recomputed need not be offloaded."""
+        """Rows that keep h + c / L at most 1: a recomputed layer has nothing to offload."""
         rows, diagonal = np.arange(len(self.shared)), self.diagonal[self.shared]
         return _Rows(
             np.concatenate([rows, rows]),
@@ -318,7 +324,7 @@ class _JointProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of the program: values at (rows, columns), lower and upper sides."""
+    """Rows of the program: values at (rows, columns), and the lower and upper limit of each row."""
 
     rows: IntArray
     columns: IntArray
@@ -328,7 +334,7 @@ class _Rows:
 
 
 def _alike(num_moments: int, *ends: IntArray) -> IntArray:
-    """The number of each moment, and of the one behind the last, where those with no end of a cell between them count as one."""
+    """Number of each moment after merging moments with no end of a cell between them; the last entry is how many remain."""
     begins = np.zeros(num_moments + 1, dtype=np.int64)
     for each in ends:
         begins[each] = 1
@@ -338,7 +344,7 @@ def _alike(num_moments: int, *ends: IntArray) -> IntArray:
 
 
 def _pairs(first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
-    """(i, m) for every m of [first[i], stop[i])."""
+    """All pairs (i, m) with m in [first[i], stop[i]), as two arrays."""
     counts = np.maximum(0, stop - first)
     owners = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
