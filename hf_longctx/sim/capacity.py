@@ -13,7 +13,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
-# token tile of norms, MLP and loss, as a run's default
+# tokens per tile of norms, MLP and loss: the default of a run
 TILE_TOKENS = 2048
 _LEAST_GAIN = 1.05
 _MAX_DOUBLINGS = 10
@@ -23,10 +23,11 @@ _MAX_DOUBLINGS = 10
 class MemoryModel:
     """Bytes of one model on one kind of device.
 
-    usable_bytes: for states and saved tensors. state_bytes_per_parameter: as measured, of weights, gradients and optimizer
-    (0: by the formula of `ModelSpec`). lora_rank: of adapters on all matrices of the layers, everything else frozen (0: all
-    weights are trained). host_bytes: of each rank for saved tensors (0: none is counted). keeps_everything: nothing is
-    recomputed, offloaded or tiled, as where saved bytes were measured with the recomputation that was used there.
+    usable_bytes: bytes for states and saved tensors. state_bytes_per_parameter: measured bytes of weights, gradients and
+    optimizer states (0: use the formula of `ModelSpec`). lora_rank: rank of adapters on all matrices of the layers, with
+    everything else frozen (0: all weights are trained). host_bytes: host memory of each rank for saved tensors (0: none is
+    counted). keeps_everything: nothing more is recomputed, offloaded or tiled, for example where the measured bytes per token
+    already include recomputation.
     """
 
     model: ModelSpec
@@ -40,7 +41,7 @@ class MemoryModel:
 
     @classmethod
     def by_formula(cls, model: ModelSpec, device_bytes: int) -> MemoryModel:
-        """Without measurements: the model's own formula for saved tensors, and four fifths of the device."""
+        """A memory model without measurements: saved tensors by formula, and four fifths of the device usable."""
         return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), saved_token_bytes(model))
 
     @property
@@ -57,12 +58,12 @@ class MemoryModel:
         whole = self.model.num_parameters * self.state_bytes_per_parameter
         if parameters == "replicated":
             return whole
-        # what "sharded" gathers layer by layer is part of what was measured
+        # weights that "sharded" gathers layer by layer are part of the measured bytes
         gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
         return -(-whole // shard_ranks) + gathered
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Most tokens that a rank holds beside the states with everything kept; 0 when these alone do not fit."""
+        """Most tokens that a rank holds beside the states with everything kept; 0 when the states alone do not fit."""
         return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks)) // self.saved_bytes_per_token
 
     def budget(self, parameters: Parameters, shard_ranks: int) -> ActivationBudget | None:
@@ -73,7 +74,7 @@ class MemoryModel:
         return ActivationBudget(self.tokens_per_rank(parameters, shard_ranks), left_bytes, self.host_bytes, TILE_TOKENS)
 
     def most_tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool) -> int:
-        """Most tokens that policies make room for on a rank, or that it holds with everything kept. is_shared: in a group."""
+        """Most tokens that fit on a rank, with policies or with everything kept. is_shared: a group shares sequences."""
         kept, budget = self.tokens_per_rank(parameters, shard_ranks), self.budget(parameters, shard_ranks)
         if budget is None:
             return kept
@@ -111,13 +112,13 @@ class Placement:
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting
 
     def longest_tokens(self, memory: MemoryModel) -> int:
-        """The longest sequence that fits: a group of the largest degree holds nothing else."""
+        """Tokens of the longest sequence that fits, alone in a group of the largest degree."""
         return self.degrees[-1] * self.tokens_per_rank(memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change that would lengthen the longest sequence, and what would fit then."""
+    """A change that would lengthen the longest sequence, and the tokens that would then fit."""
 
     change: str
     tokens_per_rank: int

@@ -1,8 +1,8 @@
-"""The longest sequence that one group of ranks can train, switch by switch of the activation engine, and seconds of its step.
+"""Finds the longest sequence that one group of ranks can train, switch by switch of the activation engine, and its step time.
 
-Lengths come from the moments of `plan/memory/layer.py`, seconds from the cost model with what policies add. Planned steps
-leave a fifth of the device alone (`specs.USABLE_SHARE`), as runs do unless `device_gib` says otherwise: where everything is
-kept, workspace comes out of it. Here workspace is counted in every row, so that a tenth is left (`ENGINE_SHARE`).
+Lengths come from the byte counts of `plan/memory/layer.py`, seconds from the cost model plus the time that policies add. Planned
+steps leave a fifth of the device unused (`specs.USABLE_SHARE`), as runs do unless `device_gib` says otherwise; where everything
+is kept, workspace uses that fifth. Here every row counts its workspace, so only a tenth is left unused (`ENGINE_SHARE`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.sim.capacity import TILE_TOKENS
 
-# of the device, beside workspace: for fragmentation, buffers of communication and the process itself
+# share of the device for states, saved tensors and workspace; fragmentation, communication and the process take the rest
 ENGINE_SHARE = 0.9
 _GIB = 2**30
 
@@ -33,7 +33,7 @@ class LongestRow:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One group of `degree` ranks: bytes that states leave of a device, bytes of the host for each rank (0: none is counted).
+    """One group of `degree` ranks: bytes of a device that states leave free, host bytes of each rank (0: none is counted).
 
     trains_weights: false for LoRA, whose frozen weights have no gradients.
     """
@@ -46,9 +46,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Switches:
-    """tile, loss_tile: tokens of a tile of MLP and norms and of the loss, 0 for none. host_bytes, keeps_attention: of policies.
+    """Switches of the activation engine for one row.
 
-    keeps_everything: as Hugging Face without checkpointing.
+    tile: tokens per tile of MLP and norms; loss_tile: tokens per tile of the loss (0: no tiles). host_bytes, keeps_attention: see
+    `lean_policy`. keeps_everything: nothing is recomputed, like Hugging Face without checkpointing.
     """
 
     name: str
@@ -65,7 +66,7 @@ class _Switches:
 
 
 def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
-    """A row for every switch, each with those before it but for whether attention is kept."""
+    """A row for every switch, each on top of the switches before it, except for keeping attention."""
     tile, host = TILE_TOKENS, budget.host_bytes
     rows = [
         _Switches("everything kept, as Hugging Face does", keeps_everything=True),
@@ -84,7 +85,7 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
 
 def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
     degree, load = budget.degree, Load.document(1, costs.model.num_layers, budget.trains_weights)
-    # attention of GPUs takes half precision alone
+    # attention operators of GPUs run in half precision only
     load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2)
     tokens = ByteModel(costs.model).longest(
         budget.device_bytes, budget.host_bytes, lambda count: (switches.policy(costs, count),), load, switches.loss_tile
@@ -95,9 +96,9 @@ def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
 
 
 def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_tokens: int) -> float:
-    """Seconds of a step with one sequence: both passes, what runs again, exposed copies, and what a step adds once."""
+    """Seconds of a step with one sequence: forward, backward, recomputation, exposed copies, and the fixed time of a step."""
     if not budget.trains_weights:
-        # the half of a matrix's backward that makes the gradient of its weights
+        # half of a matrix's backward makes the gradient of its weights, which is not needed
         backward = replace(costs.coefficients.backward, token_s=costs.coefficients.backward.token_s / 2)
         costs = replace(costs, coefficients=replace(costs.coefficients, backward=backward))
     shape = costs.best_shape(budget.degree, num_tokens)

@@ -20,11 +20,13 @@ from hf_longctx.sim.execution import Execution
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Groups with sequences, each counted once: wholly kept, kept but for logits, or with layers under policies.
+    """Counts of groups with sequences by how they treat saved tensors, and bytes of the fullest rank.
 
-    num_sliced: of those under policies that cut a sequence; most_slices: of one sequence. recomputed: of the saved bytes that
-    are under policies, by class; on_host: the same on the host. peak_bytes, host_bytes: of the fullest rank. added_s: seconds
-    that policies add to all their groups, forward and backward. reason: why the fullest group's host is used as it is.
+    num_kept, num_tiled, num_chosen: groups that keep everything, everything but the logits, or have layers under policies.
+    num_sliced: groups under policies that cut a sequence; most_slices: most slices of one sequence. recomputed: recomputed share
+    of each tensor class in groups under policies; on_host: share of their saved bytes on the host. peak_bytes, host_bytes: bytes
+    of the fullest rank. added_s: seconds that policies add to all their groups, forward and backward. reason: why the fullest
+    group keeps, offloads and recomputes as it does.
     """
 
     num_kept: int
@@ -55,7 +57,7 @@ def memory_use(
     recomputed, on_host = _shares(chosen, costs.model)
     reason = ""
     if budget is not None and groups:
-        # what is under policies before what is not, and of these the most tokens on a rank
+        # groups with layers under policies come first, then tiled ones; among equals the most tokens on a rank decide
         fullest = max(groups, key=lambda group: (_has_layers(group), bool(group.stages[0].activations), _tokens(group)))
         reason = policy_reason(fullest, costs, budget)
     return MemoryUse(
@@ -74,9 +76,9 @@ def memory_use(
 
 
 def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> tuple[int, ...]:
-    """The most bytes on each rank's device: of tokens where everything is kept, else as policies were counted.
+    """Most bytes on each rank's device: by tokens if the plan keeps everything, else as the prediction counted its policies.
 
-    States are those of the memory model, which may be measured, or of adapters.
+    States are those of the memory model, which may be measured or belong to adapters.
     """
     ranks = execution.ranks
     if not has_policies(plan):
@@ -87,7 +89,7 @@ def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: M
 
 
 def has_policies(plan: StepPlan) -> bool:
-    """Whether any group of the plan tiles, computes again, offloads or slices."""
+    """Whether any group of the plan tiles, recomputes, offloads or slices."""
     groups = (group for micro_batch in plan.micro_batches for group in micro_batch.groups)
     return any(stage.activations or len(group.chunks) > 1 for group in groups for stage in group.stages)
 

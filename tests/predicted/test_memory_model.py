@@ -115,13 +115,13 @@ def measured(
 def predicted(
     shape: Shape, dtype: torch.dtype, documents: tuple[int, ...], policy: ActivationPolicy | None
 ) -> tuple[ChunkBytes, int]:
-    """The model's answer, and what of it the step has before it starts: token ids and labels."""
+    """Predicted bytes, and those of them that exist before the step starts: token ids and labels."""
     load = Load(sum(documents), documents, shape.layers, tiles_loss=False)
     return ByteModel(shape.spec(dtype)).chunk(load, policy), 16 * sum(documents)
 
 
 WHOLE = (NUM_TOKENS,)
-# where tensors of a tile's size and of the weights' size would count for more than a few percent
+# document lengths for cases in which tensors of a tile's or the weights' size would otherwise exceed a few percent
 LONG = (2 * NUM_TOKENS,)
 PACKED = (NUM_TOKENS // 2, NUM_TOKENS // 4, NUM_TOKENS // 4)
 CASES = {
@@ -149,7 +149,7 @@ CASES = {
     "plain-packed": (Shape(), PLAIN, 0, PACKED),
     "plain-qwen3": (Shape(family="qwen3"), PLAIN, 0, WHOLE),
 }
-# cases that another width changes: tensors that stay fp32 in norms and loss, tiles, shares on the host, heads, packs
+# cases that another element size changes: tensors that stay fp32 in norms and loss, tiles, shares on the host, heads, packs
 HALF_WIDTH = [
     *("recomputed-loss", "recomputed-qwen3", "tiles-mlp", "tiles-hidden", "host", "mlp-kept", "qkv-cut-heads"),
     *("plain-mlp", "plain-packed", "plain-qwen3"),
@@ -211,7 +211,7 @@ class LatentShape(Shape):
         return model
 
 
-# an estimate that is safe, not exact: copies to one width are counted as expanded heads
+# the estimate is an upper bound, not exact: copies to one head size are counted as expanded heads
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("one,tile_tokens", [(PLAIN, 0), (offloading(recompute=0.5), 256)], ids=["plain", "recomputed"])
 def test_latent_attention_takes_no_more_than_predicted(family: str, one: LayerPolicy, tile_tokens: int) -> None:

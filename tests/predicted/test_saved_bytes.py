@@ -78,7 +78,7 @@ def saved_bytes(model: Any, forward: Callable[[], Any]) -> tuple[int, Any]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
-            # so that no address is used twice
+            # keeps the tensor alive, so that no address is used twice
             held.append(tensor)
         return tensor
 

@@ -1,7 +1,7 @@
-"""Bytes of one model on a rank: of states, chunks, rounds, and the longest document that fits; the counterpart of `CostModel`.
+"""Counts the bytes of one model on a rank: its states, chunks and rounds, and the longest document that fits.
 
-Chunks, layers and stages come again and again while a step is planned. What was counted is kept by value: every value gets a
-number (`_Numbers`), and results are filed under numbers.
+This is the counterpart of `CostModel`. Planning a step asks for equal chunks, layers and stages again and again, so results are
+cached by value: every value gets a number (`_Numbers`), and results are stored under these numbers.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _KEEPS_EVERYTHING = LayerPolicy()
 
 
 class _Numbers:
-    """Numbers for values: equal values have the same one.
+    """Assigns numbers to values; equal values get equal numbers.
 
-    To hash and compare a long plan takes longer than to count its bytes, so each object is compared once; it is kept alive, and
-    found by its address from then on.
+    Hashing and comparing a long plan takes longer than counting its bytes, so each object is compared only once. From then on it
+    is kept alive and found by its address.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class _Numbers:
         return found[1]
 
     def of_key(self, key: Hashable) -> int:
-        """The number of a value that is made for the call."""
+        """The number of a value that exists only for this call."""
         return self._of_values.setdefault(key, len(self._of_values))
 
     def of_layers(self, layers: tuple[LayerPolicy, ...]) -> int:
-        """The number of the policies of a chunk's layers, most of which are one object."""
+        """The number of a chunk's layer policies, most of which are one and the same object."""
         found = self._of_objects.get(id(layers))
         if found is None:
             found = self._of_objects[id(layers)] = layers, self.of_key(("layers", *map(self.of, layers)))
@@ -74,7 +74,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """Loads of a group's chunks on one rank, with the number of each and of all of them."""
+    """Loads of a group's chunks on one rank, the number of each load, and the number of the whole list."""
 
     loads: list[Load]
     numbers: list[int]
@@ -82,7 +82,7 @@ class _Loads:
 
 
 class _Counted:
-    """Everything that a `ByteModel` counted so far."""
+    """Cache of everything that a `ByteModel` has counted so far."""
 
     def __init__(self) -> None:
         self.numbers = _Numbers()
@@ -101,7 +101,7 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class ByteModel:
-    """Predicts bytes of `model` on a rank. Make one for each step that is planned: it keeps all that it counted."""
+    """Predicts bytes of `model` on a rank. Make one for each step that is planned, since it caches everything that it counts."""
 
     model: ModelSpec
     _counted: _Counted = field(default_factory=_Counted, init=False, repr=False, compare=False)
@@ -123,17 +123,17 @@ class ByteModel:
         return part_state_bytes(self.model, num_layers, stage == 0, stage == num_stages - 1, parameters, shard_ranks)
 
     def kept_tokens(self, device_bytes: int) -> int:
-        """Most tokens for which everything can be kept in so many bytes beside the states; workspace is not counted."""
+        """Most tokens whose saved tensors all fit into `device_bytes`, which excludes the states; workspace is not counted."""
         return max(0, device_bytes) // saved_token_bytes(self.model)
 
     def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
         """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.
 
-        loss_tile_tokens: token tile of the loss alone, where the policy has no tiles.
+        loss_tile_tokens: tokens per tile of the loss alone, for a policy without tiles.
         """
         tile_tokens = policy.tile_tokens if policy else 0
         policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
-        # equal layers are mostly one object, and counted once
+        # equal layers are mostly one object, so each object is counted once
         counted = {id(layer): LAYER_NUMBERS(LayerBytes(self.model, load, layer, tile_tokens)) for layer in policies}
         outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
         found = chunk_numbers(
@@ -153,8 +153,8 @@ class ByteModel:
     ) -> int:
         """Most tokens of one document on one rank for which one of the policies fits, by doubling and bisection.
 
-        policies: for a number of tokens, None to keep everything. like: the load in all but its tokens. loss_tile_tokens: see
-        `chunk`.
+        policies: returns the policies to try for a number of tokens; a policy of None keeps everything. like: a load from which
+        everything but the tokens is taken. loss_tile_tokens: see `chunk`.
         """
 
         def fits(num_tokens: int) -> bool:
@@ -181,7 +181,7 @@ class ByteModel:
     ) -> RoundBytes:
         """Most bytes that the rank at `position` of the group holds and works with while the stage runs its F and B.
 
-        copying: for each F and B in order, bytes that are on their way to the host and still on the device.
+        copying: for each F and B in order, bytes that are still on the device while they are copied to the host.
         """
         moments = self.moments(group, stage, position, trains_weights, tiles_loss, copying)
         return RoundBytes(*(int(getattr(moments, one.name).max(initial=0)) for one in fields(RoundMoments)))
@@ -195,13 +195,13 @@ class ByteModel:
         tiles_loss: bool = True,
         copying: Sequence[int] = (),
     ) -> RoundMoments:
-        """Bytes in each F and B of the stage in order, as for `round`. Slices run forward in their order, backward in reverse."""
+        """Bytes in each F and B of the stage in order; arguments as in `round`. Slices run backward in reverse order."""
         passes, loads = self.passes(stage), self._group_loads(group, position, trains_weights, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
         device, host, forward_workspace, backward_workspace, ending = chunks[place].T
         work = np.where(is_forward, forward_workspace, backward_workspace)
-        # a chunk is held from its forward on, and in its own backward still
+        # a chunk is held from its forward to the end of its backward
         saved, on_host = (np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each) for each in (device, host))
         kinds = self._book(group, position)
         first, last, most, others = book_moments(self.model, stage, kinds, len(group.chunks), place, is_forward)
@@ -218,7 +218,7 @@ class ByteModel:
         return self._counted.passes[key]
 
     def loads(self, group: SequenceGroup, position: int) -> list[Load]:
-        """Loads of the group's chunks on one rank, whatever part of the model they are on."""
+        """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""
         return self._group_loads(group, position, True, True).loads
 
     def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
@@ -254,7 +254,7 @@ class ByteModel:
         return known[key]
 
     def _layer_rows(self, load: Load, load_number: int, policy: _Policy, num_layers: int) -> list[int]:
-        """Rows of all layers of a load, those without a policy too."""
+        """Table rows of all layers of a load, including layers without a policy."""
         known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens)
         if key not in known:
             found = [self._layer(load, load_number, layer, policy.tile_tokens)[1] for layer in policy.layers]
@@ -296,7 +296,7 @@ class ByteModel:
             own = [policies.get((chunk.index, part), nothing) for chunk in group.chunks]
             at_once = tuple(has_head and chunk.index * num_parts + part in passes.at_once for chunk in group.chunks)
             is_first = (stage.stage, part) == (0, 0)
-            # equal stages have the same
+            # equal stages share one entry of the cache
             chosen = tuple((policy.number, policy.tile_tokens) for policy in own)
             key = loads.number, owned.num_layers, has_head, at_once, is_first, chosen
             if key not in known:
@@ -306,7 +306,7 @@ class ByteModel:
                     self._outside(load, number, has_head, keeps_gradients, policy.tile_tokens if tiles_loss else 0)
                     for load, number, policy, keeps_gradients in each
                 ]
-                # hidden states of another part wait for their gradient only where a policy may move them
+                # hidden states received from another part wait for their gradient only where a policy may move them
                 receives = np.array([bool(policy.layers) and not is_first for policy in own])
                 layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
                 known[key] = chunk_numbers(layers, np.array(outside, dtype=np.int64), receives)
@@ -316,7 +316,7 @@ class ByteModel:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """Policies of one chunk's layers, the number of all of them, and the token tile."""
+    """Policies of one chunk's layers, the number of this tuple of policies, and the tokens per tile."""
 
     layers: tuple[LayerPolicy, ...]
     tile_tokens: int

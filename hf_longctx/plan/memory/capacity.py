@@ -1,4 +1,4 @@
-"""Most tokens of a rank, and the longest document, that fit in memory."""
+"""Finds the most tokens of one rank, and the longest document, that fit in memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def lean_policy(
     num_layers: int = 0,
     keeps_attention: bool = False,
 ) -> ActivationPolicy:
-    """The policy with the least device memory for a chunk of so many tokens on a rank: only layer inputs are kept.
+    """The policy with the least device memory for a chunk with `num_tokens` tokens on a rank: only layer inputs are kept.
 
-    As many as fit go to the host, those of the first layers, whose backward is last. keeps_attention: attention outputs are
-    kept too and go the same way, so that attention is not run again.
+    As many inputs as fit go to the host, those of the first layers first, since their backward runs last. keeps_attention:
+    attention outputs are kept and offloaded with the inputs, so that attention is not run again.
     """
     num_layers = num_layers or model.num_layers
     input_bytes = class_bytes(model, "layer_input") * num_tokens
     if keeps_attention:
         input_bytes += class_bytes(model, "attention_output") * num_tokens
     shares = (min(1.0, max(0.0, host_bytes / input_bytes - i)) if input_bytes else 0.0 for i in range(num_layers))
-    # shares are cut at whole tokens, never above the limit
+    # shares are rounded down to whole tokens, so that they never exceed the limit
     parts = [int(share * num_tokens) / max(1, num_tokens) for share in shares]
     recomputed = TensorShare("attention_output", recompute=1.0)
-    # layers alike are one object, which is counted once
+    # equal layers share one object, which is counted once
     known = {
         part: LayerPolicy(
             (
@@ -63,12 +63,12 @@ def most_tokens(
 ) -> int:
     """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
-    device_bytes: what weights, gradients and optimizer states leave of the device. is_shared: as a rank of a group, whose
-    exchanges take room, holding so many tokens of it. groups_heads: see `Load`.
+    device_bytes: bytes of the device that weights, gradients and optimizer states leave free. is_shared: the rank belongs to a
+    group, whose exchanges take memory, and the result is its share of the document. groups_heads: see `Load`.
     """
 
     def policies(num_tokens: int) -> tuple[ActivationPolicy, ...]:
-        # copies that arrive take room too, so that with few layers the host may not pay
+        # copies that come back from the host take device memory too, so with few layers offloading may not pay
         return tuple(lean_policy(model, num_tokens, limit, tile_tokens) for limit in {0, host_bytes})
 
     like = replace(Load.document(1, model.num_layers, trains_weights), is_shared=is_shared, groups_heads=groups_heads)

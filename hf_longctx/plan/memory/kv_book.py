@@ -1,10 +1,10 @@
 """Bytes of the K/V book: keys and values of sliced sequences and their gradients, as `runtime/attention/kv_book.py` holds them.
 
-A layer that sees all tokens holds a sequence's keys and values from its first slice's forward to its first slice's backward, and
-gradients of all tokens in front of the last slice from that one's backward on. A layer whose window w is shorter than the
-sequence holds every slice on its own, from its forward to its backward: the last w - 1 tokens, which later slices see, where the
-layer is replayed (none of the last slice), and all tokens where it is not, or once it has been; of gradients, those of the last
-w - 1 tokens before the slice that ran backward last.
+A layer that sees all tokens holds a sequence's keys and values from its first slice's forward to its first slice's backward. From
+the last slice's backward on it also holds gradients of all tokens in front of that slice. A layer whose window w is shorter than
+the sequence holds every slice on its own, from its forward to its backward. Where the layer will be replayed, it holds the
+slice's last w - 1 tokens, which later slices see (none of the last slice); where it is not replayed, or once it has been, all
+tokens. It holds gradients of the last w - 1 tokens before the slice that ran backward most recently.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from hf_longctx.plan.core.types import SequenceGroup, StagePlan
 class BookMoments(NamedTuple):
     """Bytes of the K/V book in every pass of a round.
 
-    first: when the last layer of the pass's part runs, which is the first to run backward. last: when the first layer runs
-    backward (0 in a forward). most: the most inside the pass. others: what the other parts of the stage hold meanwhile.
+    first: bytes while the last layer of the pass's part runs, which is the first to run backward. last: bytes while the first
+    layer runs backward (0 in a forward). most: most bytes at any moment of the pass. others: bytes that the other parts of the
+    stage hold meanwhile.
     """
 
     first: IntArray
@@ -42,9 +43,10 @@ class _Changes(NamedTuple):
 
 
 class BookKinds(NamedTuple):
-    """Windows of a model's layers (0: none), and for each window by how much every chunk changes a layer's book.
+    """Windows of a model's layers (0: none), and for each window the bytes by which every chunk changes a layer's book.
 
-    A window has two entries, first for layers that are not replayed, then for those that are; full attention alone has one.
+    A window has two entries: one for layers that are not replayed, then one for layers that are. A model without windows has
+    only one entry.
     """
 
     windows: list[int]
@@ -52,14 +54,14 @@ class BookKinds(NamedTuple):
 
 
 def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKinds:
-    """Changes on the rank at `position` of the group, which are the same on every stage and under every policy."""
+    """Changes of the book on the rank at `position` of the group; they are equal on every stage and under every policy."""
     block = group.shape.ulysses
     heads = head_shares(model.num_heads, model.num_kv_heads, block)[position % block].num_kv
-    # keys and values of a token in a layer, and their gradients in at least fp32
+    # bytes of a token's keys and values in one layer, and of their gradients, which are in at least fp32
     token_bytes = heads * model.kv_head_size * model.bytes_per_element
     gradient_bytes = heads * model.kv_head_size * max(4, model.bytes_per_element)
     windows = sorted({window or 0 for window in model.windows} or {0})
-    # whether layers are replayed does not matter where all see all tokens
+    # replays make no difference where all layers see all tokens
     replays = (False, True) if max(windows) else (False,)
     changes = [
         _layer_changes(group, window, is_replayed, token_bytes, gradient_bytes) for window in windows for is_replayed in replays
@@ -70,7 +72,10 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
 def book_moments(
     model: ModelSpec, stage: StagePlan, kinds: BookKinds, num_chunks: int, place: IntArray, is_forward: BoolArray
 ) -> BookMoments:
-    """The book in every pass of a round. place: chunk times parts, plus part, of each; is_forward: whether it is one."""
+    """Bytes of the book in every pass of a round.
+
+    place: chunk * parts + part of each pass. is_forward: whether the pass is a forward.
+    """
     num_parts, (windows, changes) = len(stage.parts), kinds
     first, last, most, change = (np.zeros_like(place) for _ in range(4))
     for part, layers in enumerate(stage.parts):
@@ -94,8 +99,8 @@ def book_moments(
     return BookMoments(first, last, most, others)
 
 
-# for every chunk: change by its forward and by its backward; then, above what was there before its backward, the book when the
-# first of its layers runs backward, when the last one does, and at its fullest
+# bytes for every chunk: change by its forward, change by its backward; then, relative to the book before its backward, the bytes
+# when the first of its layers runs backward, when the last one does, and the most in between
 _PassChanges = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
 
 
@@ -107,7 +112,7 @@ def _equal_layers(changes: _Changes, num_layers: int) -> _PassChanges:
 
 
 def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
-    """Changes of a part whose layers are of these kinds, layer after layer."""
+    """Changes of a part whose layers are of these kinds, [chunks, layers]; layers run one after the other."""
     known = np.array([list(each) for each in changes], dtype=np.int64).transpose(1, 0, 2)
     # last layer first
     written, rewritten, left, gone = known[:, kind_CL[:, ::-1], np.arange(len(kind_CL))[:, None]]
@@ -118,7 +123,7 @@ def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
 
 
 def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[int], num_chunks: int) -> IntArray:
-    """For every chunk and layer of a part, [C, L], twice the place of its window, and one more where it is replayed."""
+    """Kind of every layer of a part for every chunk, [C, L]: 2 * index of its window, plus 1 where the layer is replayed."""
     layers = stage.parts[part]
     own = model.windows[layers.first_layer : layers.first_layer + layers.num_layers]
     places = np.array([2 * windows.index(window or 0) for window in own], dtype=np.int64)
@@ -136,7 +141,7 @@ def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, windows: list[in
 
 
 def _layer_changes(group: SequenceGroup, window: int, is_replayed: bool, token_bytes: int, gradient_bytes: int) -> _Changes:
-    """By how much passes of every chunk change the book of a layer with this window (0: none)."""
+    """Bytes by which the passes of every chunk change the book of a layer with this window (0: none)."""
     ends = sequence_ends(group.chunks)
     last_starts = {
         span.sequence: span.start for chunk in group.chunks for span in chunk.spans if span.stop == ends[span.sequence]

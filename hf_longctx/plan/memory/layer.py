@@ -1,11 +1,11 @@
-"""Bytes of one decoder layer on a rank, and of what stands outside of the layers, moment by moment.
+"""Counts bytes of one decoder layer on a rank, and of everything outside the layers, moment by moment.
 
-Each moment is a sum of the tensors that are alive in it, read off the runtime and Hugging Face's modules; tests compare the
-sums with what torch allocates. Letters as in `saved_tensors.py`: d hidden, a all query heads, k all KV heads, f
-intermediate, h heads, e bytes per element; in the code d, a, k and f are bytes per token.
+Each moment is a sum over the tensors that are alive in it. The lists of tensors come from reading the runtime and Hugging Face's
+modules; tests compare the sums with the memory that torch allocates. Letters as in `saved_tensors.py`: d hidden, a all query
+heads, k all KV heads, f intermediate, h heads, e bytes per element; in the code d, a, k and f are bytes per token.
 
-Ranks that share attention by heads work on as many elements as one that holds 1/degree of the tokens; what their exchanges take
-beside that is counted as one copy of what is sent.
+Ranks that share attention by heads work on as many elements as a rank with 1/degree of the tokens would. Their exchanges take
+more memory, which is counted as one copy of the tensors that are sent.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 class Load:
     """The share of a chunk that one rank runs.
 
-    num_tokens: of this rank. documents: new tokens of each document, of this rank's share, whose attention runs one after
-    the other. front_tokens: tokens before the chunk's first document, whose keys and values lie in the book; sliced_tokens:
-    new ones that go there. has_head: final norm, logits and loss are here. trains_weights: false for LoRA, whose base has
-    no gradients. is_shared: queries, keys and values travel between ranks. tiles_loss: the loss runs in the policy's token tiles.
-    keeps_gradients: the backward comes next, so that a loss in tiles makes its gradients at once. groups_heads: attention's
-    operator reads a KV head for many query heads and takes strided tensors, as those of GPUs do. receives: hidden states come
-    from another part of the model, which wait with the chunk because their gradient goes back there.
+    num_tokens: tokens on this rank. documents: this rank's share of each document's new tokens; attention of the documents runs
+    one after the other. front_tokens: this rank's share of the earlier tokens that a slice sees, whose keys and values are in
+    the K/V book. sliced_tokens: new tokens whose keys and values go there. has_head: final norm, logits and loss run here.
+    trains_weights: false for LoRA, whose base has no gradients. is_shared: queries, keys and values travel between ranks.
+    tiles_loss: the loss runs in the policy's token tiles. keeps_gradients: the backward comes next, so a loss in tiles makes its
+    gradients in the forward. groups_heads: the attention operator reads one KV head for many query heads and takes strided
+    tensors, as GPU operators do. receives: hidden states come from another part of the model; they wait with the chunk, because
+    their gradient goes back there.
     """
 
     num_tokens: int
@@ -58,9 +59,9 @@ class Load:
 class LayerBytes:
     """Bytes of one layer under one policy.
 
-    held, held_host: from forward to backward; input_host: of the latter the layer's input. forward: beyond what layers below
-    hold, when this one runs forward. backward: beyond what layers up to this one hold and what arrives from the host, in the
-    worst moment of its replay and backward.
+    held, held_host: bytes held from forward to backward, on the device and on the host; input_host: the part of held_host that is
+    the layer's input. forward: most bytes while this layer runs forward, beyond those held by earlier layers. backward: most
+    bytes during its replay and backward, beyond those that the layers up to this one hold and those that arrive from the host.
     """
 
     def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
@@ -69,12 +70,12 @@ class LayerBytes:
         self.has_tiles = tile_tokens > 0
         self.is_plain = policy.keeps_everything
         shares = {name: policy.share(name) for name in TENSOR_CLASSES}
-        # where of the tokens of each class the recomputed, the NVMe and the host part end
+        # tokens of each class at which the recomputed, the NVMe and the host part end
         self._cuts = {name: share.cuts(load.num_tokens) for name, share in shares.items()}
         self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
         self.input_host = round(self._input_share.host * self.tokens) * class_bytes(model, "layer_input")
-        # what adapters keep is there in a layer's own forward and replay alone
+        # tensors that adapters save exist only during the layer's own forward and replay
         adapters = 0 if self.is_plain else model.adapters.layer_saved_bytes * self.tokens
         self.forward = self._forward() + adapters
         self.backward = max(self._mlp_backward(), self._norm_backward(), self._attention_backward()) + adapters
@@ -83,7 +84,7 @@ class LayerBytes:
     def _sizes(self) -> tuple[int, int, int, int]:
         """Bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
 
-        Where values have another size than keys: the larger one of queries and outputs, half of keys and values.
+        Where values have another head size than keys: the larger of queries and outputs, and half of keys and values together.
         """
         model = self.model
         e = model.bytes_per_element
@@ -92,25 +93,25 @@ class LayerBytes:
 
     @property
     def _has_own_attention(self) -> bool:
-        """Whether even what is kept attends by tiles, since torch's own attention would make whole matrices."""
+        """Whether attention runs in tiles even where everything is kept, since torch's own would make whole score matrices."""
         return self.model.caps_scores or self.model.value_head_dim > 0
 
     def _score_blocks(self, num_queries: int, num_keys: int) -> int:
-        """Bytes of the matrices of capped scores, three of a block of queries; a block has one query at least."""
+        """Bytes of the matrices of capped scores: three per block of queries, which has at least one query."""
         values = min(max(MOST_SCORES, num_keys * self.model.num_heads), num_queries * num_keys * self.model.num_heads)
         return 3 * values * max(4, self.model.bytes_per_element) if self.model.caps_scores else 0
 
     @property
     def _wide(self) -> int:
-        """Bytes of an element in at least fp32 for one in the model's format, as a factor of the latter."""
+        """Bytes of an element in at least fp32, as a multiple of those of an element in the model's format."""
         return max(1, 4 // self.model.bytes_per_element)
 
     def _plain_held(self) -> tuple[int, int]:
         load, (_, a, k, _) = self.load, self._sizes
         held = plain_layer_bytes(self.model) * self.tokens
         if load.sliced_tokens:
-            # keys and values of slices lie in the book; an output that was merged lies heads first, and is copied tokens first,
-            # where it is not put together with others
+            # keys and values of slices are in the K/V book; a merged output has heads as its first dimension, so it is copied
+            # with tokens as the first, unless it is concatenated with others
             is_copied = len(load.documents) == 1
             return held - 2 * k * load.sliced_tokens + (a * self.tokens if is_copied else 0), 0
         # keys and values are saved as many times as query heads read them, and outputs once more in one piece
@@ -125,25 +126,25 @@ class LayerBytes:
         return device, host
 
     def _recomputed(self, name: TensorClass) -> int:
-        """Tokens of which a class is computed again."""
+        """Number of tokens for which a tensor class is recomputed."""
         return 0 if self.is_plain else self._cuts[name][0]
 
     @property
     def _whole_input(self) -> int:
-        """A layer input that was cut in two is put together again."""
+        """Bytes of a layer input that was split between device and host, and is put together again."""
         d, _, _, _ = self._sizes
         share = self._input_share
         return round(d * self.tokens * share.device) if not self.is_plain and 0 < share.host < 1 else 0
 
     @property
     def _replayed_norm(self) -> int:
-        """Per token: what a norm saves in a replay, with its output. Its fp32 input is the residual itself in fp32."""
+        """Bytes per token that a norm saves in a replay, its output included. In an fp32 model the residual is its fp32 input."""
         d, _, _, _ = self._sizes
         return 2 * d if self.has_tiles else 4 * self.model.hidden_size + 4 + 2 * d
 
     @cached_property
     def _replayed_attention(self) -> int:
-        """Bytes that a replay saves up to the output of attention, beyond the layer input and kept tensors."""
+        """Bytes that a replay saves up to attention's output, beyond the layer input and the kept tensors."""
         if self.is_plain:
             return 0
         d, a, k, _ = self._sizes
@@ -165,11 +166,11 @@ class LayerBytes:
             return self.held + d * self.tokens + scores
         documents = self.load.documents
         expanded = 2 * a if a != k and not self.load.groups_heads else 0
-        # outputs of several documents are put together
+        # outputs of several documents are concatenated
         joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
         attention += self._exchange + self._cut_bytes + self._unrotated + scores + self._latents
-        # queries, and three more like them while they are rotated
+        # rotary embedding: the queries, and three more tensors of their size
         rotation = (2 * d + 4 * a + 2 * k) * self.tokens
         norm = (2 * d + 8 * self.model.hidden_size) * self.tokens
         # the input, the residual, the norm's output and what is kept of attention
@@ -179,7 +180,7 @@ class LayerBytes:
 
     @property
     def _cut_bytes(self) -> int:
-        """Device parts of layer input and attention output, which are copies where only a part stays."""
+        """Bytes of the device parts of layer input and attention output, which are copies where only a part stays."""
         num_bytes = 0
         for name in _CUT_CLASSES:
             stop = self._cuts[name][2]
@@ -188,14 +189,14 @@ class LayerBytes:
 
     @property
     def _unrotated(self) -> int:
-        """Bytes of projections that are kept beside the queries and keys made of them; values are shared unless cut."""
+        """Bytes of kept projections beside the queries and keys made from them; values are shared unless they are split."""
         _, a, k, _ = self._sizes
         stop = self._cuts["qkv"][2]
         return (a + (2 * k if stop else k)) * (self.tokens - stop)
 
     @property
     def _latents(self) -> int:
-        """Bytes that low-rank projections still hold while attention runs: latents, and the parts made from them."""
+        """Bytes that low-rank projections still hold while attention runs: latents, and the tensors made from them."""
         model = self.model
         if not model.kv_rank:
             return 0
@@ -205,12 +206,12 @@ class LayerBytes:
 
     @property
     def _exchange(self) -> int:
-        """One copy of the queries, keys and values that are sent between ranks."""
+        """Bytes of one copy of the queries, keys and values that are sent between ranks."""
         _, a, k, _ = self._sizes
         return (a + 2 * k) * self.tokens if self.load.is_shared else 0
 
     def _mlp_backward(self) -> int:
-        """With the gradients of the inner tensors; the second matrix has released its input."""
+        """Bytes in the MLP's backward, gradients of inner tensors included; the second matrix has released its input."""
         d, _, _, f = self._sizes
         gradients = (2 if self.model.gated_mlp else 1) * f
         inner = (6 if self.model.gated_mlp else 3) * f
@@ -220,7 +221,7 @@ class LayerBytes:
         before = self._replayed_attention + self._replayed_norm * self.tokens + gradient
         if not self.has_tiles and self._mlp_share.recompute == 1:
             return before + inner * self.tokens
-        # input gradients are put together, weight gradients of a tile are added up in fp32
+        # input gradients are collected in one tensor, weight gradients of the tiles are summed in fp32
         matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
         weights = matrices * (1 + self._wide) if self.load.trains_weights and self.model.trains_layers else 0
         recomputed = min(self.tile, self._recomputed("mlp"))
@@ -229,14 +230,14 @@ class LayerBytes:
 
     @property
     def _held_mlp(self) -> int:
-        """Bytes kept of the MLP, which are freed by its backward."""
+        """Bytes of kept MLP tensors, which its backward frees."""
         if self.is_plain:
             return (4 if self.model.gated_mlp else 2) * self._sizes[3] * self.tokens
         _, _, host_stop = self._cuts["mlp"]
         return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
 
     def _norm_backward(self) -> int:
-        """Between MLP and second norm, and in the norm: its fp32 input, and four or five more like it."""
+        """Bytes between the MLP and the second norm, and inside the norm: its fp32 input and four or five more of its size."""
         d, _, _, f = self._sizes
         hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
         before = self._replayed_attention - self._held_mlp
@@ -254,8 +255,8 @@ class LayerBytes:
         load = self.load
         if self.is_plain and not load.sliced_tokens and not self._has_own_attention:
             return self._fused_attention_backward()
-        # the residual's gradient and that of the output; sums over heads in fp32 for a lone document, else gradients of queries,
-        # keys and values as a whole
+        # gradients of the residual and of the output; then for a lone document sums over heads in fp32, else gradients of the
+        # queries, keys and values of all documents
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
         outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange
         if self.is_plain:
@@ -263,32 +264,32 @@ class LayerBytes:
         outside += (2 * k * self._wide if is_lone else a + 2 * k) * self.tokens
         most = 0
         for before, document in pairwise((0, *load.documents)):
-            # those of the document before, whose gradients of keys and values are summed over heads in fp32
+            # gradients of the document before, with those of keys and values summed over heads in fp32
             found = (a + 2 * k * self._wide) * before
             if load.groups_heads:
                 # gradients for expanded heads inside, and one of the queries in fp32
                 most = max(most, found + ((3 + self._wide) * a + 2 * k) * document)
                 continue
             expanded = 2 * a * document if a != k else 0
-            # operators take dense queries, outputs and gradients, return gradients for expanded heads, and have inside one
-            # more tensor like the queries, in fp32
+            # operators take dense queries, outputs and gradients, return gradients for expanded heads, and use one more tensor
+            # of the queries' size in fp32
             inside = expanded + (6 + self._wide) * a * document
             most = max(most, found + inside)
         if load.sliced_tokens:
-            # sums of the slice's own keys and values; of the front, which comes behind the slice itself, gradients too
+            # gradient sums of the slice's own keys and values; the front, which runs after the slice itself, has gradients too
             own = 2 * k * self._wide * load.sliced_tokens
             front = 2 * k * (1 + (self._wide > 1)) * load.front_tokens + (5 + 2 * self._wide) * a * load.sliced_tokens
             most = own + max(most, front if load.front_tokens else 0)
         longest = max(load.documents, default=0)
-        # values, outputs and their gradients are copied where they are widened to the size of keys, or these to theirs
+        # values, outputs and their gradients are copied where values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
         return outside + most + self._score_blocks(longest, longest + load.front_tokens)
 
     def _fused_attention_backward(self) -> int:
-        """Bytes of torch's own attention node, where nothing is recomputed, on expanded keys and values that it saved."""
+        """Bytes in the backward of torch's own attention, where nothing is recomputed; it saved expanded keys and values."""
         d, a, _, _ = self._sizes
         documents = self.load.documents
-        # what MLP, second norm and output projection held is gone; three gradients for each document, and then in one piece
+        # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         outside = (d - self._replayed_norm + 3 * a) * self.tokens - self._held_mlp + self._exchange
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
 
@@ -296,14 +297,15 @@ class LayerBytes:
 class OutsideBytes:
     """Bytes outside the layers: rotary embeddings and labels (shared), the final norm and the loss.
 
-    head: held from forward to backward; without a head, the hidden states that leave, from which backward starts. forward,
-    backward: when the loss runs, without what layers and `shared` hold.
+    shared: bytes that all layers share. head: bytes held from forward to backward; on a stage without a head, the hidden states
+    that it sends on, from which backward starts. forward, backward: most bytes while the loss runs, without those that layers
+    and `shared` hold.
     """
 
     def __init__(self, model: ModelSpec, load: Load, tile_tokens: int) -> None:
         e, d, wide = model.bytes_per_element, model.hidden_size, max(4, model.bytes_per_element)
         tokens, vocabulary = load.num_tokens, model.vocab_size
-        # cosines and sines, token ids and labels
+        # bytes of cosines and sines, token ids and labels
         self.shared = tokens * (2 * e * model.head_dim + 16)
         self.head = self.forward = self.backward = 0
         if not load.has_head:
@@ -312,13 +314,13 @@ class OutsideBytes:
         trains_head = load.trains_weights and model.trains_head
         norm = (4 * d + 4 + (e * d if trains_head else 0)) * tokens
         hidden = e * d * tokens
-        # workspace of the norm, forward and backward: mostly fp32 tensors like its input
+        # workspace of the norm, forward and backward: mostly fp32 tensors of its input's size
         inside = ((12 if e == 4 else 8 + 3 * e) * d) * tokens
         normed = 24 * d * tokens
         weights = vocabulary * d if trains_head else 0
         if tile_tokens:
             tile = min(tile_tokens, tokens) * vocabulary
-            # logits, their fp32 copy, log-probabilities; gradients of the weights of one tile, and their sum in fp32
+            # logits, their fp32 copy, log-probabilities; weight gradients of one tile, and their sum in fp32
             work = tile * (e + wide + (wide if e < 4 else 0)) + (e + wide) * weights
             # the norm's output, and its gradient
             self.head = norm + hidden + (wide * weights if load.keeps_gradients else 0)
@@ -329,6 +331,6 @@ class OutsideBytes:
         self.head = norm + (hidden if trains_head else 0) + wide * logits
         # beside the log-probabilities: logits, and their fp32 copy
         self.forward = max(inside, norm + hidden + logits * (e + wide + (wide if e < 4 else 0)))
-        # log-probabilities and two gradients of them; then that of the logits, the input's and the weights'
+        # log-probabilities and two of their gradients; then gradients of logits, input and weights
         last = norm + 2 * hidden + logits * (e + (wide if e < 4 else 0)) + e * weights
         self.backward = max(normed, norm + hidden + 3 * wide * logits, last)

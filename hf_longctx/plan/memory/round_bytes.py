@@ -1,7 +1,7 @@
-"""Bytes of chunks and of rounds on a rank: what is held between a forward and its backward, and the workspace beside it.
+"""Counts bytes of chunks and rounds on a rank: those held between a forward and its backward, and the workspace beside them.
 
-A chunk's *held* bytes wait from its forward for its backward, on the device or on the host. Its *workspace* is the most that
-one of its passes needs beyond all that is held when the forward is complete: a layer's replay and backward, or the loss
+A chunk's *held* bytes stay from its forward to its backward, on the device or on the host. Its *workspace* is the most that one
+of its passes needs beyond the bytes that are held when the forward is complete: a layer's replay and backward, or the loss
 (`layer.py`). A round adds up the chunks in flight, keys and values of slices (`kv_book.py`), and the workspace of the running
 action; `byte_model.py` counts both.
 """
@@ -26,9 +26,10 @@ from hf_longctx.plan.memory.layer import Load
 
 @dataclass(frozen=True, slots=True)
 class ChunkBytes:
-    """One chunk on one rank. device, host: held from its forward to its backward; the workspaces come on top of `device`.
+    """Bytes of one chunk on one rank.
 
-    ending: all of the chunk that is on the device in the backward of its first layer.
+    device, host: bytes held from its forward to its backward; the workspaces come on top of `device`. ending: all bytes of the
+    chunk on the device in the backward of its first layer.
     """
 
     device: int
@@ -43,7 +44,7 @@ class ChunkBytes:
 
 
 class Passes:
-    """Forwards and backwards of a stage: their places among its actions, their chunks and parts."""
+    """Forwards and backwards of a stage: their positions among its actions, their chunks and parts."""
 
     def __init__(self, stage: StagePlan) -> None:
         self.places = [place for place, action in enumerate(stage.actions) if action.kind in ("F", "B")]
@@ -51,14 +52,14 @@ class Passes:
         self.is_forward: BoolArray = np.array([action.kind == "F" for action in self.actions], dtype=bool)
         self.chunks: IntArray = np.array([action.chunk for action in self.actions], dtype=np.int64)
         parts: IntArray = np.array([action.part for action in self.actions], dtype=np.int64)
-        # chunk times parts, plus part
+        # chunk * parts + part of every pass
         self.cells: IntArray = self.chunks * len(stage.parts) + parts
-        # cells whose backward follows their forward
+        # cells whose backward comes directly after their forward
         behind = self.cells[1:] == self.cells[:-1]
         self.at_once = frozenset(self.cells[:-1][behind & self.is_forward[:-1]].tolist())
 
 
-# numbers of a layer, and of what is outside of the layers, that a chunk's bytes are made of
+# numbers of a layer, and of everything outside the layers, from which a chunk's bytes are summed
 LAYER_NUMBERS = attrgetter("held", "held_host", "forward", "backward", "input_host")
 OUTSIDE_NUMBERS = attrgetter("shared", "head", "forward", "backward")
 
@@ -76,8 +77,10 @@ class RoundMoments:
 
 @dataclass(frozen=True, slots=True)
 class RoundBytes:
-    """One round on one rank. saved, host: the most that chunks in flight hold; book: the most of keys, values and their
-    gradients; workspace: the largest of an action; peak: the most on the device at one moment, less than their sum.
+    """Bytes of one round on one rank.
+
+    saved, host: most that chunks in flight hold on the device and on the host. book: most of keys, values and their gradients.
+    workspace: largest workspace of an action. peak: most bytes on the device at one moment, at most the sum of the others.
     """
 
     saved: int
@@ -94,12 +97,12 @@ def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> I
     """
     held, host, forward, backward, input_host = np.moveaxis(layers, 2, 0)
     shared, head, loss_forward, loss_backward = outside.T
-    # the model's forward holds the embeddings to its end, wherever the first layer's input lies; hidden states of another part
-    # wait for their gradient, the model's own embeddings are gone with the forward
+    # the model's forward holds the embeddings to its end, wherever the first layer's input is stored; hidden states of another
+    # part stay until their gradient is there, while the model's own embeddings are freed after the forward
     waiting, embeddings = np.where(receives, input_host[:, 0], 0), np.where(receives, 0, input_host[:, 0])
     under = (shared + waiting)[:, None]
     upto = under + np.cumsum(held, axis=1)
-    # what was held of a layer is part of its backward, and the next one's comes from the host meanwhile
+    # a layer's own host tensors are back in its backward, and those of the layer that runs backward next arrive meanwhile
     arriving = host.copy()
     arriving[:, 1:] += host[:, :-1]
     most_forward = np.max(upto - held + forward, axis=1)
@@ -114,9 +117,9 @@ def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> I
 
 
 def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, ends: Mapping[int, int] | None = None) -> Load:
-    """The rank's load of one chunk of its group, in the settings of `like`. Documents are shared evenly.
+    """The rank's load of one chunk of its group, with the other settings of `like`. Documents are shared evenly.
 
-    ends: where every sequence of the group ends, for a caller with many chunks.
+    ends: length of every sequence of the group; a caller with many chunks computes it once.
     """
     degree = group.degree
     ends = sequence_ends(group.chunks) if ends is None else ends

@@ -1,4 +1,4 @@
-"""Bytes that wait for backward, per token and layer and per plan: plain Hugging Face, checkpointed, and each policy.
+"""Counts bytes saved for backward, per token and layer: plain Hugging Face, checkpointed, and under each policy.
 
 With d hidden, a all query heads, k all KV heads, f intermediate, h heads, e bytes per element and l = max(4, e) of an LSE, a
 decoder layer of plain Hugging Face around fused attention saves
@@ -8,8 +8,8 @@ decoder layer of plain Hugging Face around fused attention saves
     4 e f                gate, its activation, up, product
 
 which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv),
-experts e times the elements that routing keeps. Where values have heads of another size than keys, outputs have it too; what
-low-rank projections keep comes on top.
+experts e times the elements that routing keeps. Where heads of values have another size than those of keys, outputs have that
+size too; tensors that low-rank projections keep come on top.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPo
 def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
     """Bytes of one class per token and layer, as the activation engine holds it.
 
-    Under autocast what comes out of matrices has fewer bytes than what the layers pass on; copies of weights that a kept MLP
-    holds then are not counted.
+    Under autocast the outputs of matrices have fewer bytes per element than the hidden states between layers. Copies of weights
+    that a kept MLP then holds are not counted.
     """
     e = model.bytes_per_element
     if tensor_class == "layer_input":
         return e * model.hidden_size
     if tensor_class == "mlp":
         inner = (4 if model.gated_mlp else 2) * model.intermediate_size
-        # with the input of its first matrices
+        # inner tensors, and the input of the first matrices
         return e * (model.hidden_size + inner + model.routed_elements)
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":

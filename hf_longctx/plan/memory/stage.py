@@ -1,6 +1,6 @@
-"""Bytes of the ranks of one pipeline stage: weights and optimizer states of its layers, chunks in flight, and messages.
+"""Counts bytes on the ranks of one pipeline stage: weights and optimizer states of its layers, chunks in flight, and messages.
 
-The first stage has the embeddings, the last one the output head. Tied ones are on both: each holds its own copy and state.
+The first stage has the embeddings, the last one the output head. If they are tied, both stages hold a copy with its own states.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def part_state_bytes(
 ) -> int:
     """Bytes on a rank of `num_layers` layers' weights, gradients and two fp32 Adam moments, shared by `shard_ranks` if sharded.
 
-    is_first, is_last: the embedding and the head are there too. Gathered beside the shards are the ends and two layers, weights
-    and gradients, or all weights for a round. Frozen weights have neither gradients nor moments. Of packed weights every rank
-    has all scales, and one matrix unpacked.
+    is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
+    weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients.
+    Frozen weights have neither gradients nor moments. Every rank holds all scales of packed weights, and one unpacked matrix.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
@@ -44,7 +44,7 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
 
 
 def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = lambda action: 1) -> int:
-    """Most forwards of a stage that wait for their backward at one time; size: what each counts for, a pass by default."""
+    """Most forwards of a stage that wait for their backward at one time; size: weight of each forward, 1 by default."""
     waiting = most = 0
     for action in actions:
         if action.kind in ("F", "B"):
@@ -56,7 +56,7 @@ def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = la
 def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_parts: int = 1) -> int:
     """Most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order.
 
-    A chunk counts once, from its first forward to its last backward, however many of the parts it waits on.
+    A chunk counts once, from its first forward to its last backward, on however many parts it waits.
     """
     change = np.array(tokens, dtype=np.int64)[chunks]
     if num_parts == 1:
@@ -70,8 +70,8 @@ def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequenc
 def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
     """Bytes of messages that no chunk in flight holds, where a chunk has at most `num_tokens` tokens on the rank.
 
-    Each direction has room for its next message before that comes; a gradient that arrived stays while its backward runs, one
-    that leaves stays until the next one does.
+    Each direction has a buffer for its next message before that arrives. A gradient that arrived stays while its backward runs; a
+    gradient that is sent stays until the next one is sent.
     """
     if num_stages == 1:
         return 0

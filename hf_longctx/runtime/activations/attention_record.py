@@ -2,7 +2,7 @@
 
 The activation engine makes one record per layer and forward; `attention.chunk` and `attention.ring` fill and empty it.
 
-If only a share is kept, it is that of the last tokens. The first tokens of a chunk are the cheapest to recompute: with the rows
+If only a share is kept, it is the last tokens' share. The first tokens of a chunk are the cheapest to recompute: with the rows
 of a causal triangle counted from 0 to 1, the first r of them hold r^2 of its area, the last r hold 2r - r^2.
 
 Shapes: h query heads of this rank, S tokens of its block, E head size of values.
@@ -50,7 +50,7 @@ class AttentionRecord:
             self.held = tuple(SplitTensor(tensor, self.share, self._tier) for tensor in (out_ShE, lse_hS.transpose(0, 1)))
 
     def take(self) -> KeptOutput | None:
-        """Hands over what the first run left; None in a first run, or if it has been taken already."""
+        """Hands over the output that the first run left; None in a first run, or if it has been taken already."""
         if not self.is_replay or not self.held:
             return None
         (out, lse), self.held = self.held, ()

@@ -102,7 +102,7 @@ class LayerSlot:
         return split
 
     def unpack_input(self, packed: SplitTensor | Tensor) -> Tensor:
-        """Unpacks the layer input when its replay begins, and starts to fetch what the previous layer will need."""
+        """Unpacks the layer input when its replay begins, and starts to fetch the tensors that the previous layer will need."""
         if isinstance(packed, Tensor):
             return packed
         hidden_TC = packed.fetch()

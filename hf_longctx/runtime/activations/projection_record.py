@@ -47,7 +47,7 @@ class ProjectionRecord:
             self._held[index] = SplitTensor(y_TN, self.share, self._tier)
 
     def take(self, index: int) -> SplitTensor | None:
-        """Hands over what the first run left; None in a first run, or if it has been taken already."""
+        """Hands over the output that the first run left; None in a first run, or if it has been taken already."""
         return self._held.pop(index, None) if self.is_replay else None
 
 

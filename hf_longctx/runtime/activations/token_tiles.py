@@ -32,7 +32,7 @@ KeptTile = tuple[int, int, GradientEdge, GradientEdge]
 
 
 class TileRecord:
-    """What a tiled MLP leaves in one forward of one layer: the graphs of the tiles it keeps, and the form of its output."""
+    """Record that a tiled MLP leaves in one forward of one layer: graphs of the tiles it keeps, and the form of its output."""
 
     def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
         self.share, self.tier = share, tier

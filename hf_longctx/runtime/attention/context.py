@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class DirectBlocks:
-    """What one block exchanges directly with each other block, under a pattern that limits how far back queries see.
+    """Pieces that one block exchanges directly with each other block, under a pattern that limits how far back queries see.
 
     incoming: per sending block, the key pieces that this block's queries see, located from 0 on in what arrives. outgoing: per
     receiving block, this block's tokens that the receiver's queries see, in the order of sending.
@@ -64,7 +64,7 @@ class Ring:
 
     process_group: group of all ranks, over whose links messages go, so that any ranks can form a ring without a group of their
     own. index: this rank's block. ranks: global ranks of the ring. blocks: the document pieces of every block.
-    travelling: of every block the pieces that other blocks see if queries see all earlier tokens. departing: tokens of this
+    travelling: for every block, its pieces that other blocks see if queries see all earlier tokens. departing: tokens of this
     rank's block that travel. known_tiles, known_direct: caches of `tiles` and `direct`, shared by all layers of a chunk.
     """
 
@@ -87,7 +87,7 @@ class Ring:
         return self.blocks[self.index]
 
     def direct(self, pattern: AttentionPattern) -> DirectBlocks | None:
-        """What blocks send each other directly under `pattern`; None if some token sees the whole longest document."""
+        """Pieces that blocks send each other directly under `pattern`; None if some token sees the whole longest document."""
         if pattern not in self.known_direct:
             self.known_direct[pattern] = self._direct(pattern)
         return self.known_direct[pattern]
@@ -146,7 +146,7 @@ class GroupContext:
         token is a document of its own.
     kv_book: the K/V book of the micro-batch.
     activations: policies for the saved tensors of layers; None keeps everything.
-    attention_record: where attention of the running layer leaves output and LSE for its replay; None in layers not replayed.
+    attention_record: keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed.
     shared: the slice that ranks of other stages compute together with this one; None elsewhere.
     position_ids: [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs.
     """

@@ -8,9 +8,9 @@ the gradient of its own keys and values, its own share plus what later slices le
 another, and autograd needs no extra roots. Activation checkpointing, reentrant or not, runs a slice's forward again; that writes
 equal values to the place they are in already.
 
-If a pattern limits how far back queries see, the K/V book drops what nobody can see any more. It keeps the last tokens of a
-slice, those that later slices see. It keeps the whole slice only if its backward runs without a replay of its forward, or once
-that replay has run. Of the gradients it keeps those of the front of the slice that ran backward last.
+If a pattern limits how far back queries see, the K/V book drops tokens that no query can see any more. It keeps the last tokens
+of a slice, those that later slices see. It keeps the whole slice only if its backward runs without a replay of its forward, or
+once that replay has run. Of the gradients it keeps those of the front of the slice that ran backward last.
 
 Shapes: G KV heads, T tokens of the slice, U tokens of its front or of one run of it, S tokens of the sequence, N tokens kept of a
 slice, D head size of keys, E of values, W = D + E.
@@ -287,7 +287,7 @@ class KVBook:
             del self._entries[layer, slice_.sequence]
 
     def close(self, sequence: int) -> None:
-        """Frees what is left of a sequence: layers below the first trainable weight never run backward."""
+        """Frees the rest of a sequence: layers below the first trainable weight never run backward."""
         for key in [key for key in self._entries if key[1] == sequence]:
             del self._entries[key]
 

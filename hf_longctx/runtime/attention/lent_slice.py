@@ -180,7 +180,7 @@ def _own_tokens(whole_gTW: Tensor, shared: LentSlice) -> Tensor:
 
 
 def _send_front(front: tuple[KeyRun, ...], call: LentAttention) -> None:
-    """Sends the keys and values of the front that the slice sees; nothing if it sees none. All ranks know call many there are."""
+    """Sends the keys and values of the front that the slice sees; nothing if it sees none. All ranks know how many."""
     if front:
         front_gUW = torch.cat([run.kv_GUW for run in front], dim=1)
         dist.broadcast(front_gUW, group=call.shared.process_group, group_src=call.shared.owner)

@@ -60,7 +60,7 @@ class StepExecutor:
         # with routers, the model would add a balance of its own, taken over one chunk
         self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
         self.parameters = parameters_of(stage.model, fp32_gradients)
-        # balance of the present step, until the first of its plans returns it
+        # balancing loss of the current step, until the first of its plans returns it
         self._router_loss: Tensor | None = None
         self._no_mask = no_mask(device)
 
@@ -76,8 +76,8 @@ class StepExecutor:
         """Forward and backward of every round; gradients end as the sum over all ranks, sharded as the parameters are.
 
         num_label_tokens: label tokens of the step over all ranks. reduce: false for every plan of an optimizer step but its
-        last, whose reduction then covers the gradients of all of them. predicted_bytes: what the plan was estimated to take,
-        for the message where memory runs out. engine: executes activation policies; without one, plans that have any are
+        last, whose reduction then covers the gradients of all of them. predicted_bytes: estimated bytes of the plan, for the
+        message if memory runs out. engine: executes activation policies; without one, plans that have any are
         refused. With a head, chunks whose policy has `tile_tokens` make no logits.
 
         Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what this version does
@@ -157,7 +157,7 @@ class StepExecutor:
 
     @contextmanager
     def _forgetting_broken_steps(self) -> Iterator[None]:
-        """Leaves no balance of a step that raised to the next one."""
+        """Context that drops the expert balance of a step that raised, so that the next step starts without it."""
         try:
             yield
         except BaseException:
@@ -172,7 +172,7 @@ class StepExecutor:
             self._router_loss = self.routers.settle(self.pool.everyone)
 
     def _begin_routing(self, plan: RankPlan, inputs: PlanInputs, is_whole_step: bool, engine: ActivationEngine | None) -> bool:
-        """Whether the plan's own forwards count what is routed, since all of them come before its first backward."""
+        """Whether the plan's own forwards count routed tokens, since all of them come before its first backward."""
         if self.routers is None or self.routers.is_settled:
             return False
         if not is_whole_step:
@@ -230,7 +230,7 @@ class StepExecutor:
         )
 
     def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:
-        """Raises ValueError for a plan of other stages than the model's, and naming what is not executed."""
+        """Raises ValueError if the plan has other stages than the model, or names a setting that is not executed."""
         held = self.stage.num_stages, len(self.stage.attention_layers)
         for group, stage in plan.rounds:
             if (planned := (len(group.stages), len(stage.parts))) != held:

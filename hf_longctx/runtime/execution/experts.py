@@ -51,7 +51,7 @@ class RouterBalance:
         self._slopes_E: Tensor | None = None
         # whether the running chunk is counted, and whether its backward adds the gradient of the balance
         self._is_counted = self._is_pushed = False
-        # forwards that routers had as instances; None where the class's own came through
+        # each router's own forward as an instance attribute; None if it used that of its class
         self._before = [(router, vars(router).get("forward")) for router in routers]
         for router in routers:
             vars(router)["forward"] = bound(router, self._routing(router.forward))
@@ -70,7 +70,7 @@ class RouterBalance:
 
     @contextmanager
     def running(self, is_dummy: bool, is_counted: bool = False) -> Iterator[None]:
-        """Around one forward or backward of a chunk; is_dummy: no token of this rank's shard is real."""
+        """Context around one forward or backward of a chunk; is_dummy: no token of this rank's shard is real."""
         self._is_counted, self._is_pushed = is_counted and not is_dummy, not is_dummy and self.coefficient != 0
         try:
             yield

@@ -27,8 +27,8 @@ class RoundHost:
     """Everything a round takes from its step; one per plan that runs.
 
     engine: executes the plan's activation policies, and sums losses without logits where it has a head. all_stages: every
-    stage of the model, for plans in which ranks help other stages than their own. routers: those whose balance is part of the
-    loss; settle_routers sums what they counted over all ranks, once, before the first backward.
+    stage of the model, for plans in which ranks help other stages than their own. routers: the routers whose balance is part of
+    the loss; settle_routers sums their counts over all ranks, once, before the first backward.
     """
 
     pool: GroupPool

@@ -1,9 +1,9 @@
 """Lent rounds: micro-batches whose first and last slices are shared by several stages (SPPO, arXiv 2503.10377, section 6).
 
 Every rank has the weights of all stages, frozen ones and replicated adapters alike, and runs the order that
-`plan.core.sharding.lent_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline, hands every
-sharing stage those of its tokens, collects what they make of them, and sends it on; backward hands gradients the same way
-back. At the ends of the model nothing travels: every rank has the token ids and the labels of its position.
+`plan.core.sharding.lent_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline and hands every
+sharing stage those of its tokens. It then collects their outputs and sends them on as one message; backward returns gradients
+along the same path. At the ends of the model nothing travels: every rank has the token ids and the labels of its position.
 
 Gradients of a stage's weights arise on all ranks that helped it, so they are summed over all ranks, and every rank makes the
 same update of the weights of all stages.
@@ -44,7 +44,7 @@ def without_helpers(group: SequenceGroup) -> SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Sharing of a stage's chunks: those before `first_alone` with stages `front`, those from `first_back` on with `back`."""
+    """Sharing of a stage's chunks: chunks before `first_alone` with stages `front`, chunks from `first_back` on with `back`."""
 
     front: tuple[int, ...]
     first_alone: int
@@ -87,7 +87,7 @@ class Phases:
 
 
 def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
-    """Raises ValueError naming what this version does not execute of a group with helpers.
+    """Raises ValueError naming the first setting of a group with helpers that this version does not execute.
 
     has_all_stages: whether every rank has the weights of all stages.
     """
@@ -250,8 +250,8 @@ def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
 class _Rows:
     """The rows of a position's shard of a slice that each sharing stage holds, for the ranks at this rank's position.
 
-    process_group: the group of these ranks, None where the stage is alone. owner, index: places in it of the slice's own stage
-    and of this rank.
+    process_group: the group of these ranks, None where the stage is alone. owner: index in it of the slice's own stage; index:
+    index of this rank.
     """
 
     process_group: dist.ProcessGroup | None

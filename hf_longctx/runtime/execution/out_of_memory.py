@@ -1,4 +1,4 @@
-"""Message for a device that ran out of memory: what ran, what was predicted, what the device holds, what to change."""
+"""Explains an out-of-memory error: the action that ran, predicted bytes, bytes that the device holds, and what to change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIB = 2**30
 
 @contextmanager
 def explained(where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
-    """Raises torch.OutOfMemoryError from inside again, with a message that names `where` (step and round) and the action."""
+    """Context that raises torch.OutOfMemoryError again with a message that names `where` (step and round) and the action."""
     try:
         yield
     except torch.OutOfMemoryError as error:

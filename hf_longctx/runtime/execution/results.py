@@ -11,7 +11,7 @@ from hf_longctx.runtime.core.clock import Interval, StepClock
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Peak bytes of this rank during a plan, as counted.
+    """Peak bytes of this rank during a plan, as the runtime counted them.
 
     saved, host: bytes that chunks under activation policies hold for their backward, on the device and on the host. kv_book:
     keys and values of slices, and their gradients. device_peak: all that torch had allocated on a CUDA device; 0 elsewhere.

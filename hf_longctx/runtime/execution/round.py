@@ -1,4 +1,4 @@
-"""One round: a micro-batch of one rank, executed as the actions of its group's stage, in order."""
+"""Runs one round: one rank's share of a micro-batch, executed as the actions of its group's stage, in order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _Pass = tuple[int, int]
 
 
 class Round:
-    """Executes one micro-batch; holds what its chunks need between their F and their B, and the keys and values of slices.
+    """Executes one micro-batch; holds the tensors of chunks between their F and their B, and the keys and values of slices.
 
     A forward leaves its output, which its backward starts from: a loss at the end of the model, else hidden states, whose
     gradient the next part sends. Its input is a leaf, whose gradient goes to the part before.
 
-    inputs: this rank's shard of every chunk. index: place among the rounds of the plan. is_counted: forwards tell the balance
-    of the routers what goes where. wants_scores: forwards leave the scores of tokens in `scores`, by chunk, and no loss.
+    inputs: this rank's shard of every chunk. index: place among the rounds of the plan. is_counted: forwards count the tokens
+    that routers send to each expert. wants_scores: forwards leave the scores of tokens in `scores`, by chunk, and no loss.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Round:
         self.host, self.group, self.stage, self.inputs = host, group, stage, inputs
         self.index, self.is_counted = index, is_counted
         self.policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
-        # what waits between the F and the B of a chunk
+        # tensors and policies' state between the F and the B of a chunk
         self.received: dict[_Pass, Tensor] = {}
         self.outputs: dict[_Pass, Tensor] = {}
         self.gradients: dict[_Pass, Tensor] = {}
@@ -99,7 +99,7 @@ class Round:
         if self.host.engine is not None and policy is not None and torch.is_grad_enabled():
             self.activations[key] = self.host.engine.begin(policy, layers_of(self.stage, action.part))
             context = replace(context, activations=self.activations[key])
-        # without a backward nobody else needs it
+        # without a backward nothing else needs the hidden states
         hidden_1TC = self.received.get(key) if self.num_backwards else self.received.pop(key, None)
         with self._routing(action, self.is_counted):
             self._run_forward(action, following, context, hidden_1TC)
@@ -139,7 +139,7 @@ class Round:
                     self.books[0].close(span.sequence)
 
     def _routing(self, action: Action, is_counted: bool = False) -> AbstractContextManager[None]:
-        """Around a forward or a backward: tells the routers' balance whether any token of this rank's shard is real."""
+        """Context around a forward or backward: tells the routers' balance whether any token of this rank's shard is real."""
         if self.host.routers is None:
             return nullcontext()
         chunk, place = self.group.chunks[action.chunk], self.group.positions.index(self.host.pool.position)
@@ -157,7 +157,7 @@ class Round:
         assert self.messages is not None
         self.messages.send(action, self.outputs[action.part, action.chunk])
         if not self.num_backwards:
-            # forwards alone: no backward waits for it
+            # forwards only: no backward needs the output
             del self.outputs[action.part, action.chunk]
 
     def _receive_gradient(self, action: Action, following: Action | None) -> None:

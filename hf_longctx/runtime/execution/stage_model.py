@@ -30,8 +30,8 @@ class StageModel:
 
     `model` holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
     attention_layers: attention calls of every part. Parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`.
-    tied: on the first and the last stage of a model with tied embeddings, the name of the parameter that is one weight with the
-    other stage's; their gradients are summed. first_part: the model's number of the stage's first part, other than 0 where it
+    tied: on the first and the last stage of a model with tied embeddings, the name of the parameter that is tied to the other
+    stage's; their gradients are summed. first_part: number of the stage's first part within `model`, other than 0 where `model`
     holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
     """
 

@@ -1,1 +1,1 @@
-"""Plans that other systems would make with the same lengths, for comparison with ours."""
+"""Plans that other systems would make for the same lengths, for comparison with ours."""

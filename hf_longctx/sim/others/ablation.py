@@ -1,9 +1,9 @@
-"""What each of the four systems alone would make of a step, and all of them in one plan, under the same judge and memory.
+"""Predicts a step under each of four systems alone and under all together, with one cost model and one memory limit.
 
 FlexSP (arXiv 2412.01523): groups of different sizes, whole sequences, everything kept. Seq1F1B (2406.03488): equal groups, equal
 chunks of a quarter of the longest sequence, the window of 1F1B, everything kept. InfiniPipe (2509.21275): equal groups, elastic
 chunks, that window, layers recomputed where memory needs it. SPPO (2503.10377): equal groups, every sequence alone in slices of
-2K to 16K tokens a rank, offloaded by the link's rate. Each at its best number of stages that fits.
+2K to 16K tokens a rank, offloaded by the link's rate. Each runs at its best number of stages that fits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.planning import Planning
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 
-# sequences of a group {number: tokens}, how its ranks share them, and what they cost, to its chunks in several ways
+# maps sequences of a group {number: tokens}, how its ranks share them, and the cost model to several ways of chunking them
 _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[Chunk, ...]]]
 
 _SLICES = (2, 4, 8, 16)
 _SEQ1F1B_SLICES = 4
-# numbers of stages in a row that are slower than the best, after which no more are tried
+# stage counts in a row that may be slower than the best before the search stops
 _GIVEN_UP = 2
 # layer ranges of interleaved stages
 _INTERLEAVE = 2
@@ -55,7 +55,7 @@ class AblationRow:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A plan that keeps everything, what it may use, and how it runs."""
+    """A plan that keeps everything, its costs, the memory it may use, and its predicted run."""
 
     plan: StepPlan
     costs: CostModel
@@ -63,7 +63,7 @@ class _Option:
     run: Evaluation
 
     def fitted(self, has_policies: bool) -> AblationRow:
-        """The plan made to fit, where it may be; no seconds where it does not."""
+        """The row of the plan, made to fit with policies if it may have any; zero seconds if it does not fit."""
         plan, run = self.plan, self.run
         if has_policies:
             try:
@@ -81,7 +81,7 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What every row may use: costs and degrees of all ranks, bytes of a rank's device and of its host."""
+    """Resources of every row: costs and degrees of all ranks, bytes of a rank's device and of its host."""
 
     costs: CostModel
     config: PlannerConfig
@@ -90,19 +90,19 @@ class Machine:
     tile_tokens: int = 2048
 
     def stage_counts(self) -> list[int]:
-        """Numbers of pipeline stages that a run may have, two at least."""
+        """Numbers of pipeline stages that a run may have, at least two."""
         counts = stage_counts(self.costs.cluster.num_ranks, self.costs.model.num_layers, self.config.degrees)
         return [count for count in counts if count > 1]
 
     def staged_costs(self, num_stages: int) -> CostModel:
-        """The cost model where weights are shared inside a stage: slices run on no rings, and gather no layer each."""
+        """Costs on stages whose ranks share weights: no rings (slices do not run on them), weights gathered per round."""
         per_stage = self.costs.cluster.num_ranks // num_stages
         if per_stage == 1 or self.costs.parameters == "replicated":
             return replace(self.costs, method="ulysses", parameters="replicated", shard_ranks=1)
         return replace(self.costs, method="ulysses", parameters="gathered_per_round", shard_ranks=per_stage)
 
     def budget(self, costs: CostModel, ranges: Parts, host_bytes: int) -> ActivationBudget:
-        """Room beside the states of the stage with the most; raises ValueError where they leave none."""
+        """Memory left beside the states of the largest stage; raises ValueError if nothing is left."""
         held = ByteModel(costs.model).most_states(ranges, costs.parameters, costs.shard_ranks)
         if (left := self.device_bytes - held) <= 0:
             raise ValueError(f"states take {held / 2**30:.1f} GiB of {self.device_bytes / 2**30:.1f}")
@@ -110,7 +110,7 @@ class Machine:
 
 
 def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...]:
-    """The rows for one step of these sequences, all together last."""
+    """Rows for one step of these sequences; the row of all systems together comes last."""
     return (
         _flexsp(lengths, machine),
         _quickest("Seq1F1B alone", _options(lengths, machine, _quarters, 0), has_policies=False),
@@ -124,7 +124,7 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
     """All four in one plan, at the best number of stages: they are tried one after the other until two in a row are slower.
 
-    Stages are interleaved where a run may do so, which is with parameters that are whole on every rank of a stage.
+    Stages may be interleaved only where a run may do so: with parameters that are replicated on every rank of a stage.
     """
 
     def setup_of(count: int, num_parts: int) -> StageSetup:
@@ -184,7 +184,7 @@ def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
 
 
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:
-    """Plans of equal groups at every number of stages, with everything kept; or why there are none."""
+    """Plans of equal groups at every number of stages, with everything kept; or the reason why a number has none."""
     for num_stages in machine.stage_counts():
         costs, ranges = machine.staged_costs(num_stages), stage_parts(machine.costs.model, num_stages)
         per_stage = costs.cluster.num_ranks // num_stages
@@ -210,7 +210,7 @@ def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host
 
 
 def _quickest(name: str, options: Iterator[_Option | str], has_policies: bool) -> AblationRow:
-    """The quickest option that fits; policies only add seconds, so options that are slower without any are not tried."""
+    """The fastest option that fits; policies only add seconds, so options that are slower without any are not tried."""
     found = list(options)
     best, reason = AblationRow(name, 0.0, ""), "there is no number of stages of two or more"
     for text in (each for each in found if isinstance(each, str)):
@@ -249,7 +249,7 @@ def _sliced(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> 
 
 
 def describe(plan: StepPlan) -> str:
-    """A plan in a few words: stages, groups, chunks, and what is recomputed and offloaded of saved tensors."""
+    """Describes a plan in a few words: stages, groups, chunks, and which saved tensors are recomputed and offloaded."""
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
     chunks = sum(len(group.chunks) for group in groups)
     policies = [policy for group in groups for stage in group.stages for policy in stage.activations if policy.layers]

@@ -69,7 +69,7 @@ def test_methods_stand_beside_each_other(ranks, name: str) -> None:
 
 
 def step_with_wrong_heads(plan: StepPlan, rows: Any) -> Any:
-    """One step in which every rank of a block takes its share of the heads for its neighbour's."""
+    """Runs one step in which every rank takes its query heads in reverse order."""
     original = sequence_parallel.join_tokens
 
     def join(*args: Any) -> Any:

@@ -45,7 +45,7 @@ def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, nu
 
 
 def lent_words(plan: StepPlan, rank: int) -> list[str]:
-    """The actions that a rank takes part in, in the order of the plan; without messages where stages share slices."""
+    """Actions that a rank takes part in, in the order of the plan; without messages where stages share slices."""
     stage, _ = plan.place(rank)
     groups = [group for group, _ in plan.for_rank(rank).rounds]
     return [
@@ -73,7 +73,7 @@ def test_stages_of_two_ranks_match(ranks) -> None:
     check(ranks(4), ModelCase("qwen3", num_layers=4), one_sequence([15, 11, 9, 5], 2, degree=2))
 
 
-# windows in slices that end behind them, and in front of them; sinks; a softcap; values of another size than keys
+# windows that are shorter and longer than slices; sinks; a softcap; values of another size than keys
 @pytest.mark.parametrize("family", ["mistral_window", "gpt_oss", "gemma2", "deepseek_v3"])
 def test_patterns_match(ranks, family: str) -> None:
     attention = "eager" if family == "gpt_oss" else "sdpa"
@@ -116,7 +116,7 @@ def test_random_slices_match(ranks, num_stages: int) -> None:
 
 
 def refused() -> dict[str, tuple[StepPlan, str]]:
-    """What is not executed -> a plan with it, and what the refusal says."""
+    """Plans with settings that are not executed, each with the text of its refusal, by the name of the setting."""
     plan = one_sequence([15, 11, 9, 5], 2)
     (group,) = plan.micro_batches[0].groups
     first, last = group.stages
@@ -163,7 +163,7 @@ def test_trained_weights_match_too(ranks) -> None:
 
 
 def test_rounds_with_and_without_helpers_match(ranks) -> None:
-    """Groups <1,1> that share slices beside each other, then packs and a hybrid whose stages work alone."""
+    """Two groups of one rank that share slices side by side, then packs and a hybrid whose stages work alone."""
     batches = [
         [(1, [[span] for span in cut(0, [12, 9, 8])]), (1, [[span] for span in cut(1, [11, 10])])],
         [(2, [[(2, 0, 9), (3, 0, 7)], [(4, 0, 8)], [(4, 8, 15), (5, 0, 4)]])],

@@ -1,4 +1,4 @@
-"""An outside oracle: on one causal document, DeepSpeed's Ulysses for transformers has the same loss and gradients.
+"""Compares with an outside oracle: on one causal document, DeepSpeed's Ulysses for transformers has the same loss and gradients.
 
 DeepSpeed is no dependency of the package or of its tests: CI installs it for this file, elsewhere the file is skipped.
 """

@@ -23,7 +23,7 @@ from hf_longctx.plan.planner import plan_step
 HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9, 1e8, 1e-4)
 CASE = ModelCase(promoted=True)
 POWERS = (1, 2, 4)
-# tokens of a rank, so that the longest sequence below needs four
+# most tokens of a rank: the longest sequence below then needs four ranks
 CAPACITY = 20
 
 
@@ -44,7 +44,7 @@ def costs(
 
 
 def num_rounds(plan: StepPlan) -> list[int]:
-    """How many micro-batches each rank takes part in."""
+    """Number of micro-batches that each rank takes part in."""
     return [len(plan.for_rank(rank).rounds) for rank in range(plan.num_ranks)]
 
 
@@ -53,7 +53,7 @@ def groups_of(plan: StepPlan) -> list[SequenceGroup]:
 
 
 def last_rounds(plan: StepPlan) -> list[int]:
-    """The last micro-batch of every rank."""
+    """Index of the last micro-batch of every rank."""
     return [
         max(index for index, mb in enumerate(plan.micro_batches) if any(rank in group.positions for group in mb.groups))
         for rank in range(plan.num_ranks)
@@ -88,7 +88,8 @@ def test_nested_plans_match_one_plain_process(ranks, name: str) -> None:
 
 @pytest.mark.parametrize("method,lengths", [("ulysses", [61, 3, 13, 9]), ("ring", [61, 21]), ("hybrid", [61, 21])])
 def test_a_block_may_be_done_while_its_partner_of_the_last_group_goes_on(ranks, method: GroupMethod, lengths: list[int]) -> None:
-    # sums over copies inside a block's last backward would wait for the other block, which waits for it in the group of both
+    # if gradients were summed over copies inside a block's last backward, it would wait for the other block, which waits for it
+    # in the group of both
     plan = plan_step(0, lengths, costs(4, method, shard_ranks=2), PlannerConfig(CAPACITY, POWERS))
     assert [group.degree for group in plan.micro_batches[0].groups] == [4]
     assert sorted(set(last_rounds(plan))) == [0, 1]
