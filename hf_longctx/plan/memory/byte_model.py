@@ -195,7 +195,10 @@ class ByteModel:
         tiles_loss: bool = True,
         copying: Sequence[int] = (),
     ) -> RoundMoments:
-        """Bytes in each F and B of the stage in order; arguments as in `round`. Slices run backward in reverse order."""
+        """Bytes in each F and B of the stage in order; arguments as in `round`.
+
+        Slices run forward in their order and backward in reverse order.
+        """
         passes, loads = self.passes(stage), self._group_loads(group, position, trains_weights, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward

@@ -297,9 +297,9 @@ class LayerBytes:
 class OutsideBytes:
     """Bytes outside the layers: rotary embeddings and labels (shared), the final norm and the loss.
 
-    shared: bytes that all layers share. head: bytes held from forward to backward; on a stage without a head, the hidden states
-    that it sends on, from which backward starts. forward, backward: most bytes while the loss runs, without those that layers
-    and `shared` hold.
+    shared: bytes of rotary embeddings, token ids and labels. head: bytes held from forward to backward; on a stage without a
+    head, the hidden states that it sends on, from which backward starts. forward, backward: most bytes while the loss runs,
+    without those that layers and `shared` hold.
     """
 
     def __init__(self, model: ModelSpec, load: Load, tile_tokens: int) -> None:

@@ -27,7 +27,7 @@ def split_kv(kv_gUW: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class KVReaders:
-    """Which of a rank's KV heads its query heads read.
+    """Assignment of a rank's query heads to the KV heads that they read.
 
     If per_kv > 0, each KV head is read by `per_kv` neighbouring query heads. If it is 0, query head i reads KV head `index[i]`.
     """
