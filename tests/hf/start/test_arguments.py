@@ -121,7 +121,7 @@ def test_trained_ends_in_two_dtypes_are_not_sharded(tmp_path) -> None:
     )
     config = LongContextConfig(parameters="sharded")
     (problem,) = placement_problems(model, config, arguments(tmp_path), {})
-    assert problem.startswith("embedding and head are trained in torch.bfloat16 and torch.float32, which shards of one unit")
+    assert problem.startswith("embedding and head are trained in torch.bfloat16 and torch.float32, but a sharded unit")
 
 
 # name -> (ranks, degrees, what the message says)

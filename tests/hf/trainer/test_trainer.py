@@ -281,7 +281,10 @@ def test_methods_that_would_never_be_called_are_refused(rows) -> None:
     class Behind(LongContextMixin, OwnStep):
         pass
 
-    for cls, message in ((OwnLoss, "OwnLoss.compute_loss would never be called"), (Behind, "its own training_step behind")):
+    for cls, message in (
+        (OwnLoss, "OwnLoss.compute_loss would never be called"),
+        (Behind, "inherits training_step from a class after"),
+    ):
         with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match=message):
             cls(model=build_model(ModelCase()), args=training_arguments(folder), train_dataset=datasets.Dataset.from_list(rows))
 
