@@ -1,4 +1,4 @@
-"""`plan_step`: sequence lengths to a validated `StepPlan`, one pass after the other. Read this file first.
+"""`plan_step` turns sequence lengths into a validated `StepPlan`, pass by pass. Read this file first.
 
     lengths -> grouping problem -> layout (exact, greedy, by programs or static) -> places on ranks, nested where that is faster
             -> plan tree -> activation policies and slices for what does not fit as it is -> evaluate -> validate -> estimate
@@ -42,10 +42,10 @@ from hf_longctx.plan.prediction.planning import Planning
 
 
 def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
-    """The plan of optimizer step `step` for sequences of `lengths` tokens: what every rank will do, and its estimate.
+    """Plans optimizer step `step` for sequences of `lengths` tokens: the actions of every rank, and an estimate.
 
-    Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" go as far as their time allows.
-    Raises ValueError for a sequence that fits no allowed group, and PlanError if a pass broke an invariant.
+    Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit. Raises
+    ValueError for a sequence that fits no allowed group, and PlanError if a pass broke an invariant.
     """
     started_s = time.perf_counter()
     planning = Planning(costs, config)
@@ -72,18 +72,18 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
 
 
 def choose(plans: Iterable[tuple[StepPlan, str]], planning: Planning) -> tuple[StepPlan, Evaluation, str]:
-    """The plan of the fewest predicted seconds, its predicted run, and the name that came with it.
+    """Returns the plan predicted to be fastest, its predicted run, and its solver's name.
 
-    Only the prediction decides: it alone knows which groups leave a node and who waits for whom.
+    Only the prediction decides: it alone knows which groups span nodes and which ranks wait for which.
     """
     predicted = [(plan, planning.predict(plan), solver) for plan, solver in plans]
     return min(predicted, key=lambda item: item[1].step_s)
 
 
 def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list[tuple[StepPlan, str]]:
-    """Plans on one stage that fit, each with the name of its solver; raises ValueError if there are none."""
+    """Returns one-stage plans that fit, each with the name of its solver; raises ValueError if there are none."""
     costs, config = planning.costs, planning.config
-    # equal sequences are told apart at the very end, so that no pass depends on the order of the input
+    # sequences get their input numbers back only at the end, so that no pass depends on the order of the input
     ordered, order = problem.longest_first()
     found, unfit = [], ValueError()
     for placed, solver in candidates_with_room(ordered, costs, config):
@@ -98,11 +98,12 @@ def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list
 
 
 def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
-    """`candidates` for every per-rank token limit that could win: recomputing costs time, and so does a larger group.
+    """Tries `candidates` for every per-rank token limit that could win: recomputing costs time, and so does a larger group.
 
-    Where every sequence fits on one rank with everything kept: that limit alone. Else also the fewest tokens at which the
-    longest sequence fits its largest group, and the most that policies make room for, which needs smaller groups. Sequences
-    that fit no group with everything kept are planned apart from the others too.
+    Where every sequence fits on one rank with everything kept, only that limit is tried. Otherwise the limits are the tokens that
+    can be kept (or, if more, the fewest at which the longest sequence fits the largest group) and the most that policies make
+    room for, which allows smaller groups. Sequences that fit no group with everything kept are also planned apart from the
+    others.
     """
     budget = config.activations
     if budget is None or budget.kept_tokens >= problem.capacity or not problem.lengths:
@@ -127,7 +128,7 @@ def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: Pla
 def _candidates_or_none(
     problem: GroupingProblem, tokens_per_rank: int, costs: CostModel, config: PlannerConfig
 ) -> list[tuple[PlacedLayout, str]]:
-    """`candidates` with at most `tokens_per_rank` tokens on a rank; none where a single micro-batch does not hold all of them."""
+    """Returns `candidates` with at most `tokens_per_rank` tokens on a rank; none if they must fit one micro-batch and do not."""
     try:
         return candidates(replace(problem, capacity=tokens_per_rank), costs, config)
     except ValueError:
@@ -137,13 +138,13 @@ def _candidates_or_none(
 
 
 def candidates(problem: GroupingProblem, costs: CostModel, config: PlannerConfig) -> list[tuple[PlacedLayout, str]]:
-    """Layouts placed on ranks, each with its solver: that of the configured solver, and others that could turn out faster."""
+    """Returns layouts placed on ranks, each with its solver's name: the configured solver's, and others that could be faster."""
     nodes = costs.cluster.ranks_per_node
     is_free = bool(problem.lengths) and config.solver != "static"
     is_quick = is_free and config.solver in ("auto", "greedy") and not config.one_micro_batch
     layouts = [choose_layout(each, config) for each in [problem, *(_easier_to_place(problem, nodes) if is_quick else [])]]
     if is_free and problem.nests:
-        # micro-batches of one degree that overlap may beat others whose sum is less
+        # overlapping micro-batches of one degree may beat layouts whose summed seconds are fewer
         limit_s = min(problem.step_seconds(layout) for layout, _ in layouts)
         layouts += [(layout, "static") for layout in overlapping_static_layouts(problem, config.micro_batch_trials, limit_s)]
     found = [(place_layout(layout, problem.num_ranks, nodes, config.node_aligned), solver) for layout, solver in layouts]
@@ -153,7 +154,7 @@ def candidates(problem: GroupingProblem, costs: CostModel, config: PlannerConfig
 
 
 def _easier_to_place(problem: GroupingProblem, ranks_per_node: int) -> list[GroupingProblem]:
-    """The problem with only those degrees that fill whole nodes, if it has others: groups of the others often leave a node."""
+    """Restricts the problem to degrees that are powers of two, that tile nodes, or both: other groups often span nodes."""
     longest = max(problem.lengths)
     powers = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     tiles = tuple(d for d in problem.degrees if d % ranks_per_node == 0 or ranks_per_node % d == 0 or d == problem.num_ranks)
@@ -162,7 +163,7 @@ def _easier_to_place(problem: GroupingProblem, ranks_per_node: int) -> list[Grou
 
 
 def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layout, str]:
-    """The layout that the configured solver finds, and the solver's name. "auto" is exact for few sequences."""
+    """Returns the configured solver's layout and the solver's name. "auto" is exact for few sequences."""
     if not problem.lengths:
         return [[]], "empty"
     if config.solver in ("lp", "milp"):
@@ -177,7 +178,7 @@ def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layo
 
 
 def _improve_greedy(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layout, str]:
-    """Improves the greedy layout by linear or integer programs within their time; returns the solver's name and what was left."""
+    """Improves the greedy layout by linear or integer programs; the name tells how many micro-batches they left to greedy."""
     limit_s = config.solver_time_limit_s
     if config.one_micro_batch:
         [groups] = plan_one_micro_batch(problem)
@@ -201,10 +202,10 @@ def build_plan(
     costs: CostModel,
     block_ranks: int = 0,
 ) -> StepPlan:
-    """The plan tree of placed groups: one packed chunk per group, forward then backward, idle ranks on the dummy chunk.
+    """Builds the plan tree of placed groups: one packed chunk per group, forward then backward, idle ranks on the dummy chunk.
 
-    `shapes`: how groups of each degree share attention. `block_ranks`: blocks of so many ranks may be left out of
-    micro-batches in which they have nothing to do; 0: every rank takes part in all of them.
+    `shapes`: how groups of each degree share attention. `block_ranks`: size of the blocks of ranks that skip micro-batches in
+    which they have no work; 0: every rank takes part in all micro-batches.
     """
     num_ranks = costs.cluster.num_ranks
     micro_batches = with_idle_ranks(placed, num_ranks, block_ranks)

@@ -1,4 +1,4 @@
-"""Chooses how many pipeline stages a run has, and layer ranges of each, by planning one step's lengths for every number."""
+"""Chooses the numbers of pipeline stages and of layer ranges per stage, by planning one step's lengths for each choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageSetup:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """A number of stages, of layer ranges in each, and the plan of the step with them."""
+    """A number of stages, a number of layer ranges per stage, and the plan of the step with them."""
 
     num_stages: int
     num_parts: int
@@ -41,12 +41,11 @@ def stage_options(
     most_slower: int = 0,
     interleave: int = 1,
 ) -> list[StageOption]:
-    """The numbers of stages among `counts` for which a plan of `lengths` exists, the quickest first, of equals the fewest.
+    """Plans `lengths` for each number of stages in `counts`; returns those that fit, fastest first, ties by fewest stages.
 
-    setup_of: for a number of stages and of layer ranges in each; ValueError where it cannot be had. most_slower: so many in a row
-    that are slower than the best end the search (0: all are tried). interleave: layer ranges per stage that are tried beside a
-    single one; they count where no sequence has to be shorter for them. Deterministic. Raises the first ValueError if nothing
-    fits.
+    setup_of: makes the setup for (stages, layer ranges per stage), or raises ValueError. most_slower: end the search after this
+    many counts in a row that are no faster than the best (0: try all). interleave: layer ranges per stage to try besides a single
+    one, unless sequences would have to be shorter for them. Deterministic. If nothing fits, raises the first count's ValueError.
     """
     found: list[StageOption] = []
     unfit, num_slower = ValueError("no number of stages to choose from"), 0
@@ -76,6 +75,6 @@ def stage_options(
 
 
 def stage_counts(num_ranks: int, num_layers: int, degrees: Sequence[int]) -> list[int]:
-    """Numbers of pipeline stages that divide the ranks, leave room for some degree, and have a layer each."""
+    """Returns numbers of stages that divide the ranks, leave each stage enough ranks for some degree, and one layer at least."""
     counts = range(1, min(num_ranks, num_layers) + 1)
     return [count for count in counts if num_ranks % count == 0 and min(degrees) <= num_ranks // count]

@@ -400,7 +400,7 @@ def test_no_plan_is_predicted_slower_than_any_static_plan_it_could_have_chosen(c
 
 
 def test_micro_batches_that_overlap_are_compared_by_when_they_end() -> None:
-    """Where a rank does not wait for others, a layout of one degree may end first though its makespans sum up to more."""
+    """Where ranks do not wait for others, a one-degree layout may end first although its micro-batches sum to more seconds."""
     costs = dataclasses.replace(cost_model("exchange", 4), method="auto", parameters="replicated")
     case = StepCase((57, 185, 99, 68, 50, 200, 183, 50), costs, PlannerConfig(100, (2,)))
     assert case.plan().estimate.step_s <= case.plan(solver="static", static_degree=2).estimate.step_s * (1 + 1e-9)
@@ -417,7 +417,7 @@ def test_no_prediction_depends_on_the_order_of_sequences(case: StepCase, draw: r
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(step_cases(most=6, worlds=(1, 2, 3, 4)))
 def test_a_small_step_is_within_a_percent_of_brute_force(case: StepCase) -> None:
-    """Replicated parameters can only be faster than the best of micro-batches that are left together."""
+    """Replicated parameters are never slower than the best plan whose ranks leave every micro-batch together."""
     best_s = least_step_seconds(case.problem)
     found = case.plan()
     assert found.estimate.step_s - STEP_S <= best_s * 1.01
@@ -433,7 +433,7 @@ def test_a_plan_above_the_budget_is_refused_whoever_made_it(num_stages: int, mon
     config = PlannerConfig(400, (1, 2), activations=budget)
     found = plan_stages(0, [300, 200], costs, num_stages, config)
     assert found.estimate.peak_bytes <= (limit := Planning(costs, config).limit_bytes(found))
-    # states of a stage and the budget beside them; a plan that needs a byte more than it may is no plan
+    # the limit is a stage's states plus the budget; a plan that needs one byte more is refused
     assert limit == max(state_bytes(found, costs)) + budget.device_bytes
     monkeypatch.setattr(Planning, "limit_bytes", lambda self, plan: found.estimate.peak_bytes)
     monkeypatch.setattr(planner, "validate_plan", lambda plan, limit: validate_plan(plan, limit - 1))

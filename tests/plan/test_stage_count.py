@@ -50,7 +50,7 @@ def partitions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
 
 
 def deal(lengths: Sequence[int], layout: Sequence[int], costs: CostModel) -> list[list[int]]:
-    """Longest first, each to the group that is done first with it; seconds from the cost model for whole models."""
+    """Deals sequences, longest first, each to the group that finishes it first; seconds are the cost model's for whole models."""
     done = [0.0] * len(layout)
     parts: list[list[int]] = [[] for _ in layout]
     added = {d: costs.sequences_s(list(lengths), GroupShape(d, d)).tolist() for d in set(layout)}
@@ -72,7 +72,7 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     per_stage, per_node = costs.cluster.num_ranks // stages, costs.cluster.ranks_per_node
     leaves = [(stage + 1) % stages * per_stage // per_node != stage * per_stage // per_node for stage in range(stages)]
     parts = stage_parts(costs.model, stages)
-    # equal to the judge's seconds, see test_stage_seconds.py
+    # these seconds equal `evaluate_plan`'s, see test_stage_seconds.py
     return min(pipeline_s(made, GroupShape(degree, degree), costs, parts, "elastic", leaves)[0] for made in chunks)
 
 
@@ -159,7 +159,7 @@ def test_interleaving_is_chosen_only_where_it_is_predicted_faster(lengths: list[
     found = stage_options(lengths, [2, 4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=interleave)
     assert found[0].step_s <= plain[0].step_s
     assert {option.num_parts for option in plain} == {1}
-    # the options without it are those of a run without it
+    # options without interleaving equal those of a search without it
     assert [option.step_s for option in found if option.num_parts == 1] == [option.step_s for option in plain]
     if found[0].num_parts > 1:
         assert found[0].step_s < plain[0].step_s

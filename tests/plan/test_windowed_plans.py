@@ -1,4 +1,4 @@
-"""Plans for models whose layers have windows: long sequences need fewer ranks, and predictions are those of the judge."""
+"""Plans for models whose layers have windows: long sequences need fewer ranks, and estimates equal `evaluate_plan`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gpu_costs(model: ModelSpec, num_ranks: int = 16) -> CostModel:
 
 
 def test_a_long_sequence_under_windows_needs_fewer_ranks() -> None:
-    # beside a long sequence short ones fill the other ranks: by pairs it wants 16 of them, by what windows leave fewer
+    # short sequences fill the ranks that the long one leaves: without windows its pairs need 16 ranks, with windows fewer
     lengths = [120_000, *[8000] * 80]
     config = PlannerConfig(120_000, (1, 2, 4, 8, 16), solver="greedy")
     plans = {model.windows: plan_step(0, lengths, gpu_costs(model), config) for model in (GEMMA, FULL_GEMMA)}
@@ -61,7 +61,7 @@ def test_a_long_sequence_under_windows_needs_fewer_ranks() -> None:
         for windows, plan in plans.items()
     }
     assert degrees[GEMMA.windows] < degrees[()]
-    # what the planner promises is what the judge finds, and neither plan is the better one under both models
+    # the planner's estimate equals `evaluate_plan`, and each plan is the faster one under its own model
     for model in (GEMMA, FULL_GEMMA):
         own, other = plans[model.windows], plans[() if model is GEMMA else GEMMA.windows]
         own_s = evaluate_plan(own, gpu_costs(model)).step_s
@@ -147,7 +147,7 @@ def test_recomputed_attention_costs_what_the_layer_sees() -> None:
         seconds.append([use.compute_s for use in run.ranks])
     added_s = [one - other for one, other in zip(*seconds, strict=True)]
     assert added_s == pytest.approx([1e-6 * sum(map(pairs_by_hand, each)) / 4 for each in ((100, 30), (None, 100))])
-    # the joint program knows it for each stage, a layer of it on average
+    # the joint program counts it for each stage, as the mean over its layers
     cells = [GroupCells(group, costs, 64, keeps, ByteModel(costs.model)).cells for keeps in (False, True)]
     layer_s = [one.layer_s - other.layer_s for one, other in zip(*cells, strict=True)]
     assert layer_s == pytest.approx([each / 2 for each in added_s])

@@ -22,7 +22,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 
 
 def group_seconds(costs: CostModel, group: SequenceGroup) -> float:
-    """Seconds of a group's chunks, forward and backward, with what its policies add."""
+    """Seconds of a group's chunks, forward and backward, including those that its policies add."""
     (stage,) = group.stages
     shape, layers = group.shape, stage.num_layers
     passes_s = sum(costs.forward_s(c, shape, layers) + costs.backward_s(c, shape, layers) for c in group.chunks)
@@ -30,7 +30,7 @@ def group_seconds(costs: CostModel, group: SequenceGroup) -> float:
 
 
 def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> dict[int, tuple[float, float]]:
-    """What policies add to the forward and to the backward of each chunk: copies that nothing hides, and what runs again."""
+    """Seconds that policies add to (forward, backward) of each chunk: copies that compute does not hide, and recomputation."""
     policies = {policy.chunk: policy for policy in stage.activations if policy.layers}
     if not policies:
         return {}
@@ -42,7 +42,7 @@ def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> d
         policy = policies.get(chunk.index, ActivationPolicy(chunk.index))
         of_layers = layer_slots(costs, chunk, group.shape)
         chosen = [_shares_of(policy, place, slot) for place, slot in enumerate(of_layers)]
-        # slices are slots as a whole, with what their layers do on average
+        # each slice is one slot, with the mean shares of its layers
         slots += [one_slot(costs, chunk, group.shape)] if is_sliced else of_layers
         shares += [_mean(chosen)] if is_sliced else chosen
         owners += [chunk.index] * (1 if is_sliced else len(of_layers))
@@ -56,13 +56,13 @@ def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> d
 
 
 def _shares_of(policy: ActivationPolicy, layer: int, slot: Slot) -> tuple[TensorShare, ...]:
-    """What a policy says of one layer's classes, in the order of the slot."""
+    """Shares that a policy gives to one layer's classes, in the order of the slot."""
     chosen = policy.layers[layer] if layer < len(policy.layers) else LayerPolicy()
     return tuple(chosen.share(item.tensor_class) for item in slot.saved)
 
 
 def one_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
-    """All layers of a chunk as one slot."""
+    """Joins all layers of a chunk into one slot."""
     num_layers, layer = costs.model.num_layers, layer_slot(costs, chunk, shape, costs.model.attention_pairs())
     return Slot(
         sum([layer.forward_s] * num_layers),
@@ -76,7 +76,7 @@ def _scaled(item: SavedClass, count: int) -> SavedClass:
 
 
 def _mean(layers: Sequence[tuple[TensorShare, ...]]) -> tuple[TensorShare, ...]:
-    """The mean over layers of what happens to each class."""
+    """Averages each class's shares over the layers."""
     count = len(layers)
     return tuple(
         TensorShare(

@@ -1,6 +1,6 @@
-"""The loop that makes a group fit: propose policies, predict them, and shrink the room until the prediction is within it.
+"""Makes a group fit: propose policies, predict the run, and reduce the memory offered until the prediction fits its limits.
 
-What to propose, and how a group is predicted, is the business of the callers: one for groups on one stage, one for pipelines.
+Two callers decide what to propose and how to predict a group: one for groups on one stage, one for pipelines.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Room = TypeVar("Room")
 class Trial:
     """A group under some policies, and its prediction.
 
-    seconds: of the group alone. over_bytes: bytes above the device limit on each stage, negative where room is left;
-    over_host_bytes: bytes above the host limit. counted_s, counted_bytes: added seconds and device bytes that the program which
-    chose the policies expected. reason: why it chose them, where it was asked.
+    seconds: predicted for the group alone. over_bytes: bytes above the device limit on each stage, negative where room is left;
+    over_host_bytes: bytes above the host limit. counted_s, counted_bytes: added seconds and device bytes that the policy program
+    expected. reason: why it chose these policies; empty if not asked for.
     """
 
     group: SequenceGroup
@@ -37,7 +37,7 @@ class Trial:
 
 
 def first_fitting(ways: Iterable[Callable[[], Iterable[Trial]]]) -> list[Trial]:
-    """The trials that fit from the first way that has any; later ways are not tried. Empty where nothing fits."""
+    """Returns the fitting trials of the first way that has any, without trying later ways; empty if nothing fits."""
     for way in ways:
         if fitting := [trial for trial in way() if trial.fits]:
             return fitting
@@ -47,7 +47,7 @@ def first_fitting(ways: Iterable[Callable[[], Iterable[Trial]]]) -> list[Trial]:
 def search_room(
     propose: Callable[[Room], Trial | None], next_room: Callable[[Room, Trial], Room | None], room: Room, attempts: int
 ) -> Trial | None:
-    """The fastest trial that fits; None if none does.
+    """Returns the fastest trial that fits; None if none does.
 
     `propose` makes a trial for some room, or None where there is no solution. `next_room` gives less room after a trial that
     does not fit, and more room, or None to stop, after one that does.

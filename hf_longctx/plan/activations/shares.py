@@ -1,9 +1,10 @@
-"""Keep, offload or recompute: the shares of every layer's saved tensors that cost the fewest seconds.
+"""Chooses which shares of every layer's saved tensors to keep, offload or recompute, at the fewest added seconds.
 
-Work is a sequence of *slots* in the order of the forward: one layer of one chunk each (or one whole slice of a stage). What slot
-n saves is split by tokens into three shares that sum to 1: recomputed r, host h, device g. Copies out of slot n run beside the
-forward of slot n+1, copies back beside the backward of slot n+1, which comes before that of slot n; what takes longer is
-*exposed*. With b bytes and t seconds of recomputation of a class whole, B bytes per second, and T the compute of a slot:
+Work is a sequence of *slots* in the order of the forward: each is one layer of one chunk (or one whole slice of a stage). The
+tensors that slot n saves are split by tokens into three shares that sum to 1: recomputed r, host h, device g. Copies out of slot
+n run during the forward of slot n+1, copies back during the backward of slot n+1, which comes before that of slot n; the time by
+which a copy is longer is *exposed*. With b bytes and t seconds to recompute all of a class, B bytes per second, and T the compute
+of a slot:
 
     minimize    sum r t  +  sum_n max(0, H_n / B - T_forward[n+1])  +  sum_n max(0, H_n / B - T_backward[n+1])
     subject to  G_n + H_n + H_(n-1) <= device bytes      for every slot: in its backward its own tensors are there, and
@@ -11,12 +12,12 @@ forward of slot n+1, copies back beside the backward of slot n+1, which comes be
                 sum_n H_n <= host bytes
     where       H_n = sum of h b in slot n,   G_n = sum of g b in slots 0 to n
 
-Of a class that costs more to run again the farther back its tokens lie, as attention does, t is no constant: the first r of the
-rows of a causal triangle hold r^2 of it, under a window more than that. The program has the seconds as a convex piecewise linear
-curve, the lower hull of exact points where several documents make the exact curve dent; outcomes are priced exactly.
+For attention, later tokens cost more to recompute, so t is not constant: the first r of the rows of a causal triangle hold r^2 of
+its pairs, and more than r^2 under a window. The program uses a convex piecewise linear curve, the lower hull of exact points,
+because the exact curve is not convex with several documents; outcomes are priced by the exact curve.
 
-A class that everything else is recomputed from (the layer input) cannot be recomputed itself: that is the whole dependency
-closure, since attention and MLP are replayed from the layer input on, through what is kept of the classes between.
+The layer input, from which everything else is recomputed, cannot be recomputed itself. That is the only dependency: attention and
+MLP are replayed from the layer input on, and use whatever is kept of the classes between.
 
 Where only the link binds, h is SPPO's share of slice i, min(1, B T[i+1] / A_i) (arXiv 2503.10377, section 5.2), with no exposed
 second and nothing recomputed. Splitting by shares under host and device limits is MEMO's (SIGMOD 2025).
@@ -35,15 +36,15 @@ from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.plan.solver.program import LinearProgram, SolverError
 from hf_longctx.plan.solver.solve import solve_linear_program
 
-# what solvers may exceed a limit by, relative to it or to the largest class, taken off beforehand
+# part of a limit (or of the largest class, if that is larger) subtracted beforehand, since solvers exceed limits by a tolerance
 _MARGIN = 1e-6
-# of a second for every second of a hidden copy: nothing is moved that may as well stay
+# tie-breaker: a hidden copy costs a millionth of its time, so nothing moves for nothing
 _IDLE_COPY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What saved tensors may take on the device and on the host, and the speed of the link in each direction."""
+    """Most bytes of saved tensors on the device and on the host, and the speed of the link in each direction."""
 
     device_bytes: float
     host_bytes: float
@@ -52,7 +53,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutcome:
-    """What shares cost and hold. device_bytes: the most at any time."""
+    """Seconds that shares add and bytes that they hold. device_bytes: the most at any time."""
 
     recompute_s: float
     exposed_s: float
@@ -66,7 +67,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """The chosen shares, `shares[slot][place]` as `slots[slot].saved`, and why the host is used as it is."""
+    """The chosen shares and why the host is used as it is. `shares[slot][place]` belongs to `slots[slot].saved[place]`."""
 
     shares: tuple[tuple[TensorShare, ...], ...]
     outcome: PolicyOutcome
@@ -77,10 +78,10 @@ class PolicyChoice:
 def choose_policy(
     slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0, explains: bool = True, solves: bool = True
 ) -> PolicyChoice:
-    """The cheapest shares under the limits; raises ValueError if none fit. Never dearer than `greedy_shares`.
+    """Finds the cheapest shares within the limits, never costlier than `greedy_shares`; raises ValueError if none fit.
 
-    `explains`: whether a reason is given, for which another program may have to be solved. `solves`: false for the greedy
-    order alone, in a few milliseconds.
+    `explains`: whether to give a reason, which may require solving a second program. `solves`: False skips the linear program,
+    so that the choice takes a few milliseconds.
     """
     _check(limits)
     found = [("keep", np.array([[float(not item.can_keep), 0.0] for slot in slots for item in slot.saved]).reshape(-1, 2))]
@@ -92,14 +93,14 @@ def choose_policy(
     fitting = [entry for entry in fitting if _fits(entry[2], limits)]
     if not fitting:
         raise ValueError(_nothing_fits(slots, limits))
-    # a copy that hides nothing is no gain, so of equal costs the one that moves less
+    # a copy that saves no time is useless: at equal cost, prefer fewer bytes on the host
     name, shares, outcome = min(fitting, key=lambda entry: (round(entry[2].cost_s, 12), entry[2].host_bytes))
     reason = _reason(slots, limits, outcome, time_limit_s) if explains else ""
     return PolicyChoice(_as_shares(slots, shares), outcome, name, reason)
 
 
 def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
-    """What (recompute, host) shares of shape [classes of all slots, 2] come to, in the order of slots and their classes."""
+    """Computes the cost and bytes of (recompute, host) shares, [classes of all slots, 2], ordered by slot and class."""
     num_bytes, owner = _bytes_of(slots)
     host = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots))
     kept = np.bincount(owner, weights=(1 - shares.sum(1)) * num_bytes, minlength=len(slots))
@@ -110,7 +111,7 @@ def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) 
 
 
 def slot_seconds(slots: Sequence[Slot], shares: FloatArray, bytes_per_s: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Seconds that shares as for `outcome_of` add to every slot: run again, and exposed of copies out and of copies back."""
+    """Seconds that shares (see `outcome_of`) add to every slot: recomputation, exposed copies out, exposed copies back."""
     num_bytes, owner = _bytes_of(slots)
     copy_s = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots)) / bytes_per_s
     items = (item for slot in slots for item in slot.saved)
@@ -130,10 +131,11 @@ def _bytes_of(slots: Sequence[Slot]) -> tuple[FloatArray, IntArray]:
 
 
 def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | None:
-    """(r, h) of every class, by seconds saved per byte, those that must be kept first; None where this order does not fit.
+    """Fills memory in the order of seconds saved per byte and returns (r, h) of every class; None if that does not fit.
 
-    Each segment of a class's curve takes copies that hide, then the device, then other copies if they pay, and is run again for
-    what is left. Of equals the latest slots come first: they stay for the shortest time.
+    Classes that cannot be recomputed come first. Each segment of a class's curve takes hidden copies, then the device, then
+    exposed copies where they pay; the rest is recomputed. Among equals the latest slots come first: they stay for the shortest
+    time.
     """
     places = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
     pieces = [(place, *segment) for place, (_, item) in enumerate(places) for segment in item.segments()]
@@ -159,7 +161,7 @@ def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | N
 
 
 class _Filling:
-    """Room that is left while shares are handed out. slack[n]: of the device, in the backward of slot n."""
+    """Bytes still free while shares are assigned. slack[n]: free on the device during the backward of slot n."""
 
     def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
         self.copy_s = 1 / limits.bytes_per_s
@@ -169,7 +171,7 @@ class _Filling:
         self.window = np.array([*following, 0.0]) * limits.bytes_per_s
 
     def place(self, slot: int, item: SavedClass, num_bytes: float, recompute_s: float) -> tuple[float, float] | None:
-        """Bytes of a piece of a class that are run again and that go to the host; None if it must stay and cannot."""
+        """Places a piece of a class; returns its bytes that are recomputed and on the host, or None if it fits nowhere."""
         left = num_bytes
         hidden = min(left, self.hidden_room(slot)) if item.can_offload else 0.0
         self.offload(slot, hidden)
@@ -177,7 +179,7 @@ class _Filling:
         kept = min(left, self.device_room(slot)) if item.can_keep else 0.0
         self.keep(slot, kept)
         left -= kept
-        # two ways of a copy that nothing hides, against running again
+        # compare an exposed copy, out and back, with recomputation
         pays = not item.can_recompute or 2 * self.copy_s * num_bytes < recompute_s
         exposed = min(left, self.host_room(slot)) if item.can_offload and pays else 0.0
         self.offload(slot, exposed)
@@ -206,7 +208,7 @@ class _Filling:
 
 @dataclass(slots=True)
 class _Rows:
-    """Sparse rows as they are added."""
+    """Constraints of the program, as sparse rows in the order in which they are added."""
 
     rows: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
@@ -233,7 +235,7 @@ class _Problem:
     def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
         self.slots, self.limits = slots, limits
         self.items = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
-        # so that numbers are about one
+        # units that scale the program's numbers to about one
         self.byte_unit = max((item.num_bytes for _, item in self.items), default=0.0) or 1.0
         self.curves = [(place, item.segments()) for place, (_, item) in enumerate(self.items) if item.documents]
         times = [item.recompute_s for _, item in self.items] + [slot.forward_s for slot in slots]
@@ -289,7 +291,7 @@ class _Problem:
         )
 
     def _add_curves(self, rows: _Rows, column: int) -> None:
-        """r of a class with a curve is the sum of its segments, whose columns begin at `column`."""
+        """Makes r of each class with a curve the sum of its segments, whose columns begin at `column`."""
         for place, segments in self.curves:
             rows.add([(2 * place, -1.0), *((column + index, 1.0) for index in range(len(segments)))], 0.0, 0.0)
             column += len(segments)
@@ -308,11 +310,11 @@ class _Problem:
         rows.add(every, -np.inf, self._safely(self.limits.host_bytes))
 
     def _safely(self, limit_bytes: float) -> float:
-        """A limit in the program's unit that solvers, who exceed limits by their tolerance, will keep."""
+        """Converts a limit to the program's unit, less a margin because solvers exceed limits by their tolerance."""
         return max(0.0, limit_bytes - _MARGIN * max(limit_bytes, self.byte_unit)) / self.byte_unit
 
     def _add_windows(self, rows: _Rows, of_slot: list[list[tuple[int, float]]]) -> None:
-        """exposed >= copy - compute of the following slot, both ways."""
+        """Adds exposed >= copy - compute of the following slot, for forward and backward."""
         first = 2 * len(self.items) + len(self.slots)
         copy = self.byte_unit / self.limits.bytes_per_s / self.second_unit
         for slot, items in enumerate(of_slot):
@@ -345,7 +347,7 @@ def _nothing_fits(slots: Sequence[Slot], limits: MemoryLimits) -> str:
 
 
 def _reason(slots: Sequence[Slot], limits: MemoryLimits, outcome: PolicyOutcome, time_limit_s: float) -> str:
-    """Why so much goes to the host, in one sentence."""
+    """Explains in one sentence why so many bytes go to the host."""
     total = sum(item.num_bytes for slot in slots for item in slot.saved)
     if outcome.host_bytes <= 0.5:
         if total <= limits.device_bytes:

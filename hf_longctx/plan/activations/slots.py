@@ -10,16 +10,16 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, TensorClass
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 
-# of a curve of seconds, beside the ends of documents
+# equal segments of a class's curve of recomputation seconds; ends of documents add more
 _SEGMENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SavedClass:
-    """What one slot saves of one class, and what may be done with it.
+    """Tensors of one class that one slot saves, and what may be done with them.
 
-    recompute_s: of all its tokens. documents: (tokens in front, tokens) of each, in order, where seconds go with the `pairs` of
-    query and key; () where every token costs the same. Recomputed are the front tokens.
+    recompute_s: seconds to recompute all of its tokens. documents: (earlier tokens, tokens) of each document, in order, if
+    seconds are proportional to query-key `pairs`; () if every token costs as much. A partial recompute takes the front tokens.
     """
 
     tensor_class: TensorClass
@@ -40,7 +40,7 @@ class SavedClass:
         return self.recompute_s * _front_pairs(self, rows) / whole if whole else 0.0
 
     def segments(self) -> tuple[tuple[float, float], ...]:
-        """(width, seconds) of the convex curve's segments, front to back: widths sum to 1, seconds to `recompute_s`."""
+        """Returns (width, seconds) of the convex curve's segments, front to back: widths sum to 1, seconds to `recompute_s`."""
         if not self.documents or not self.recompute_s:
             return ((1.0, self.recompute_s),)
         total = sum(tokens for _, tokens in self.documents)
@@ -65,7 +65,7 @@ class Slot:
 
 
 def _front_pairs(saved: SavedClass, num_rows: float) -> float:
-    """Query-key pairs of the first rows of documents that have tokens in front."""
+    """Counts query-key pairs of the first `num_rows` rows of the documents, each with its earlier tokens as keys."""
     pairs = 0.0
     for start, tokens in saved.documents:
         rows = min(num_rows, tokens)
@@ -80,17 +80,17 @@ def _is_above(point: tuple[float, float], left: tuple[float, float], right: tupl
 
 
 def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
-    """One slot per layer of `chunk` on one rank of a group, with what the activation engine may do with each class."""
+    """Makes one slot per layer of `chunk`, on one rank of a group, with what the runtime may do with each class."""
     windows = costs.model.windows or (None,) * costs.model.num_layers
     slots = {window: layer_slot(costs, chunk, shape, AttentionPairs.of((window,))) for window in dict.fromkeys(windows)}
     return tuple(slots[window] for window in windows)
 
 
 def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs) -> Slot:
-    """The slot of a layer whose attention has these pairs, or of what layers have on average.
+    """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers.
 
-    Seconds of recomputation are the forward's: exact pairs for attention, tokens by each class's part of a layer's
-    parameters. The MLP's include the output projection, which its replay runs through.
+    Recomputation takes its seconds of the forward: attention by exact pairs, other classes by their share of the layer's
+    parameters. The MLP's seconds include the output projection, since its replay runs through it.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree

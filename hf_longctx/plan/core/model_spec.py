@@ -10,16 +10,16 @@ from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.core.windows import Windows, config_windows
 
-# model types of config.json with norms of queries and keys; other types say so by `use_qk_norm`
+# values of `model_type` in config.json whose models normalize queries and keys; others set `use_qk_norm`
 _QK_NORM_TYPES = ("gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """Weights that are trained beside frozen ones; empty: all weights are trained.
+    """Sizes of weights that are trained while the model's own are frozen; empty: all weights are trained.
 
-    layer_parameters, layer_bytes: of the weights that adapters add to one layer. layer_saved_bytes: what these keep for backward
-    of one token. first, last: weights that are trained at the embedding and at the head.
+    layer_parameters, layer_bytes: weights that adapters add to one layer. layer_saved_bytes: bytes per token that these save for
+    backward. first_*, last_*: weights that are trained at the embedding and at the head.
     """
 
     layer_parameters: int = 0
@@ -32,7 +32,7 @@ class AdapterSpec:
 
     @classmethod
     def lora(cls, model: ModelSpec, rank: int) -> AdapterSpec:
-        """LoRA of this rank on every matrix of the layers: two matrices for each; the ends are frozen."""
+        """Sizes of LoRA of this rank: two matrices for every matrix of the layers; embedding and head are frozen."""
         heads = model.query_size + model.kv_size + model.output_size
         mlp = (3 if model.gated_mlp else 2) * (model.hidden_size + model.intermediate_size)
         count = rank * (4 * model.hidden_size + heads + mlp)
@@ -43,17 +43,17 @@ class AdapterSpec:
         return max(self.layer_parameters, self.first_parameters, self.last_parameters) == 0
 
     def sizes(self, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
-        """Trained parameters of so many layers with the ends that are there, and their bytes."""
+        """Returns (trained parameters, bytes) of `num_layers` layers, with the embedding if first and the head if last."""
         count = num_layers * self.layer_parameters + is_first * self.first_parameters + is_last * self.last_parameters
         return count, num_layers * self.layer_bytes + is_first * self.first_bytes + is_last * self.last_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSpec:
-    """Frozen weights of layers in a few bits each; nothing: weights have `bytes_per_element`.
+    """Sizes of frozen layer weights that are stored in a few bits each; empty: weights take `bytes_per_element`.
 
-    layer_bytes: of all weights of a layer but adapters', as they lie in memory. layer_scale_bytes: of the scales beside them, of
-    which shards hold all. unpacked_bytes: of the largest matrix while a product unpacks it.
+    layer_bytes: a layer's packed weights in memory, without adapters. layer_scale_bytes: a layer's scales, which every shard
+    holds in full. unpacked_bytes: the largest matrix while a product unpacks it.
     """
 
     layer_bytes: int = 0
@@ -62,7 +62,7 @@ class PackedSpec:
 
     @classmethod
     def nf4(cls, model: ModelSpec) -> PackedSpec:
-        """All matrices of a layer in NF4, as QLoRA has them: an 8-bit scale per 64 elements, an fp32 scale per 256 of these."""
+        """Sizes of NF4 layers, as in QLoRA: an 8-bit scale per 64 elements, and an fp32 scale per 256 of these scales."""
         count, largest = model.layer_weights, model.hidden_size * max(model.intermediate_size, model.query_size)
         return cls(count // 2, -(-count // 64) + 4 * -(-count // (64 * 256)), largest * model.bytes_per_element)
 
@@ -75,19 +75,19 @@ class PackedSpec:
 class ModelSpec:
     """Shapes of a decoder-only model.
 
-    bytes_per_element: of weights and saved activations. bytes_sent_per_element: of queries, keys and values between ranks,
-    fewer than that under autocast (0: as many). gated_mlp: the MLP has a gate beside up and down, as Llama's and unlike
-    GPT's. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys have norms of their own.
-    can_keep_qkv: a replay can take queries, keys and values from the first run. adapters: what is trained beside weights that
-    are frozen then. packed: of frozen weights in fewer bits. value_head_dim: of values where it is not head_dim (0: it is).
-    kv_rank: of the latent that keys and values are made of, all but rope_head_dim of a key (0: they are made of hidden states);
-    query_rank: the same of queries. caps_scores: attention has a softcap. windows: of every layer the tokens that a query
-    sees at most, its own included, None for all before it; () where all layers see all. keeps_all_stages: every rank holds the
-    weights of all pipeline stages, so that stages can lend their ranks.
+    bytes_per_element: size of weights and saved activations. bytes_sent_per_element: size of queries, keys and values sent
+    between ranks, smaller under autocast (0: bytes_per_element). gated_mlp: the MLP has gate, up and down, as in Llama, not only
+    up and down, as in GPT. learned_positions: one embedding for each of max_positions. qk_norms: queries and keys are normalized.
+    can_keep_qkv: a replay can reuse queries, keys and values of the first run. adapters: trained weights where the model's own
+    are frozen. packed: frozen weights in fewer bits. value_head_dim: head size of values (0: head_dim). kv_rank: size of the
+    latent from which keys, except rope_head_dim of each, and values are projected (0: they are projected from hidden states).
+    query_rank: size of the latent of queries, likewise. caps_scores: attention has a softcap. windows: for each layer the most
+    tokens that a query sees, its own included, or None for all before it; () if all layers see everything. keeps_all_stages:
+    every rank holds the weights of all pipeline stages, so that stages can lend their ranks.
 
-    Of a mixture of experts all sizes are means over layers. intermediate_size: of what one token passes, its experts together.
-    idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements of a token that its
-    way to experts and back keeps for backward in a layer, beside what is inside of them.
+    For a mixture of experts all sizes are means over layers. intermediate_size: sum over the experts that one token passes.
+    idle_parameters: matrix parameters of a layer that one token does not pass. routed_elements: elements per token and layer that
+    routing to experts and back saves for backward, besides those that experts save inside.
     """
 
     num_layers: int
@@ -128,7 +128,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bytes_per_element: int = 4) -> ModelSpec:
-        """The spec of a `config.json` read as a mapping (transformers is not needed).
+        """Makes the spec from a `config.json` read as a mapping (transformers is not needed).
 
         Raises ValueError naming the first field that is missing.
         """
@@ -182,12 +182,12 @@ class ModelSpec:
 
     @property
     def output_size(self) -> int:
-        """Elements of all heads that attention returns of a token."""
+        """Elements per token of attention's output, over all heads."""
         return self.num_heads * (self.value_head_dim or self.head_dim)
 
     @property
     def kv_head_size(self) -> int:
-        """Elements of a key and a value."""
+        """Elements of one head's key and value together."""
         return self.head_dim + (self.value_head_dim or self.head_dim)
 
     @property
@@ -197,11 +197,11 @@ class ModelSpec:
 
     @property
     def pair_operations(self) -> int:
-        """Operations of a query and a key in one layer's forward, over all heads: a product each with the key and the value."""
+        """Operations per query-key pair in one layer's forward, over all heads: one product with the key, one with the value."""
         return 2 * self.num_heads * self.kv_head_size
 
     def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
-        """The query-key pairs of a layer, on average over the layers of `parts`; without any, over all layers."""
+        """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers."""
         if not self.windows:
             return FULL
         return AttentionPairs.of(tuple(window for part in parts for window in self.layer_windows(part)) or self.windows)
@@ -217,13 +217,13 @@ class ModelSpec:
         queries = self.query_rank * (d + self.query_size) if self.query_rank else d * self.query_size
         if not self.kv_rank:
             return queries + d * self.kv_size
-        # keys but for what is rotated, and values
+        # elements of values, and of keys without their rotated part
         made = self.kv_size - self.num_kv_heads * self.rope_head_dim
         return queries + d * (self.kv_rank + self.rope_head_dim) + self.kv_rank * made
 
     @property
     def latent_saved_bytes(self) -> int:
-        """Bytes per token and layer that low-rank projections keep beside what they make: their norms, keys without rotation."""
+        """Bytes per token and layer that low-rank projections save besides their outputs: norms, and keys without rotation."""
         if not self.kv_rank:
             return 0
         norms = (4 + 2 * self.bytes_per_element) * (self.query_rank + self.kv_rank) + 8
@@ -252,14 +252,14 @@ class ModelSpec:
         return self.part_parameters(self.num_layers, is_first=True, is_last=True)
 
     def part_parameters(self, num_layers: int, is_first: bool, is_last: bool) -> int:
-        """Matrix parameters of so many layers, with the embedding if `is_first` and the head if `is_last`."""
+        """Matrix parameters of `num_layers` layers, with the embedding if `is_first` and the head if `is_last`."""
         table = self.vocab_size * self.hidden_size
         positions = self.max_positions * self.hidden_size if self.learned_positions and is_first else 0
         num_tables = 1 if self.tied_embeddings and is_first and is_last else is_first + is_last
         return num_layers * self.layer_weights + num_tables * table + positions
 
     def part_weight_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> int:
-        """Bytes of these weights, without scales of packed weights."""
+        """Bytes of the weights that `part_parameters` counts, without scales of packed weights."""
         count = self.part_parameters(num_layers, is_first, is_last)
         if self.packed.is_empty:
             return count * self.bytes_per_element
@@ -276,16 +276,16 @@ class ModelSpec:
         return self.adapters.is_empty or self.adapters.last_parameters > 0
 
 
-# experts of a layer, and those of a token
+# config fields for the number of experts in a layer, and for the number that a token passes
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
 def _expert_sizes(config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int) -> tuple[int, int, int]:
-    """`intermediate_size`, `idle_parameters` and `routed_elements` of a config; of one without experts `dense_size` and zeros.
+    """Returns `intermediate_size`, `idle_parameters`, `routed_elements` of a config; `dense_size` and zeros without experts.
 
-    Experts get a copy of a token and return one. Those of GPT-OSS clamp gate and up, which keeps three more inner tensors. In
-    Llama 4 every token runs through all experts, times zero where it did not choose them.
+    Each chosen expert gets a copy of the token and returns one. Experts of GPT-OSS clamp gate and up, which saves three more
+    inner tensors. In Llama 4 every token runs through all experts, multiplied by zero where it did not choose them.
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = next((int(config[name]) for name in _CHOSEN if config.get(name)), 0)

@@ -21,7 +21,7 @@ from hf_longctx.timeline import TimelineEvent
 class RankUse:
     """Seconds that one rank spends on the chunks of a step, and the most tokens that it holds at once.
 
-    compute_s + exchange_s + idle_s is the step without what it adds once (`Evaluation.once_s`).
+    compute_s + exchange_s + idle_s is the step's time without `Evaluation.once_s`.
     """
 
     rank: int
@@ -37,11 +37,11 @@ class RankUse:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The predicted seconds and bytes of a plan.
+    """Predicted seconds and bytes of a plan.
 
-    once_s: of the step, for the optimizer and all that is not part of a chunk. peak_bytes, host_bytes: of every rank. events:
-    every F and B of every rank; exchange_s: how much of each event is communication. in_flight: of every stage, the most
-    chunks that wait for their backward at one time, once for each part that they wait on.
+    once_s: seconds that a step takes once, for the optimizer and all else that belongs to no chunk. peak_bytes, host_bytes: one
+    entry per rank. events: every F and B of every rank; exchange_s: communication inside each event. in_flight: for each stage,
+    the most chunks that wait for their backward at one time; a chunk counts once for each layer range where it waits.
     """
 
     step_s: float
@@ -59,12 +59,11 @@ class Evaluation:
 
 
 def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: PredictionCache | None = None) -> Evaluation:
-    """The plan's predicted run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
+    """Predicts the plan's run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
 
-    Each group is a pipeline over its positions of all stages. Without `with_events` there are none, which is faster. known: what
-    plans for the same model share, so that bytes of chunks alike are counted once. Raises
-    ValueError by name for what it cannot run yet: explicit copies and frees, helpers together with parts, policies or packs;
-    PlanError for a deadlock.
+    Each group is a pipeline over its positions of all stages. `with_events=False` leaves `events` empty, which is faster. known:
+    cache for plans of the same model, so that the bytes of equal chunks are computed once. Raises ValueError naming what cannot
+    be run yet: explicit copies and frees, and helpers together with parts, policies or packs. Raises PlanError for a deadlock.
     """
     run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
     for micro_batch in plan.micro_batches:
@@ -74,12 +73,12 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
     return run.result()
 
 
-# forward and backward of one chunk on one stage
+# actions of one chunk on one stage: its forward, then its backward
 _KEPT_ACTIONS = (Action("F", 0, 0), Action("B", 0, 0))
 
 
 class _Run:
-    """The clocks of all ranks, and what has happened so far."""
+    """Clocks of all ranks, with the seconds, bytes and events that have been added up so far."""
 
     def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: PredictionCache) -> None:
         self.plan, self.costs, self.block_ranks, self.with_events, self.known = plan, costs, plan.block_ranks, with_events, known
@@ -91,7 +90,7 @@ class _Run:
         self.in_flight = [0] * plan.num_stages
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
-        # seconds of an exchange without tokens and per token, which many groups share
+        # seconds of an exchange, fixed and per token, by (shape, near ranks, is backward): many groups share them
         self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
 
     def enter(self, group: SequenceGroup) -> None:
@@ -115,7 +114,7 @@ class _Run:
                 self._record(group, of_stage, action, time, inside_s)
 
     def _enter_kept(self, group: SequenceGroup, start_s: float) -> None:
-        """Runs a chunk that is wholly kept by formulas for the whole model: most groups of a plain run, without an event loop."""
+        """Runs a chunk that keeps everything, by formulas for the whole model: most groups of a plain run need no event loop."""
         (stage,), (chunk,) = group.stages, group.chunks
         near = near_ranks(group.positions, self.costs.cluster.ranks_per_node)
         clock_s, times, inside = start_s, [], []

@@ -1,16 +1,17 @@
-"""When every action of a pipeline starts and stops, for given seconds of each.
+"""Computes when every action of a pipeline starts and stops, given the seconds of each.
 
-Who waits for whom does not depend on seconds: it is found once (`Wiring`), and walked for every set of seconds.
+Which action waits for which does not depend on seconds: `Wiring` finds it once and walks it for every set of seconds.
 
-Stages and their parts make a chain of places: part 0 of every stage, then part 1 of every stage. A forward waits until what the
-place before it made has arrived, a backward for its own forward and for the gradient of the place behind it. A stage runs one
-action at a time in its own order. Sends do not block, receives do; neither takes the stage any seconds of its own. Without
-messages among the actions a result leaves when it is made, and whoever needs it waits.
+Stages and their parts form a chain of places: part 0 of every stage, then part 1 of every stage. A forward waits for the result
+of the place before it to arrive; a backward waits for its own forward and for the gradient from the next place. A stage runs one
+action at a time in its own order. Sends do not block, receives do; neither takes the stage any time of its own. If the actions
+contain no messages, a result is sent as soon as it is made, and the action that needs it waits.
 
-The host's link has a channel for each direction and stage, both first come, first served. A copy out is queued when its layers
-have run forward and makes nobody wait. A copy back is sent for when the step above it begins its backward, as the runtime does,
-not before its copy out is done; the step waits for it. The uppermost step's is sent for when its own turn comes, or, with
-`fetches_ahead`, when the stage begins the backward before, as SPPO does (arXiv 2503.10377), for more room on the device.
+Each stage has one channel to the host and one back, both first come, first served. A copy out is queued when its layers have run
+forward; nothing waits for it. A copy back is requested when the step above begins its backward, as the runtime does, and starts
+when its copy out is done; its step waits for it. The copy back of the uppermost step is requested when its own turn comes, or,
+with `fetches_ahead`, when the stage begins its previous backward, as SPPO does (arXiv 2503.10377), which needs more device
+memory.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from hf_longctx.plan.core.types import Action
 # (start, stop) of every action of a stage
 Times = tuple[tuple[float, float], ...]
 
-# backwards are odd, messages lie behind what computes
+# codes of action kinds: backwards are odd, messages come after F and B
 _KINDS = {"F": 0, "B": 1, "RF": 2, "RB": 3, "SF": 4, "SB": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """A run of layers of one pass, in the order in which they run, and seconds of the link for what they save.
+    """Consecutive layers of one pass: seconds to compute them, and seconds of the link to copy what they save.
 
-    Forward: copied out when all of them are done. Backward: copied back before the first of them begins.
+    In forward the copy out starts after the last of these layers; in backward the copy back ends before the first of them begins.
     """
 
     compute_s: float
     copy_s: float
 
 
-# steps of a pass whose saved tensors go to the host; () for one that has nothing there
+# copy steps of an F or B, in the order in which they run; () for a pass without saved tensors on the host
 Copies = Callable[[Action], tuple[CopyStep, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedOut:
-    """When the copies out of each step of a forward were done; these are in the order of the stage's forwards."""
+    """Times at which the copies out of one forward's steps are done. A stage's entries are in the order of its forwards."""
 
     stage: int
     steps: tuple[CopyStep, ...]
@@ -63,10 +64,11 @@ def run_actions(
     num_parts: int = 1,
     start_s: Sequence[float] = (),
 ) -> tuple[Times, ...]:
-    """(start, stop) of every action of every stage, messages of no length included.
+    """Returns (start, stop) of every action of every stage; messages are included, with no length.
 
-    seconds: of F and B, once each. hop_s: from the end of an F or B (or of the SF or SB that sends its result) to the arrival at
-    another stage. start_s: when each stage is free. Raises PlanError naming what every stage waits for when none can go on.
+    seconds: called once for each F and B. hop_s: seconds from the end of an F or B (or of the SF or SB that sends its result) to
+    the arrival at another stage. start_s: when each stage is free. Raises PlanError when no stage can go on, naming the action at
+    which each of them is stuck.
     """
     return run_copying(stages, seconds, hop_s, lambda action: (), num_parts, start_s)[0]
 
@@ -80,7 +82,7 @@ def run_copying(
     start_s: Sequence[float] = (),
     fetches_ahead: bool = False,
 ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-    """As `run_actions`, with copies to the host and back; a backward is longer than its seconds by what it waits for them."""
+    """Does `run_actions` with copies to the host and back: a backward lasts longer by the seconds it waits for its copies."""
     wiring = Wiring.of_actions(stages, num_parts)
     actions = [action for stage in stages for action in stage]
     handing = set(wiring.handing)
@@ -94,15 +96,15 @@ def run_copying(
 
 
 class Wiring:
-    """An order in which the actions of all stages can run, and whose result each of them waits for.
+    """An order in which the actions of all stages can run, and the action whose result each of them waits for.
 
-    Actions have numbers, stage after stage. order: (number, stage, number of the action whose result has to arrive, or -1).
-    handing: actions whose results others wait for. units: of every action ((part * stages + stage) * chunks + chunk) * 2, plus 1
-    for a backward, messages of it included; is_pass: whether it is an F or B.
+    Actions are numbered stage after stage. order: (number, stage, number of the action whose result must arrive, or -1).
+    handing: numbers of actions whose results others wait for. units: each action's index into a table of seconds,
+    ((part * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether it is an F or B.
     """
 
     def __init__(self, kinds: Sequence[IntArray], chunks: Sequence[IntArray], parts: Sequence[IntArray], num_parts: int) -> None:
-        """kinds: codes of `_KINDS` of every stage's actions, in order, and their chunks and parts."""
+        """Takes each stage's actions in order, as three arrays: codes from `_KINDS`, chunks and parts."""
         self.num_stages, self.num_parts = len(kinds), num_parts
         self.num_chunks = 1 + max((int(of_stage.max(initial=-1)) for of_stage in chunks), default=-1)
         keys = [
@@ -120,7 +122,7 @@ class Wiring:
 
     @classmethod
     def of_actions(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring:
-        """Raises PlanError naming what every stage waits for when none can go on."""
+        """Builds the wiring. Raises PlanError when no stage can go on, naming the action at which each of them is stuck."""
         kinds = [np.array([_KINDS[action.kind] for action in actions], dtype=np.int64) for actions in stages]
         chunks, parts = (
             [np.array([getattr(action, name) for action in actions], dtype=np.int64) for actions in stages]
@@ -129,15 +131,15 @@ class Wiring:
         return cls(kinds, chunks, parts, num_parts)
 
     def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
-        """Runs every stage until it waits, again and again; sends: whether results leave by messages."""
+        """Runs each ready stage until it has to wait, until none is ready. sends: whether SF and SB hand over the results."""
         num_stages, num_chunks = self.num_stages, self.num_chunks
         size = self.num_parts * num_stages * num_chunks
-        # who made the activations from before and the gradients from behind; -1: nobody has to, -2: nobody has yet
+        # number of the action that hands over each activation and each gradient; -1: none is needed, -2: not made yet
         made = [[-1] * num_chunks + [-2] * (size - num_chunks), [-2] * (size - num_chunks) + [-1] * num_chunks]
         has_run = bytearray(size)
         hands_over = [not sends or num_stages == 1] * 2 + [False] * 2 + [True] * 2
         done = [0] * num_stages
-        # whether forward or backward, and where
+        # result that each stage waits for: (0 forward or 1 backward, key), or None
         waits_for: list[tuple[int, int] | None] = [None] * num_stages
         ready = list(range(num_stages))
         order, handing = self.order, self.handing
@@ -193,7 +195,7 @@ class Wiring:
         copies: Sequence[tuple[CopyStep, ...]] = (),
         fetches_ahead: bool = False,
     ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-        """As `run_copying`, for what every action takes by its number."""
+        """Does `run_copying` for seconds, hops and copies that are listed by the numbers of the actions."""
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
         links = [_Links(fetches_ahead) for _ in clocks]
@@ -223,7 +225,7 @@ class Wiring:
         links: _Links,
         copied: list[CopiedOut],
     ) -> float:
-        """Adds the copies of a pass; when it stops with them."""
+        """Queues the copies of a pass; returns when the pass stops."""
         chunk, is_backward = divmod(int(self.units[number]), 2)
         if is_backward and self.is_pass[number]:
             return links.backward(chunk, start_s, seconds, steps)
@@ -239,9 +241,10 @@ def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: i
 
 @dataclass(slots=True)
 class _Links:
-    """The channels between one stage and the host, and when each chunk's copies out were done, in the order of the forward.
+    """Channels between one stage and the host.
 
-    begun_s: when the stage began its last backward.
+    out_s, back_s: when each channel is free. begun_s: when the stage began its latest backward. done: for each chunk, when its
+    copies out are done, in the order of the forward.
     """
 
     fetches_ahead: bool
@@ -251,7 +254,7 @@ class _Links:
     done: dict[int, list[float]] = field(default_factory=dict)
 
     def forward(self, chunk: int, start_s: float, steps: tuple[CopyStep, ...]) -> tuple[float, ...]:
-        """Queues the copies out of a forward; when each of them is done."""
+        """Queues the copies out of a forward; returns when each of them is done."""
         done = []
         clock_s, out_s = start_s, self.out_s
         for step in steps:
@@ -263,8 +266,8 @@ class _Links:
         return tuple(done)
 
     def backward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
-        """When a backward that starts at `start_s` stops."""
-        # what runs before the first step that has something on the host, the head for one
+        """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
+        # layers without copies, and the head, run before the first step
         clock_s = start_s + seconds - sum([step.compute_s for step in steps])
         sent_s = self.begun_s if self.fetches_ahead else clock_s
         self.begun_s = start_s
@@ -272,7 +275,7 @@ class _Links:
             if step.copy_s:
                 self.back_s = max(self.back_s, out_s, sent_s) + step.copy_s
                 clock_s = max(clock_s, self.back_s)
-            # the next step's copy is sent for when this one begins
+            # the next step's copy is requested when this step begins
             sent_s = clock_s
             clock_s += step.compute_s
         return clock_s

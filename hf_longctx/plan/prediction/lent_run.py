@@ -1,9 +1,9 @@
-"""A pipeline whose stages share chunks, under a cost model: when every action runs, and what every stage's ranks hold.
+"""Predicts a pipeline whose stages share chunks: when every action runs, and how many bytes the ranks of every stage hold.
 
 A shared action occupies all of its stages at once, in the order of `sharding.lent_order`, which is also the runtime's. Its
-tokens are split evenly, its kernels are not. Nothing of what moves is hidden: every rank sends its keys and values to the other
-stages' (in backward what it has of their gradients, in at least fp32), lent ranks get the front at a stage's first chunk that
-they lack it for, and the stage's own ranks hand out hidden states and collect them.
+tokens are split evenly, its fixed seconds are not. No communication overlaps with compute: every rank sends its keys and
+values to the ranks of the other stages (in backward its part of their gradients, in at least fp32); lent ranks get the keys and
+values of earlier tokens with the first chunk for which they lack them; the stage's own ranks hand out and collect hidden states.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def run_lent(
     hop_s: Callable[[Action], float],
     start_s: Sequence[float] = (),
 ) -> tuple[Times, ...]:
-    """(start, stop) of every F and B of every stage's row; one that several rows have runs in all of them at once.
+    """Returns (start, stop) of every F and B in every stage's row; an action in several rows runs in all of them at once.
 
-    `hop_s`: from the end of an action to the arrival of its result at the next stage. Raises PlanError when stages wait for each
-    other.
+    hop_s: seconds from the end of an action to the arrival of its result at the next stage. Raises PlanError when stages wait
+    for each other.
     """
     clocks, rows = list(start_s) or [0.0] * len(order), [list(reversed(row)) for row in order]
     times: list[list[tuple[float, float]]] = [[] for _ in order]
@@ -65,7 +65,7 @@ def run_lent(
 def run_lent_pipeline(
     plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float] = ()
 ) -> tuple[StageRun, ...]:
-    """The run of a group some of whose chunks are shared, of every stage with the actions that it helps in.
+    """Predicts a group that shares some of its chunks among stages; each stage's run includes the actions in which it helps.
 
     Raises ValueError for parts, activation policies, packs and hybrids.
     """
@@ -99,7 +99,7 @@ class _LentSeconds:
         ]
 
     def tokens(self, action: Action) -> int:
-        """Of one rank."""
+        """Tokens of an action on one rank."""
         return -(-self.alone.tokens[action.chunk] // len(running_stages(action)))
 
     def hop_s(self, action: Action) -> float:
@@ -121,7 +121,7 @@ class _LentSeconds:
         return body_s + (head_s if has_head else 0.0) + self.exchange_s(action)
 
     def exchange_s(self, action: Action) -> float:
-        """How much of an action is communication between its ranks."""
+        """Seconds of an action that are communication between its ranks."""
         if not action.helpers:
             return self.alone.exchange_s(action)
         group, costs, stages = self.group, self.costs, running_stages(action)
@@ -139,7 +139,7 @@ class _LentSeconds:
         return inside_s * num_layers / costs.model.num_layers + moved_s
 
     def moved_bytes(self, action: Action) -> float:
-        """Bytes that a rank of the action's own stage sends to those of other stages, or gets from them."""
+        """Bytes that a rank of the action's own stage sends to ranks of other stages or receives from them."""
         group, model, chunk = self.group, self.costs.model, self.group.chunks[action.chunk]
         is_backward = action.kind == "B"
         others = 1 - 1 / len(running_stages(action))
@@ -155,9 +155,10 @@ class _LentSeconds:
 
 
 def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: int, row: Sequence[Action]) -> int:
-    """No less than what a rank of `stage` holds: when all forwards are done, and the largest workspace.
+    """Upper bound on the bytes of a rank of `stage`: those held when all forwards are done, plus the largest workspace.
 
-    Every rank holds the states of all stages. Every part of the sequence's keys and values counts whole.
+    Every rank holds the states of all stages. Keys and values of each stage that a rank serves count in full, as do their
+    gradients.
     """
     model = costs.model
     total = ByteModel(model).states(plan.parameters, plan.block_ranks)
@@ -179,7 +180,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
 
 
 def _chunk_bytes(group: SequenceGroup, costs: CostModel, action: Action) -> ChunkBytes:
-    """What a rank holds of a pass that it takes part in."""
+    """Bytes that a rank holds for a pass in which it takes part."""
     num_stages, num_layers = len(running_stages(action)), group.stages[action.stage].num_layers
     load = chunk_load(group, group.chunks[action.chunk], 0, Load(0, (), num_layers))
     tokens = -(-load.num_tokens // num_stages)

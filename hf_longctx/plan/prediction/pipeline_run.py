@@ -1,4 +1,4 @@
-"""One sequence group on its pipeline stages under a cost model: when every action runs, and what every stage holds."""
+"""Predicts one sequence group on its pipeline stages: when every action runs, and how many bytes every stage holds."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MESSAGES = ("SF", "RF", "SB", "RB")
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """What one stage does for a group. actions: F and B, with (start, stop) of each and the communication inside of it.
+    """Run of a group on one stage. actions: its F and B; times: (start, stop) of each; exchange_s: communication inside each.
 
-    peak_bytes: of the device, states included; host_bytes: of saved tensors. peak_tokens: most that wait for a backward on the
-    first rank.
+    peak_bytes: device bytes, states included. host_bytes: saved tensors on the host. peak_tokens: most tokens that wait for
+    their backward on the first rank.
     """
 
     actions: tuple[Action, ...]
@@ -61,7 +61,7 @@ def check_action(action: Action, stage: StagePlan) -> None:
 
 
 def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
-    """The fewest of these ranks that share a node: they wait for most of what the others send over the network."""
+    """Returns the fewest of these ranks on any one node: those receive the most from other nodes over the network."""
     if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node:
         return len(ranks)
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
@@ -73,25 +73,25 @@ def is_alone(group: SequenceGroup) -> bool:
 
 
 class PredictionCache:
-    """What one step's plans under one cost model share: bytes and seconds of chunks, and runs of groups that came before."""
+    """Cache for all plans of one step under one cost model: bytes and seconds of chunks, and runs of groups predicted before."""
 
     def __init__(self) -> None:
         self._bytes: ByteModel | None = None
-        # by identity, with what it is of kept alive
+        # runs, by ids of chunks and stages; the group is stored too, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
-        # groups on one stage that were made to fit, by their shape and lengths, each with the chunk that it was made of
+        # groups on one stage that were made to fit, by shape and lengths, each with the chunk it was made from
         self.fitted_groups: dict[object, tuple[Chunk, SequenceGroup]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 
     def byte_model(self, model: ModelSpec) -> ByteModel:
-        """Bytes of the model whose plans these are."""
+        """Returns the byte model of this model, made once."""
         if self._bytes is None or self._bytes.model != model:
             self._bytes = ByteModel(model)
         return self._bytes
 
     def wiring(self, group: SequenceGroup) -> Wiring:
-        """The wiring of the group's actions, which other policies do not change. Raises ValueError for unknown kinds."""
+        """Returns the wiring of the group's actions, which does not depend on policies. Raises ValueError as `check_action`."""
         key = tuple(id(stage.actions) for stage in group.stages)
         if key not in self._wirings:
             for stage in group.stages:
@@ -102,7 +102,7 @@ class PredictionCache:
         return self._wirings[key][1]
 
     def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
-        """Seconds of the group's chunks, which other policies and other positions do not change."""
+        """Returns the seconds of the group's chunks, which depend neither on policies nor on positions."""
         key = id(group.chunks), group.shape
         if key not in self._seconds:
             self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
@@ -112,7 +112,7 @@ class PredictionCache:
 def run_pipeline(
     plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: PredictionCache | None = None
 ) -> tuple[StageRun, ...]:
-    """The run of a group whose stages are free at `start_s`."""
+    """Predicts a group whose stages are free at `start_s`; one run per stage."""
     known = PredictionCache() if known is None else known
     key = id(group.chunks), id(group.stages), group.positions, tuple(start_s)
     if key not in known.runs:
@@ -179,7 +179,7 @@ def _stage_run(
 def _copying_bytes(
     seconds: StageSeconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]
 ) -> tuple[int, ...]:
-    """For every action the most bytes on their way to the host, when it begins or when it ends."""
+    """Returns for every action the bytes still on their way to the host, at its begin or its end, whichever are more."""
     rate = seconds.costs.cluster.hardware.copy_bytes_per_s
     steps = [(step.copy_s, stop_s) for one in copied for step, stop_s in zip(one.steps, one.stops_s, strict=True)]
     stops_s = [stop_s for _, stop_s in steps]
@@ -197,7 +197,7 @@ def _copying_bytes(
 
 
 class ChunkSeconds:
-    """Seconds of a group's chunks on one layer, each worked out once."""
+    """Seconds of a group's chunks on one layer, each computed once."""
 
     def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
         self.group, self.costs = group, costs
@@ -205,11 +205,11 @@ class ChunkSeconds:
         self._passes: dict[tuple[bool, int, Windows], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._saved: dict[tuple[int, int | None], list[SavedClass]] = {}
-        # by identity: the layer is kept alive
+        # seconds by id(layer); the layer is stored too, so that its id is not reused
         self._layers: dict[tuple[int, int, int | None], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
     def passes(self, is_backward: bool, near: int, windows: Windows) -> FloatArray:
-        """(chunks, 3): a layer of those with these windows on average, the head, the communication in a layer.
+        """Seconds of every chunk, shape (chunks, 3): one layer (the mean over `windows`), the head, communication in one layer.
 
         near: see `near_ranks`.
         """
@@ -226,7 +226,7 @@ class ChunkSeconds:
         return self._passes[key]
 
     def hops(self, leaves: bool) -> list[float]:
-        """Seconds of the messages that carry each chunk to the next stage; leaves: whether that is on another node."""
+        """Seconds of the message that carries each chunk to the next stage. leaves: whether that stage is on another node."""
         if leaves not in self._hops:
             self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
         return self._hops[leaves]
@@ -245,7 +245,7 @@ class ChunkSeconds:
         return self._layers[key][1]
 
     def saved(self, chunk: int, window: int | None) -> list[SavedClass]:
-        """Tensors that a layer saves of a chunk. Recomputing products leaves out the head's share of a token's seconds."""
+        """Tensors that a layer saves for a chunk. Recomputing "qkv" and "mlp" leaves out the head's share of seconds."""
         if (chunk, window) not in self._saved:
             slot = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, AttentionPairs.of((window,)))
             inside = 1 - self.costs.head_share(is_backward=False)
@@ -257,7 +257,7 @@ class ChunkSeconds:
 
 
 class StageSeconds:
-    """Seconds of a group's actions, each worked out once."""
+    """Seconds of a group's actions, each computed once."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> None:
         self.group, self.costs = group, costs
@@ -266,7 +266,7 @@ class StageSeconds:
         per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
         self.near = [near_ranks(of_stage, per_node) for of_stage in ranks]
-        # a message of one rank that crosses nodes keeps the whole group waiting
+        # stages whose next stage is on another node for any rank: one message across nodes makes the whole group wait
         self.leaves = [
             any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
             for place, of_stage in enumerate(ranks)
@@ -275,10 +275,10 @@ class StageSeconds:
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
         ]
-        # on one stage the program's own account of copies and of what runs again holds; in a pipeline copies have time while a
-        # stage waits, which only the event loop shows
+        # on one stage, added seconds are those that the policy program computes; in a pipeline copies also run while a stage
+        # waits, which only the event loop knows
         self._added = added_seconds(costs, group, group.stages[0]) if is_alone(group) else None
-        # by identity: the group keeps policies alive
+        # whether layers have copies, by id(layers); the group keeps the policies alive
         self._moves: dict[int, bool] = {}
         self._under_seconds: dict[tuple[int, bool, int, int, Windows, int], tuple[float, tuple[CopyStep, ...]]] = {}
         self.has_copies = self._added is None and any(
@@ -286,7 +286,7 @@ class StageSeconds:
         )
 
     def table(self) -> FloatArray:
-        """`of` for every part, stage, chunk and kind of pass, as `Wiring.seconds` takes it."""
+        """Seconds of every pass, as `of` returns them, shape (parts, stages, chunks, F/B); input of `Wiring.seconds`."""
         table = self._by_layer(0)
         last = self.near[-1], self.windows[-1][-1]
         table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
@@ -297,16 +297,16 @@ class StageSeconds:
         return table
 
     def exchanges(self) -> FloatArray:
-        """`exchange_s`, likewise."""
+        """Seconds of communication in every pass, as `exchange_s` returns them, in the shape of `table`."""
         return self._by_layer(2)
 
     def hops(self) -> FloatArray:
-        """Seconds of messages by (stage that they leave, chunk, direction), as `Wiring.hops` takes them."""
+        """Seconds of messages, shape (sending stage, chunk, F/B); input of `Wiring.hops`."""
         ways = [(leaves, self.leaves[stage - 1]) for stage, leaves in enumerate(self.leaves)]
         return np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
 
     def _by_layer(self, column: int) -> FloatArray:
-        """A column of the chunks' passes times the layers of every part: (parts, stages, chunks, 2)."""
+        """Multiplies a column of `ChunkSeconds.passes` by the layers of every part; shape (parts, stages, chunks, F/B)."""
         stages = self.group.stages
         per_layer = np.array(
             [
@@ -322,7 +322,7 @@ class StageSeconds:
         return table
 
     def of(self, action: Action) -> float:
-        """Seconds of an F or B, with what runs again in it and without waiting for copies."""
+        """Seconds of an F or B, including recomputation but not the wait for copies."""
         body_s, head_s, _ = self._body(action)
         stage = self.group.stages[action.stage]
         is_last = action.stage == len(self.group.stages) - 1 and action.part == len(stage.parts) - 1
@@ -330,7 +330,7 @@ class StageSeconds:
         return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
 
     def exchange_s(self, action: Action) -> float:
-        """How much of an F or B is communication between the ranks of the group."""
+        """Seconds of an F or B that are communication between the ranks of the group."""
         return self._body(action)[2] * self.group.stages[action.stage].parts[action.part].num_layers
 
     def hop_s(self, action: Action) -> float:
@@ -343,7 +343,7 @@ class StageSeconds:
         return self._policy(action)[1] if self.policies[action.stage] else ()
 
     def _body(self, action: Action) -> tuple[float, float, float]:
-        """Seconds of one layer, of the head, and of the communication in a layer."""
+        """Seconds of one layer, of the head, and of the communication in one layer."""
         windows = self.windows[action.stage][action.part]
         passes = self.chunks.passes(action.kind == "B", self.near[action.stage], windows)
         layer_s, head_s, exchange_s = passes[action.chunk].tolist()
@@ -378,12 +378,12 @@ class StageSeconds:
     def _under(
         self, policy: ActivationPolicy, is_backward: bool, near: int, windows: Windows
     ) -> tuple[float, tuple[CopyStep, ...]]:
-        # layers without windows all are the same
+        # in a model without windows, all layers take equal seconds, stored under ()
         pass_s = float(self.chunks.passes(is_backward, near, windows if self.costs.model.windows else ())[policy.chunk, 0])
         of_layers = [self.chunks.layer(policy.chunk, *each) for each in zip(policy.layers, windows, strict=False)]
         of_layers += [None] * (len(windows) - len(policy.layers))
         again_s = plain_s = 0.0
-        # seconds of layers that run one after the other, and of copies
+        # copy steps of the pass: [seconds of consecutive layers, seconds of their copies]
         steps: list[list[float]] = []
         for of_layer in reversed(of_layers) if is_backward else of_layers:
             if of_layer is None:
@@ -392,7 +392,7 @@ class StageSeconds:
             layer_s = of_layer[0] if is_backward else 0.0
             again_s += layer_s
             if is_backward and steps:
-                # layers without a policy run between the steps, behind the one whose backward came before them
+                # layers that keep everything count with the step whose backward ran before theirs
                 steps[-1][0] += plain_s
             steps.append([pass_s + layer_s + (0.0 if is_backward else plain_s), of_layer[1]])
             plain_s = 0.0

@@ -1,4 +1,4 @@
-"""What every pass of the planner reads beside a plan: costs, settings, and the predictions made so far."""
+"""Inputs that every pass of the planner reads besides a plan: costs, settings, and the predictions made so far."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """The planning of one step. known: bytes and runs of groups that were predicted before; all plans of the step share them."""
+    """Inputs for planning one step. known: bytes and runs of groups predicted so far; all plans of the step share this cache."""
 
     costs: CostModel
     config: PlannerConfig
     known: PredictionCache = field(default_factory=PredictionCache)
 
     def predict(self, plan: StepPlan) -> Evaluation:
-        """The plan's predicted run, without events."""
+        """Predicts the plan's run, without events."""
         return evaluate_plan(plan, self.costs, with_events=False, known=self.known)
 
     def limit_bytes(self, plan: StepPlan) -> int:
-        """Most bytes that a rank may hold: the largest states of any stage and the budget beside them; 0 without a budget."""
+        """Most bytes that a rank may hold: the largest states of any stage plus the budget; 0 means that no budget is set."""
         budget = self.config.activations
         if budget is None:
             return 0
         beside = budget.device_bytes
         if plan.num_stages == 1:
-            # how many tokens can be wholly kept may have been measured, and is then more than the formula says
+            # kept_tokens may have been measured; then it allows more than the formula
             beside = max(beside, budget.kept_tokens * saved_token_bytes(self.costs.model))
         return beside + max(state_bytes(plan, self.costs))
 
 
-# One step of planning from plan to plan. Raises ValueError where the plan cannot be made to fit.
+# Function that turns a plan into another plan. Raises ValueError where the plan cannot be made to fit.
 Pass = Callable[[StepPlan, Planning], StepPlan]

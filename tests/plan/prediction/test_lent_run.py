@@ -27,7 +27,7 @@ from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.lent_run import run_lent
 
-# no head; forward a second for each token, backward two
+# seconds per token: one forward, two backward; the model has no head
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)
 UNIT = (PassCoefficients(0.0, 1.0, 0.0), PassCoefficients(0.0, 2.0, 0.0))
 
@@ -114,7 +114,7 @@ def test_no_rank_runs_two_actions_at_once_nor_one_before_its_input(num_stages: i
     times = run_lent(rows, lengths.__getitem__, lambda action: 0.25)
     when = {action: time for row, of_stage in zip(rows, times, strict=True) for action, time in zip(row, of_stage, strict=True)}
     for row, of_stage in zip(rows, times, strict=True):
-        # the same seconds on all of its stages
+        # an action takes equal seconds on all of its stages
         assert [when[action] for action in row] == list(of_stage)
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(of_stage))
     assert all(stop_s - start_s == pytest.approx(lengths[action]) for action, (start_s, stop_s) in when.items())

@@ -35,7 +35,7 @@ from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
-# no head, and hops of no time; forward a second for each token and rank, backward two
+# seconds per token and rank: one forward, two backward; messages take none, and the model has no head
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)
 UNIT = CostCoefficients(PassCoefficients(0.0, 1.0, 0.0), PassCoefficients(0.0, 2.0, 0.0), 0.0, "test")
 
@@ -63,7 +63,7 @@ def group_of(
 
 
 def even_parts(num_layers: int, num_stages: int, num_parts: int = 1) -> tuple[tuple[LayerRange, ...], ...]:
-    """By the chain: part 0 of every stage, then part 1 of every stage."""
+    """Layer ranges along the chain: part 0 of every stage, then part 1 of every stage."""
     size = num_layers // (num_stages * num_parts)
     return tuple(tuple(LayerRange((v * num_stages + p) * size, size) for v in range(num_parts)) for p in range(num_stages))
 
@@ -137,7 +137,7 @@ def test_only_hops_between_nodes_take_the_network() -> None:
 
 
 def side_by_side(parameters: Parameters) -> tuple[StepPlan, CostModel]:
-    """<2,1> on two stages of three ranks, then <1,1,1>."""
+    """Two stages of three ranks: a micro-batch of groups of degree 2 and 1, then one of three groups of degree 1."""
     lengths = (60, 40, 80, 20, 10)
     actions, parts = with_messages(one_forward_one_backward(2, 1)), even_parts(4, 2)
 
@@ -173,7 +173,7 @@ def test_ranks_of_a_stage_that_share_parameters_leave_together(parameters: Param
 
 
 def two_stages(lengths: tuple[int, ...], num_slices: int = 1, parameters: Parameters = "replicated") -> StepPlan:
-    """Three layers and one."""
+    """A plan on two stages, of three layers and of one."""
     actions = with_messages(one_forward_one_backward(2, len(lengths) * num_slices, num_slices))
     parts = ((LayerRange(0, 3),), (LayerRange(3, 1),))
     return plan_of(lengths, [[group_of(chunks_of(lengths, num_slices), actions, parts)]], 1, parameters)
