@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.ranks.forked import ForkedCommand
 
 from hf_longctx.cli.main import main
 from hf_longctx.plan.cost.profiles import read_profile
@@ -77,10 +76,8 @@ def test_two_ranks_write_a_profile_that_is_read_again(tmp_path: Path) -> None:
     assert run.stdout.rstrip().endswith(f"written: {output}")
 
 
-def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(subprocess, "Popen", ForkedCommand)
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
-    assert main(["calibrate", "--model", "no-such-model", "--ranks", "2", "--output", str(tmp_path / "hardware.json")]) == 1
-    assert capfd.readouterr().err.count("calibrate: model 'no-such-model' is neither a config.json") == 1
+def test_a_model_that_no_rank_can_build_is_said_once_and_fails(tmp_path: Path) -> None:
+    run = calibrate("--model", "no-such-model", "--ranks", "2", "--output", str(tmp_path / "hardware.json"))
+    assert run.returncode == 1
+    assert run.stderr.count("calibrate: model 'no-such-model' is neither a config.json") == 1
     assert list(tmp_path.iterdir()) == []

@@ -55,30 +55,6 @@ class Program:
         self._process.join()
 
 
-class ForkedCommand:
-    """Stands in for `subprocess.Popen([python, "-m", module, *arguments], env=...)`, forked from what is imported already."""
-
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        python, option, module, *arguments = command
-        assert (python, option) == (sys.executable, "-m")
-        self._process = FORKED.Process(target=_run_module, args=(module, arguments, env))
-        self._process.start()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self) -> int | None:
-        self._process.join()
-        return self.returncode
-
-
 def run_ranks(
     script: Path, arguments: list[str], num_ranks: int, folder: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -111,9 +87,3 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], out: st
         datasets.config.HF_DATASETS_CACHE = Path(cache)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
-
-
-def _run_module(module: str, arguments: list[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__")
