@@ -153,7 +153,7 @@ def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_s
     split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_file({name: weights[name].contiguous() for name in names}, partial / file, metadata={"format": "pt"})
-    # what save_pretrained writes; the class of a sharded model is named FSDP plus the plain name
+    # write the configs as save_pretrained does; the class of a sharded model is named FSDP plus the plain name
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.save_pretrained(str(partial))

@@ -1,7 +1,7 @@
-"""Frozen weights of four bits under adapters (QLoRA): which are tested, what they take, and the same weights in full.
+"""Frozen four-bit weights under adapters (QLoRA): which are tested, how many bytes they take, and how they are unpacked.
 
 Layers are bitsandbytes' `Linear4bit`, known by their class, so that the package is imported only where a model has them. Their
-`weight` is a column of bytes, two elements in each; what a block of them is scaled by lies in its `quant_state`.
+`weight` is a column of bytes, with two elements in each; its `quant_state` has the scales of the blocks.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.plan.core.model_spec import PackedSpec
 
-# of weights; gradients would overflow fp16 without a scale, and of fp64 the kernels leave their output unwritten
+# dtypes in which products may run: gradients would overflow fp16 without a scale, and the kernels write no output in fp64
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 _SCALES = ("absmax", "code", "offset")
 
 
 def is_four_bit(module: nn.Module) -> bool:
-    """Whether `module` is a linear one whose weight has four bits; others, such as those of eight bits, are not."""
+    """Whether `module` is a linear module with a four-bit weight (an eight-bit weight does not count)."""
     kind = type(module)
     return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
 
 
 def can_load(config: Any) -> bool:
-    """Whether a checkpoint with this `quantization_config`, a mapping, is unquantised (none) or of four bits."""
+    """Whether a checkpoint with this `quantization_config` (a mapping) can be loaded: unquantised (empty), or with four bits."""
     return not config or (config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_4bit")))
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
-    """All of them by name, those inside of adapters included."""
+    """All four-bit layers by name, including those inside adapters."""
     return {name: module for name, module in model.named_modules() if is_four_bit(module)}
 
 
 def quantised_problems(model: Any) -> list[str]:
-    """Why quantised weights of a model, with its adapters or without, cannot be trained beside; empty for one without any."""
+    """Why a model with quantised weights, with or without adapters, cannot be trained; empty if it can or has none."""
     layers = four_bit_layers(model)
     if not layers:
         return _method_problems(model)
@@ -75,7 +75,7 @@ def quantised_problems(model: Any) -> list[str]:
 
 
 def _method_problems(model: Any) -> list[str]:
-    """What is said of a model that another quantiser made, by its name."""
+    """Problem with a model quantised by another method, naming the method; empty if there is none."""
     if not getattr(model, "is_quantized", False):
         return []
     method = getattr(model, "quantization_method", None)
@@ -91,10 +91,10 @@ def _method_problems(model: Any) -> list[str]:
 
 
 def settle_quantised(model: nn.Module) -> None:
-    """Keeps four-bit layers as they are whatever runs them. Idempotent, and no result of training changes.
+    """Keeps forwards from changing four-bit layers in place. Idempotent; results of training stay the same.
 
-    In evaluation mode on a CPU with AVX-512 BF16 a layer would repack its weight, rounded, for good, after which it lets no
-    gradient through. In its first forward it would give its bias, in place, the dtype of its products.
+    Otherwise, in evaluation mode on a CPU with AVX-512 BF16, a layer would round and repack its weight for good and then let no
+    gradient through; and its first forward would cast its bias, in place, to the dtype of its products.
     """
     for layer in four_bit_layers(model).values():
         layer.support_avx512bf16_for_cpu = False
@@ -103,21 +103,21 @@ def settle_quantised(model: nn.Module) -> None:
 
 
 def move_scales(model: nn.Module, device: torch.device) -> None:
-    """Puts the scales of four-bit weights on the device to which their weights will go in shards."""
+    """Moves the scales of four-bit weights to `device`, where the shards of these weights will be."""
     for layer in four_bit_layers(model).values():
         layer.weight.quant_state.to(device)
-        # one and the same, but in copies
+        # both names refer to one object, except in a copied model
         layer.quant_state = layer.weight.quant_state
 
 
 def own_elements(model: nn.Module) -> dict[str, int]:
-    """Elements of every parameter by name; of four-bit weights those that they stand for."""
+    """Elements of every parameter by name; a four-bit weight counts as many as it has unpacked."""
     packed = {id(layer.weight): _num_elements(layer) for layer in four_bit_layers(model).values()}
     return {name: packed.get(id(parameter), parameter.numel()) for name, parameter in model.named_parameters()}
 
 
 def packed_spec(model: nn.Module) -> PackedSpec:
-    """What weights of four bits take of a layer at most, in `model` or one stage of it; nothing without any."""
+    """Most bytes of a layer's weights, of its scales, and of an unpacked weight, in `model` or one stage; zeros without."""
     packed = four_bit_layers(model)
     if not packed:
         return PackedSpec()
@@ -129,12 +129,12 @@ def packed_spec(model: nn.Module) -> PackedSpec:
 
 
 def largest_packed(specs: Sequence[PackedSpec]) -> PackedSpec:
-    """The most of each number."""
+    """The maximum of each number over `specs`."""
     return PackedSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(PackedSpec)))
 
 
 def scale_bytes(layer: Any) -> int:
-    """Bytes beside a four-bit layer's weight: scales of its blocks, and scales of these."""
+    """Bytes of a four-bit layer's scales: those of its blocks, and the scales of these scales."""
     state = layer.weight.quant_state
     states = [each for each in (state, state.state2) if each is not None]
     tensors = [getattr(each, name) for each in states for name in _SCALES]
@@ -142,13 +142,13 @@ def scale_bytes(layer: Any) -> int:
 
 
 def unpacked_bytes(layer: Any) -> int:
-    """Bytes of a four-bit layer's weight in a product: unpacked, and in backward once more where that has another dtype."""
+    """Bytes of a four-bit layer's weight while it is multiplied: unpacked, and in backward also a cast copy if dtypes differ."""
     stored, computed = layer.weight.quant_state.dtype, layer.compute_dtype
     return _num_elements(layer) * max(stored.itemsize + (computed.itemsize if computed != stored else 0), computed.itemsize)
 
 
 def in_full(layer: Any) -> nn.Linear:
-    """A plain frozen linear module in fp32 of the weight that the layer stands for, and of its bias."""
+    """A plain linear module with the layer's unpacked weight, frozen and in fp32, and its bias."""
     from bitsandbytes.functional import dequantize_4bit
 
     state = copy.copy(layer.weight.quant_state)

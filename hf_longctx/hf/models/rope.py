@@ -1,11 +1,11 @@
 """Rotary position embeddings for longer sequences than a checkpoint was trained on, and whether a model really has them.
 
-A config that is changed after its model was built changes nothing, and a cast of the whole model rounds its frequencies; both
-are silent, and wrong the more the longer a sequence is. So a config is extended before the model is built, and the frequencies
-of every model that is trained are compared with what its config says.
+Changing a config after its model was built has no effect, and casting the whole model rounds its frequencies. Both happen
+silently, and the error grows with the length of a sequence. So a config is extended before the model is built, and the
+frequencies of every model to be trained are compared with its config.
 
-Source of "yarn": YaRN (arXiv 2309.00071); of "linear": position interpolation (arXiv 2306.15595); of "longrope": LongRoPE
-(arXiv 2402.13753); of "dynamic": `transformers.modeling_rope_utils`.
+Sources: "yarn" is YaRN (arXiv 2309.00071); "linear" is position interpolation (arXiv 2306.15595); "longrope" is LongRoPE
+(arXiv 2402.13753); "dynamic" follows `transformers.modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 RopeScaling = Literal["yarn", "linear", "dynamic", "longrope", "none"]
 
-# relative; half precision rounds to 4e-3 or 5e-4
+# largest relative difference of frequencies; rounding to half precision gives 4e-3 (bf16) or 5e-4 (fp16)
 _TOLERANCE = 1e-5
-# of models whose layers have different rotary embeddings, the layers that see the whole sequence
+# layer type that sees the whole sequence, in models whose layers have different rotary embeddings
 _FULL = "full_attention"
-# what longrope cannot do without: it is searched for each checkpoint
+# lists of factors that longrope needs; they are searched for each checkpoint
 _LISTS = ("short_factor", "long_factor")
 
 
 def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: RopeScaling = "yarn") -> PretrainedConfig:
     """A copy of `config` for sequences of up to `max_length` tokens; build or load the model with it.
 
-    The scaling factor is `max_length` over the length that the checkpoint was trained for; of layers with windows nothing is
-    scaled. "dynamic" scales each document by its own length, and none up to the trained one, which stays the config's
+    The scaling factor is `max_length` over the length that the checkpoint was trained for; layers with windows are not
+    scaled. "dynamic" scales each document by its own length, but not up to the trained length, which stays the config's
     `max_position_embeddings`. "longrope" takes its factors from a checkpoint that comes with lists of them. "none" only allows
     more positions, with a warning. A config that has room already is returned as it is. Raises ValueError for a model without
     rotary embeddings, for one that has another kind of scaling already, and for scaling that would change no frequency.
@@ -60,7 +60,7 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
     old = parameters.get(_FULL, parameters)
     new = _unscaled(text, old, max_length) if rope_scaling == "none" else _scaled(text, old, max_length, rope_scaling)
     text.rope_parameters = {**parameters, _FULL: new} if _FULL in parameters else new
-    # dynamic counts from the config's positions, and has no others
+    # dynamic scaling starts at max_position_embeddings, so that stays the trained length
     if rope_scaling != "dynamic":
         text.max_position_embeddings = max_length
     try:
@@ -73,13 +73,13 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
 
 
 def grows(text: Any) -> bool:
-    """Whether a text config's rotary embeddings go on beyond its `max_position_embeddings`: "dynamic" ones do."""
+    """Whether a text config's rotary embeddings work beyond its `max_position_embeddings`, as "dynamic" ones do."""
     parameters = getattr(text, "rope_parameters", None) or {}
     return bool(parameters.get(_FULL, parameters).get("rope_type") == "dynamic")
 
 
 def _room(text: Any, rope_scaling: RopeScaling) -> float:
-    """The longest sequence for which the config is as good as extended."""
+    """The longest sequence that the config supports without being extended."""
     positions: int = text.max_position_embeddings
     if not grows(text):
         return positions
@@ -89,7 +89,7 @@ def _room(text: Any, rope_scaling: RopeScaling) -> float:
 
 
 def _unscaled(text: Any, old: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """`old`, which more positions do not change."""
+    """`old`, with its present factor written out where it would otherwise follow from the new number of positions."""
     logger.warning(
         "positions up to %d are used without rope_scaling, where the checkpoint knows %d: expect it to learn slowly what "
         "lies beyond; rope_scaling='yarn' starts closer",
@@ -98,7 +98,7 @@ def _unscaled(text: Any, old: dict[str, Any], max_length: int) -> dict[str, Any]
     )
     if old.get("rope_type") not in ("yarn", "longrope") or old.get("factor"):
         return old
-    # else the factor would be taken from the new positions
+    # without a factor, transformers would compute one from the new number of positions
     return {**old, "factor": text.max_position_embeddings / old["original_max_position_embeddings"]}
 
 
@@ -115,7 +115,7 @@ def _scaled(text: Any, old: dict[str, Any], max_length: int, rope_scaling: RopeS
     if rope_scaling == "dynamic":
         return {**new, "factor": max_length / positions}
     if rope_scaling == "linear":
-        # its checkpoints do not say what they were trained for; the factor they have tells
+        # such checkpoints do not state their trained length; it follows from their factor
         return {**new, "factor": max_length / (positions / old.get("factor", 1.0))}
     if rope_scaling == "longrope":
         _check_lists(text, old)
@@ -142,7 +142,7 @@ def rope_problems(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         for layer_type, kind in _kinds(module):
             prefix = f"{layer_type}_" if layer_type else ""
-            # what the longest forward so far left is no property of the model
+            # compare the original frequencies: the current ones depend on the longest forward so far
             before = "original_" if kind in DOCUMENT_ROPE_TYPES else ""
             found = getattr(module, f"{prefix}{before}inv_freq", None)
             if not isinstance(found, Tensor) or found.is_meta:
@@ -162,7 +162,7 @@ def rope_problems(model: nn.Module) -> list[str]:
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """(layer type, rope type) of a rotary embedding, the former empty where all layers have the same."""
+    """(layer type, rope type) of a rotary embedding; the layer type is empty if all layers share one rope type."""
     kinds = getattr(module, "rope_type", None)
     if not hasattr(module, "compute_default_rope_parameters"):
         return
@@ -173,12 +173,12 @@ def _kinds(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tuple[Tensor, str]:
-    """What a new rotary embedding of this config would have, and its rope type."""
+    """Frequencies of a new rotary embedding for this config, and its rope type."""
     parameters: Any = config.rope_parameters
     kind = (parameters[layer_type] if layer_type else parameters).get("rope_type", "default")
     make: Callable[..., tuple[Tensor, float]]
     make = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
-    # heads may be of another size in layers of one type
+    # head size may depend on the layer type
     if layer_type and (layers := getattr(config, "per_layer_config", None)):
         config = layers[layer_type]
     frequencies, _ = make(config, device="cpu", **({"layer_type": layer_type} if layer_type else {}))
@@ -186,7 +186,7 @@ def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tupl
 
 
 def _difference_beyond(module: Any, config: Any, layer_type: str, kind: str) -> float:
-    """The same of a document beyond the trained length, of where that ends, and of the factor on cosines and sines."""
+    """Largest relative difference beyond the trained length: of frequencies, of that length, and of the factor on cos and sin."""
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     own, length = module.config, 2 * config.max_position_embeddings
     limits = module.original_max_seq_len, config.max_position_embeddings
@@ -197,7 +197,7 @@ def _difference_beyond(module: Any, config: Any, layer_type: str, kind: str) -> 
     make = ROPE_INIT_FUNCTIONS[kind]
     expected, scale = make(config, "cpu", seq_len=length, layer_type=layer_type or None)
     prefix = f"{layer_type}_" if layer_type else ""
-    # what was made for an earlier document is not made again
+    # frequencies made for an earlier long document are cached on the module
     found = vars(module).get(f"{prefix}long_inv_freq")
     if found is None:
         found, _ = make(own, "cpu", seq_len=length, layer_type=layer_type or None)
@@ -206,7 +206,7 @@ def _difference_beyond(module: Any, config: Any, layer_type: str, kind: str) -> 
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """The largest relative difference; infinite for other shapes."""
+    """The largest relative difference; infinite if shapes differ."""
     if found.shape != expected.shape:
         return float("inf")
     found, expected = found.detach().double().cpu(), expected.double()

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the routers of a model, the balance that its config asks for, and what of them is refused."""
+"""Mixtures of experts: a model's routers, the load-balancing loss that its config asks for, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def router_problems(model: PreTrainedModel) -> list[str]:
             f"taken ({', '.join(_ROUTERS)}); set it to False, which trains without that loss"
         )
     if noise := getattr(config, "router_jitter_noise", 0.0):
-        # sparsemixer takes it for the threshold too, behind which an expert is left out
+        # sparsemixer also uses it as the threshold beyond which an expert is left out
         price = ", at which its routers get no gradient" if type(model).__name__ == "PhimoeForCausalLM" else ""
         problems.append(
             f"router_jitter_noise is {noise}, drawn anew in every forward, so that no two plans would agree; set it to 0.0{price}"
@@ -40,7 +40,7 @@ def has_balance(model: nn.Module) -> bool:
 
 
 class RouterRuntime:
-    """The balance of one model at a time: bound to its routers when the first plan runs, taken away when the run ends."""
+    """Load-balancing loss of one model at a time: bound to its routers by the first plan, and unbound when the run ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,7 +48,7 @@ class RouterRuntime:
         self._model: nn.Module | None = None
 
     def balance(self, model: nn.Module) -> RouterBalance | None:
-        """That of `model`; None where its config asks for none."""
+        """The balance of `model`; None if its config asks for none."""
         if self._model is not model:
             self.close()
             self._balance, self._model = router_balance(model, self.device), model

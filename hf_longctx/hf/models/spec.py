@@ -1,4 +1,4 @@
-"""A loaded model or its config to the planner's `ModelSpec`, and the machine to a `ClusterSpec`."""
+"""Translates a loaded model or its config to the planner's `ModelSpec`, and the machine to a `ClusterSpec`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hf_longctx.plan.core.windows import Windows, config_windows
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
-# the width of the MLP; of configs in parts, the parts that have sizes of layers
+# names of the MLP's width, and of nested configs with the sizes of layers
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
 _NESTED = ("attn_config", "ffn_config")
-# of a model's parameters, norms and biases at most
+# largest share of parameters by which model and config may differ, since norms and biases are not counted
 _AGREES = 0.05
 _QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
-    """The shapes of `model` as the planner sees them; `is_autocast`: attention runs in bf16 whatever the weights are."""
+    """The shapes of `model` as the planner sees them. is_autocast: attention runs in bf16 whatever the dtype of the weights."""
     element = hidden_dtype(model).itemsize
     spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=element)
     return replace(
@@ -47,14 +47,14 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
 
 
 def windows_of(config: PretrainedConfig) -> Windows:
-    """The windows of a model's layers as its config has them, where the model is not there."""
+    """The windows of a model's layers by its config alone, for use without the model."""
     return config_windows(_fields(config), config.get_text_config().num_hidden_layers)
 
 
 def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
-    """Parameters of a layer that `spec` does not know of, or (negative) too many; of embeddings beside the tokens' a share.
+    """Parameters per layer that `spec` misses, or (negative) counts in excess; further embeddings are spread over the layers.
 
-    None where a model agrees with its config up to norms and biases, and for a model of which this rank has one stage only.
+    Zero where a model agrees with its config up to norms and biases, and for a model of which this rank has one stage only.
     """
     if hasattr(model, RANGES):
         return 0
@@ -65,22 +65,22 @@ def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 
 def _fields(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of a config by the names that most classes have for them."""
+    """The fields of a config, under the names that most classes use."""
     text = config.get_text_config()
     fields = text.to_dict()
     nested = {name: value for part in _NESTED for name, value in (fields.get(part) or {}).items()}
     mapped = {name: getattr(text, name, None) for name in text.attribute_map}
     fields = {**nested, **fields, **{name: value for name, value in mapped.items() if value is not None}}
     widths = [fields[name] for name in _WIDTHS if fields.get(name) is not None]
-    # where nothing is said, transformers takes four times the hidden size
+    # transformers' default width is four times the hidden size
     width = widths[0] if widths else 4 * fields["hidden_size"]
-    # a property of some configs
+    # some configs compute it in a property, which to_dict leaves out
     fields["num_hidden_layers"] = text.num_hidden_layers
     return {**fields, **_most_kv(text), "intermediate_size": max(width) if isinstance(width, list) else width}
 
 
 def _most_kv(text: Any) -> dict[str, int]:
-    """KV heads and head size of the layer with the most keys and values, where layers differ or the config's are too few.
+    """KV heads and head size of the layer with the most keys and values, if layers differ or the config states too few.
 
     MiMo has twice as many heads in layers with a window, JetMoe gives every expert of a token a copy.
     """
@@ -106,7 +106,7 @@ def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> C
 
 
 def usable_device_bytes(cluster: ClusterSpec) -> int:
-    """What formulas may count on of a rank's device."""
+    """Bytes of a rank's device that the planner's formulas may use."""
     return int(cluster.hardware.device_bytes * USABLE_SHARE)
 
 

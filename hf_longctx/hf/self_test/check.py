@@ -1,20 +1,21 @@
-"""The parity self-test at start: a reduced copy of the user's model, under small plans and as plain transformers.
+"""The parity self-test at start: runs a reduced copy of the user's model under small plans and as plain transformers.
 
-What runs is real but the depth: the model's own class, config, adapters and weights at full width, one layer of every kind
+Everything is real except the depth: the model's own class, config, adapters and weights at full width, one layer of every kind
 (`reduced_copy`), placed as the model will be (replicated, sharded, in stages), through collator, group pool, executor and
 activation engine, on the largest groups that plans may use in every shape, and on slices where plans may have them
 (`plan.probe_plans`). The plain side is the copy's forward on one document at a time, as transformers runs it, and autograd.
 
 In fp64 everything must agree to 5e-5 of a norm: what transformers computes in fp32 inside (norms, rotary embeddings, softmax
-of eager attention) is rounded at 6e-8, and some hundred roundings may differ. Where memory is short it is fp32 and 2e-3, two
-fp32 sums of some thousand terms in different orders, TF32 included. The bugs it is there for are not as small. Weights in other
-precisions, those of four bits too, and autocast, run once more as they are: the yardstick is how far the plain model is then
-from the fp64 one, and plans may be four times as far (the loss, which may be right by chance, as far as hidden states).
+of eager attention) is rounded at 6e-8, and some hundred roundings may differ. Where memory is short the copy is in fp32 and the
+limit 2e-3: two fp32 sums of some thousand terms in different orders, TF32 included. The bugs that the test looks for are larger.
+Weights in other precisions (four bits too) and autocast are also run as they are: the yardstick is how far the plain model is
+then from the fp64 one, and plans may be four times as far (for the loss, which may be right by chance, the yardstick is that of
+hidden states).
 
 Rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") scale, in the copies, beyond half of
 the long document, so that documents on both sides of that limit, and slices that are shorter than it, are compared.
 
-What is compared, each by name: the loss; hidden states behind embedding and every layer and their gradients, token by token,
+These are compared, each by name: the loss; hidden states after the embedding and every layer and their gradients, token by token,
 which names the layer; the gradient of every layer's weights; the gradient of a long document's last token at its token 0; that
 this token has no gradient at other documents, exactly, nor at tokens beyond what all windows together let through. The real
 model is never run or written to.
@@ -54,21 +55,21 @@ logger = logging.getLogger(__name__)
 
 _EXACT = {torch.float64: 5e-5, torch.float32: 2e-3}
 _WORKING_FLOOR, _WORKING_FACTOR = 1e-5, 4.0
-# of the long document: at least, for each rank of a group, and as far as windows are filled rather than shortened
+# tokens of the long document: fewest, fewest per rank of a group, and most that are spent on filling a window (else shortened)
 _LEAST_TOKENS, _TOKENS_PER_RANK, _MOST_TOKENS = 64, 6, 256
-# bytes for a weight: itself, its gradient, that of either side in fp64, and beside fp64 the copy in the run's precision
+# bytes per weight: weight and gradient, both sides' gradients in fp64, and, beside an fp64 copy, one in the run's precision
 _BYTES_PER_ELEMENT = {torch.float64: 8 + 8 + 2 * 8 + 4, torch.float32: 4 + 4 + 2 * 8}
-# in names of modules that choose experts, or are chosen
+# words in class names of routers and experts
 _OF_EXPERTS = ("Experts", "Router", "TopK")
 _MASKED_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What is needed of the model before it is cut into stages or placed. exact, working: its copies in two precisions.
+    """Everything the test takes from the model before it is cut into stages or placed.
 
-    is_packed: whether it has weights of four bits, which the exact copy has in full.
-    rope_limit: the longest document whose rotary frequencies are not scaled, where its length decides on that, else 0.
+    exact, working: copies of the model in two precisions. is_packed: whether the model has four-bit weights, which the exact copy
+    holds unpacked. rope_limit: the longest document whose rotary frequencies are not scaled; 0 if they do not depend on length.
     """
 
     exact: ReducedCopy
@@ -92,7 +93,7 @@ class SelfTest:
         if loaded_ranges(model) is not None:
             _left_out("every rank loaded its own pipeline stage, so that no rank has the plain model to compare with", control)
             return None
-        # sharding gives the class another one
+        # sharding replaces the model's class, so take its name before that
         name = type(base_of(model)).__name__
         boundaries = sorted(layers.first_layer for ranges in setup.ranges for layers in ranges)
         elements = num_elements(model, boundaries)
@@ -113,14 +114,14 @@ class SelfTest:
         long_tokens = min(most, max(_LEAST_TOKENS, _TOKENS_PER_RANK * degree))
         longest_window = min(most, max(long_tokens, _MOST_TOKENS)) * 2 // 3
         exact = reduced_copy(model, boundaries, longest_window, dtype)
-        # so that the window matters to a third of the tokens
+        # long enough that the window cuts off tokens for a third of the document
         long_tokens = max(long_tokens, max(exact.windows.values(), default=0) * 3 // 2)
         is_packed = bool(four_bit_layers(model))
         is_rounded = is_autocast or is_packed or model.dtype != dtype
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
         working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
-        # longer than its slices and than the other documents
+        # the limit is longer than the document's slices and than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
         return cls(exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
 
@@ -132,9 +133,9 @@ class SelfTest:
         fp32_gradients: bool,
         count: Callable[[int], int],
     ) -> str:
-        """One line about what agrees. Raises ValueError, the same on every rank, for what does not. The copies are given up.
+        """Compares plans with the plain model, frees copies, returns a log line; raises ValueError on every rank if one fails.
 
-        `mesh`: over which parameters are sharded. count: the sum over all ranks. Collective over all ranks of the pool.
+        mesh: parameters are sharded over it. count: sums a number over all ranks. Collective over all ranks of the pool.
         """
         start_s = time.monotonic()
         try:
@@ -153,7 +154,7 @@ class SelfTest:
             for each in (self.exact, self.working):
                 if each is not None:
                     each.give_up()
-            # models and hooks refer to each other
+            # models and hooks refer to each other, so only the collector frees them
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -164,7 +165,7 @@ class SelfTest:
     def _compare(
         self, specimen: Callable[[ReducedCopy, bool], Specimen], pool: GroupPool
     ) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
-        """What is wrong under each plan, the largest error of the exact copy, and the plans.
+        """Findings for each plan that fails, the largest error of the exact copy, and all plans.
 
         specimen: places a copy, under autocast or not.
         """
@@ -176,7 +177,7 @@ class SelfTest:
         bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
         if self.working is not None and not bad:
             working = specimen(self.working, self.is_autocast)
-            # fp64 is the truth for both
+            # yardstick: how far the plain model in the run's precision is from fp64
             yardstick = agreed_errors(differences(working.plain(rows), plain, self.exact.windows), pool.control)
             # a loss may be right by chance
             yardstick["loss", 0] = max(error for (kind, _), error in yardstick.items() if kind in ("loss", "values"))
@@ -194,11 +195,11 @@ class SelfTest:
         pool: GroupPool,
         has_probes: bool = True,
     ) -> tuple[dict[str, list[Finding]], float]:
-        """What is wrong under each plan, by the plan's name, and the largest error of all; the same on every rank."""
+        """Findings for each plan that fails, by the plan's name, and the largest error of all plans; equal on every rank."""
         bad: dict[str, list[Finding]] = {}
         worst = 0.0
         last = _only_last(rows, LONG)
-        # its gradients are given up at once
+        # keep only the hidden trace, and free the gradients at once
         alone = specimen.plain(last, (LONG,)).trace if has_probes else None
         for probe in probes:
             measured = differences(specimen.planned(probe.plan, rows), plain, self.exact.windows)
@@ -213,7 +214,7 @@ class SelfTest:
         return bad, worst
 
     def _sight(self, found: HiddenTrace, plain: HiddenTrace) -> Errors:
-        """Errors of what the last token of the long document sees."""
+        """Errors in which tokens the last token of the long document sees, read from their gradients."""
         first = plain.whole("gradients", EMBEDDING, LONG)
         assert first is not None
         others = [number for number in PACKED if number != LONG]
@@ -225,7 +226,7 @@ class SelfTest:
                 errors["token 0", 0] = gap / scale if scale else gap
         windows = list(self.exact.windows.values())
         if all(windows):
-            # the last label is that of the token before
+            # the token before the last one predicts the last label
             unseen = max(0, self.lengths[LONG] - 2 - sum(window - 1 for window in windows))
             errors["window", 0] = largest(found, "gradients", EMBEDDING, (LONG,), unseen)
         return errors

@@ -1,7 +1,7 @@
-"""Small plans that together use what plans of a run may use: its largest groups in every shape, and slices, recomputed.
+"""Small plans that together cover what a run's plans may use: the largest groups in every shape, slices and recomputation.
 
-They are not fast and nobody would choose them. Each runs a pack of documents on one group and lone documents on single ranks
-(with label counts of their own), so that what goes wrong between documents, inside a group or between ranks shows.
+They are slow, and nobody would choose them. Each runs a pack of documents on one group and lone documents on single ranks
+(with label counts of their own), so that errors between documents, inside a group and between ranks show.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 
-# of the documents of `probe_lengths`: those that one group packs, the long one last, and those that are alone on their ranks
+# numbers of the documents in `probe_lengths`: packed by one group, the long one (the last of these), and alone on their ranks
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)
 _NUM_SLICES = 3
 _TILE_TOKENS = 16
-# everything that may be run again is, attention's output in part
+# recompute all tensors that may be recomputed
 _REPLAYED = (TensorShare("qkv", recompute=1.0), TensorShare("mlp", recompute=1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """A plan and what it is there for, such as "ring of 4" or "slices on 2 ranks, recomputed"."""
+    """A plan and the name of the case it covers, such as "ring of 4" or "slices on 2 ranks, recomputed"."""
 
     name: str
     plan: StepPlan
@@ -56,7 +56,7 @@ def probe_plans(
     """The plans for documents of `probe_lengths` on a run of these costs and limits.
 
     num_layers: layers in every range of every stage of the model that runs them. has_policies: whether activation policies may be
-    planned. Slices are there where plans may have them: under policies, and in pipelines.
+    planned. Plans with slices are included where a run may have them: under policies, and in pipelines.
     """
     ranks_per_stage = costs.cluster.num_ranks // len(num_layers)
     cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
@@ -139,7 +139,7 @@ def _plan(
 
 
 def _recomputed(plan: StepPlan) -> StepPlan:
-    """The plan with a policy for every chunk that has everything run again, half of attention's output and in tiles."""
+    """The plan with a policy for every chunk: recompute everything, but only half of attention's output, and tile the loss."""
     shares = (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
 
     def with_policies(stage: StagePlan, num_chunks: int) -> StagePlan:

@@ -75,19 +75,19 @@ class ReducedCopy:
 def reduced_copy(
     model: Any, boundaries: Sequence[int], longest_window: int, dtype: torch.dtype | None, seed: int = 0
 ) -> ReducedCopy:
-    """A copy of `model`, whose weights it shares no memory with, in `dtype` (None: the model's own).
+    """A reduced copy of `model` in `dtype` (None: the model's own), sharing no memory with its weights.
 
     boundaries: numbers of layers at which pipeline stages begin, each of which keeps a layer. longest_window: longer windows
-    become so long. Weights that are all zero, which would hide what passes through them, get noise.
+    are shortened to it. Weights that are all zero, which would hide what passes through them, get noise.
     """
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): SkippedLayer(layer) for place, layer in enumerate(layers) if place not in kept}
     num_token_ids = _cut_vocabulary(base_of(model), memo)
     if dtype is not None:
-        # what products unpack, which have no other precision
+        # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in four_bit_layers(layers[place]).values()}
     copied = copy.deepcopy(model, memo)
-    # a forward under autocast, which accelerate left on a model that was trained before
+    # remove the autocast wrapper that accelerate leaves on the forward of a model trained before
     copied = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     was_shortened = _shorten_windows(copied, longest_window)
     generator = torch.Generator().manual_seed(seed)
@@ -111,14 +111,14 @@ def reduced_copy(
         num_token_ids,
         len(layers),
         was_shortened,
-        # of all layers alike: some classes make two in each
+        # calls per forward, equal for all layers: some classes call attention twice in each
         num_attention_layers(base_of(copied)) * len(kept) // len(layers),
         is_cut,
     )
 
 
 def num_elements(model: Any, boundaries: Sequence[int]) -> int:
-    """Elements of the weights that a copy has, of those of four bits in full."""
+    """Elements of the weights that a copy has, with four-bit weights unpacked."""
     _, layers, kept = _layers_and_kept(model, boundaries)
     left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
     memo: dict[int, Any] = {}
@@ -135,7 +135,7 @@ def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[
 
 
 def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:
-    """The first layer of every kind, one of every layer range of a stage, and two at least if there are."""
+    """Numbers of the layers to keep: the first of every kind, one of every range of a stage, at least two if possible."""
     kinds: dict[Any, int] = {}
     for place, layer in enumerate(layers):
         kinds.setdefault((types[place], _kind(layer)), place)
@@ -149,7 +149,7 @@ def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """All that makes two layers the same but their weights and numbers."""
+    """Everything that two layers of one kind have in common; their weights' values and their numbers are left out."""
     parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = [
@@ -187,7 +187,7 @@ def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
 
 
 def _make_plain(base: Any) -> None:
-    """Leaves out what a copy in another precision cannot do: experts by fused kernels, statistics of routers."""
+    """Turns off features that a copy in another precision cannot run: fused expert kernels, and router statistics."""
     for config in {id(each): each for each in (base.config, base.config.get_text_config())}.values():
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
@@ -196,7 +196,7 @@ def _make_plain(base: Any) -> None:
 
 
 def _shorten_windows(model: Any, longest: int) -> bool:
-    """Whether some window or chunk of `model` was longer than `longest` tokens, as which it is set everywhere; steps alike."""
+    """Shortens windows and attention chunks to `longest` tokens, and position steps too; returns if a window or chunk was."""
     config = base_of(model).config
     owners = [*model.modules(), *{id(each): each for each in (config, config.get_text_config())}.values()]
     long = [
@@ -211,7 +211,7 @@ def _shorten_windows(model: Any, longest: int) -> bool:
 
 
 def _words(layer_type: str, window: int) -> str:
-    """Such as "sliding_attention, window 6"."""
+    """Description of a layer, such as "sliding_attention, window 6"."""
     kind = layer_type or ("sliding_attention" if window else "full_attention")
     if not window:
         return kind

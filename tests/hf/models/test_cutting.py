@@ -124,7 +124,7 @@ def test_hidden_states_of_half_precision_weights_travel_in_half_precision() -> N
     inputs = random_inputs()
     for stage in cut_into_stages(model, 2)[:1]:
         assert stage.hidden_dtype == torch.bfloat16
-        # what accelerate does to a model under bf16=True
+        # accelerate wraps a model's forward like this under bf16=True
         stage.model.forward = lambda *args, whole=stage.model.forward, **keywords: widened(whole(*args, **keywords))
         assert stage.forward(0, inputs, None, None, None).dtype == torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""What cannot be run is found before any work, and every message has the name, the value and the remedy."""
+"""Settings that cannot run are refused before any work, and every message has the name, the value and the remedy."""
 
 from __future__ import annotations
 

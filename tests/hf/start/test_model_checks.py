@@ -232,7 +232,7 @@ def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:
 
 def test_a_quantized_model_is_refused() -> None:
     model = tiny_llama()
-    # what transformers sets after loading with a quantization config; the packages for that are not installed here
+    # attributes that transformers sets after loading with a quantization config; packages that quantise so are not installed here
     model.is_quantized, model.quantization_method = True, "gptq"
     assert problems_at_start(model) == [
         "weights quantised by gptq are not in the tested list; load with BitsAndBytesConfig(load_in_4bit=True), or unquantised"
@@ -288,7 +288,7 @@ def of_half_and_single() -> Any:
     return model
 
 
-# what is found -> (how the model is made, what the message says)
+# problem -> (how the model is made, text in the message)
 REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
     "prompt tuning": (
         lambda: get_peft_model(tiny_llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),

@@ -97,7 +97,7 @@ def test_the_file_of_the_first_rank_holds_for_all(ranks, tmp_path: Path) -> None
     assert ranks(2).run(profile_of_rank, tuple(paths)) == [0.05, 0.05]
 
 
-# what is wrong with the file, and what the message says
+# problem -> ((text in the file, its replacement), text in the message)
 BROKEN = {
     "negative": (('"pair_s": 3e-06', '"pair_s": -3e-06'), "forward.pair_s is -3e-06; a number of 0 or more is needed"),
     "missing": (('"token_s": 0.0004,', ""), "field 'token_s' is missing"),
@@ -134,7 +134,7 @@ def test_a_calibrated_run_predicts_its_first_step(tmp_path: Path, capsys) -> Non
 
 
 def planner_of(settings: dict[str, Any]) -> Any:
-    """What the planner of a run on one rank may use, with these settings."""
+    """The planner's config for a run on one rank with these settings."""
     arguments: Any = SimpleNamespace(bf16=False, device=torch.device("cpu"), world_size=1)
     return choose_setup(LongContextConfig(**settings), build_model(ModelCase()), arguments, (1,), None).planner
 

@@ -63,7 +63,7 @@ class PlanRecorder(LossRecorder):
 
 
 def uses(plans: list[StepPlan]) -> set[str]:
-    """What the plans did with chunks that did not fit."""
+    """Features that the plans used for chunks that did not fit: slices, tiles, recompute, host."""
     found = set()
     for group in (group for plan in plans for micro_batch in plan.micro_batches for group in micro_batch.groups):
         found |= {"slices"} if len(group.chunks) > 1 else set()
