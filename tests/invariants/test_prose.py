@@ -20,33 +20,6 @@ FOLDERS = ("hf_longctx", "kernels", "recipes", "tests")
 
 _DOCSTRING = re.compile(r"(Of|The same|What|As|Whether of)\b")
 _COMMENT = re.compile(r"#\s*(of|as|the same|what)\s")
-# folders that are not yet rewritten
-_NOT_YET: tuple[str, ...] = (
-    "hf_longctx/hf/checkpoints",
-    "hf_longctx/hf/models",
-    "hf_longctx/hf/self_test",
-    "hf_longctx/hf/start",
-    "hf_longctx/hf/stock",
-    "hf_longctx/hf/trainer",
-    "hf_longctx/plan",
-    "hf_longctx/plan/activations",
-    "hf_longctx/plan/core",
-    "hf_longctx/plan/memory",
-    "hf_longctx/plan/pipeline",
-    "hf_longctx/plan/pipeline/activations",
-    "hf_longctx/plan/prediction",
-    "hf_longctx/runtime/activations",
-    "hf_longctx/runtime/attention",
-    "hf_longctx/runtime/execution",
-    "hf_longctx/sim",
-    "hf_longctx/sim/others",
-    "tests/exact/plans",
-    "tests/hf/models",
-    "tests/hf/start",
-    "tests/hf/trainer",
-    "tests/plan",
-    "tests/plan/prediction",
-)
 
 
 def bad_openings(source: str) -> list[str]:
@@ -78,7 +51,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 def source_files() -> list[str]:
     files = [str(file.relative_to(ROOT)) for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
-    return sorted(file for file in files if Path(file).parent.as_posix() not in _NOT_YET)
+    return sorted(files)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
