@@ -82,7 +82,6 @@ def _mean(layers: Sequence[tuple[TensorShare, ...]]) -> tuple[TensorShare, ...]:
         TensorShare(
             of_class[0].tensor_class,
             recompute=sum(share.recompute for share in of_class) / count,
-            nvme=sum(share.nvme for share in of_class) / count,
             host=sum(share.host for share in of_class) / count,
             device=sum(share.device for share in of_class) / count,
         )

@@ -17,11 +17,8 @@ _Link = tuple[int, int]
 _BEFORE: dict[str, tuple[ActionKind, ...]] = {
     "F": ("RF",),
     "SF": ("F",),
-    "D2H": ("F",),
-    "H2D": ("D2H",),
-    "B": ("RB", "H2D"),
+    "B": ("RB",),
     "SB": ("B",),
-    "FREE": ("B",),
 }
 
 
@@ -114,7 +111,7 @@ def _fault(name: str, group: SequenceGroup, stage: StagePlan, index: int, text: 
 
 
 def _check_order(name: str, group: SequenceGroup, stage: StagePlan) -> None:
-    """Check that a chunk is received, computed, copied and sent in this order on every part."""
+    """Check that a chunk is received, computed and sent in this order on every part."""
     first: dict[tuple[str, int, int], int] = {}
     for index, action in enumerate(stage.actions):
         first.setdefault((action.kind, action.part, action.chunk), index)

@@ -17,14 +17,14 @@ from typing import Literal, get_args
 Method = Literal["local", "ulysses", "ring", "hybrid"]
 Parameters = Literal["replicated", "gathered_per_round", "sharded"]
 TensorClass = Literal["layer_input", "attention_output", "qkv", "mlp"]
-ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB", "D2H", "H2D", "FREE"]
+ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 PARAMETERS: tuple[str, ...] = get_args(Parameters)
 TENSOR_CLASSES: tuple[TensorClass, ...] = get_args(TensorClass)
 ACTION_KINDS: tuple[str, ...] = get_args(ActionKind)
 
-_ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB|D2H|H2D|FREE)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
+_ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class Action:
     """One instruction of one stage for one chunk.
 
     F and B compute. SF sends activations to the next part of the model and RF receives them from the previous one; SB and RB
-    do the same for gradients in the other direction. D2H and H2D copy saved tensors to and from the host; FREE drops a chunk's
-    keys and values. `part` is the index of one of the stage's layer ranges (more than one with interleaving). `helpers` are
-    (stage, position) pairs of otherwise idle ranks that share the chunk's tokens (SPPO's multiplexed sequence partitioning).
+    do the same for gradients in the other direction. `part` is the index of one of the stage's layer ranges (more than one with
+    interleaving). `helpers` are (stage, position) pairs of otherwise idle ranks that share the chunk's tokens (SPPO's
+    multiplexed sequence partitioning).
     """
 
     kind: ActionKind
@@ -111,19 +111,18 @@ class TensorShare:
 
     tensor_class: TensorClass
     recompute: float = 0.0
-    nvme: float = 0.0
     host: float = 0.0
     device: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.recompute + self.nvme + self.host + self.device
+        return self.recompute + self.host + self.device
 
-    def cuts(self, num_tokens: int) -> tuple[int, int, int]:
-        """Token indices at which the recomputed, the NVMe and the host share of `num_tokens` end; the device has the rest."""
-        ends = (self.recompute, self.recompute + self.nvme, self.recompute + self.nvme + self.host)
-        first, second, third = (min(num_tokens, round(end * num_tokens)) for end in ends)
-        return first, second, third
+    def cuts(self, num_tokens: int) -> tuple[int, int]:
+        """Token indices at which the recomputed and the host share of `num_tokens` end; the device has the rest."""
+        ends = (self.recompute, self.recompute + self.host)
+        first, second = (min(num_tokens, round(end * num_tokens)) for end in ends)
+        return first, second
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
         for share in (share for layer in fresh for share in layer.shares):
             if share.tensor_class not in TENSOR_CLASSES:
                 raise PlanError(f"{where}: tensor class {share.tensor_class!r} is not one of {', '.join(TENSOR_CLASSES)}")
-            shares = (share.recompute, share.nvme, share.host, share.device)
+            shares = (share.recompute, share.host, share.device)
             # written so that NaN fails too
             if not (min(shares) >= 0 and abs(share.total - 1) <= _SHARE_TOLERANCE):
                 raise PlanError(f"{where}: shares {shares} of {share.tensor_class} must be >= 0 and sum to 1")

@@ -70,7 +70,7 @@ class LayerBytes:
         self.has_tiles = tile_tokens > 0
         self.is_plain = policy.keeps_everything
         shares = {name: policy.share(name) for name in TENSOR_CLASSES}
-        # tokens of each class at which the recomputed, the NVMe and the host part end
+        # tokens of each class at which the recomputed and the host part end
         self._cuts = {name: share.cuts(load.num_tokens) for name, share in shares.items()}
         self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
@@ -120,7 +120,7 @@ class LayerBytes:
     def _split_held(self) -> tuple[int, int]:
         device = host = 0
         for name in TENSOR_CLASSES:
-            _, host_start, host_stop = self._cuts[name]
+            host_start, host_stop = self._cuts[name]
             host += (host_stop - host_start) * class_bytes(self.model, name)
             device += (self.tokens - host_stop) * class_bytes(self.model, name)
         return device, host
@@ -183,7 +183,7 @@ class LayerBytes:
         """Bytes of the device parts of layer input and attention output, which are copies where only a part stays."""
         num_bytes = 0
         for name in _CUT_CLASSES:
-            stop = self._cuts[name][2]
+            stop = self._cuts[name][1]
             num_bytes += class_bytes(self.model, name) * (self.tokens - stop) if stop else 0
         return num_bytes
 
@@ -191,7 +191,7 @@ class LayerBytes:
     def _unrotated(self) -> int:
         """Bytes of kept projections beside the queries and keys made from them; values are shared unless they are split."""
         _, a, k, _ = self._sizes
-        stop = self._cuts["qkv"][2]
+        stop = self._cuts["qkv"][1]
         return (a + (2 * k if stop else k)) * (self.tokens - stop)
 
     @property
@@ -233,7 +233,7 @@ class LayerBytes:
         """Bytes of kept MLP tensors, which its backward frees."""
         if self.is_plain:
             return (4 if self.model.gated_mlp else 2) * self._sizes[3] * self.tokens
-        _, _, host_stop = self._cuts["mlp"]
+        _, host_stop = self._cuts["mlp"]
         return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
 
     def _norm_backward(self) -> int:

@@ -75,7 +75,7 @@ def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_
             continue
         for name in TENSOR_CLASSES:
             token_bytes = class_bytes(model, name)
-            _, host_start, host_stop = layer.share(name).cuts(num_tokens)
+            host_start, host_stop = layer.share(name).cuts(num_tokens)
             on_host += (host_stop - host_start) * token_bytes
             on_device += (num_tokens - host_stop) * token_bytes
     return on_device, on_host

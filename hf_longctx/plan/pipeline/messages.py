@@ -39,9 +39,6 @@ def without_messages(group: SequenceGroup) -> SequenceGroup:
 def _with_messages(stage: StagePlan, num_stages: int) -> StagePlan:
     actions: list[Action] = []
     for action in stage.actions:
-        if action.kind not in _AROUND:
-            actions.append(action)
-            continue
         place = action.part * num_stages + stage.stage
         has_front = num_stages > 1 and place > 0
         has_behind = num_stages > 1 and place < len(stage.parts) * num_stages - 1

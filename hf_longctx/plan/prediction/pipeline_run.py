@@ -32,8 +32,6 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes, most_tokens_at_once
 from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wiring
 
-_MESSAGES = ("SF", "RF", "SB", "RB")
-
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
@@ -52,9 +50,8 @@ class StageRun:
 
 
 def check_action(action: Action, stage: StagePlan) -> None:
-    """Raises ValueError by name for what cannot be evaluated: helpers, parts that do not exist, explicit copies and frees."""
-    is_known = action.kind in ("F", "B") or action.kind in _MESSAGES
-    if action.helpers or action.part >= len(stage.parts) or not is_known:
+    """Raises ValueError by name for what cannot be evaluated: helpers, and parts that do not exist."""
+    if action.helpers or action.part >= len(stage.parts):
         raise ValueError(
             f"action {action} cannot be evaluated yet; only F and B of the stage's parts, without helpers, and messages can"
         )

@@ -227,9 +227,6 @@ class ActivationEngine:
 
 def refuse_unsupported_policy(policy: LayerPolicy, where: str) -> None:
     """Raises ValueError naming the first setting of a layer's policy that cannot be executed."""
-    for share in policy.shares:
-        if share.nvme:
-            raise ValueError(f"{where}: {share.nvme:g} of {share.tensor_class} on NVMe is not supported yet; send it to the host")
     if policy.keeps_everything:
         return
     if (recomputed := policy.share("layer_input").recompute) > 0:

@@ -201,12 +201,12 @@ class SplitTensor:
 
     def __init__(self, tensor: Tensor, share: TensorShare, tier: HostTier | None) -> None:
         num_tokens = tensor.shape[0]
-        self.start, host_start, host_stop = share.cuts(num_tokens)
+        self.start, host_stop = share.cuts(num_tokens)
         self._host: HostTensor | None = None
         self._device: Tensor | None = None
-        if host_stop > host_start:
+        if host_stop > self.start:
             assert tier is not None
-            self._host = tier.store(tensor[host_start:host_stop])
+            self._host = tier.store(tensor[self.start : host_stop])
         if host_stop == 0:
             # detached: an output refers to the autograd node that would hold it
             self._device = tensor.detach()

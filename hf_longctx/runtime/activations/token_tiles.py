@@ -46,8 +46,7 @@ class TileRecord:
 
     def cuts(self, num_tokens: int) -> tuple[int, int]:
         """First of `num_tokens` tokens whose inner tensors are kept, and first whose inner tensors are on the device."""
-        kept_from, _, host_stop = self.share.cuts(num_tokens)
-        return kept_from, host_stop
+        return self.share.cuts(num_tokens)
 
     def take_graphs(self) -> list[KeptTile]:
         """Hands over the graphs; the record is empty afterwards."""

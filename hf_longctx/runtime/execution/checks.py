@@ -10,9 +10,6 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.lent_round import check_lending, without_helpers
 from hf_longctx.runtime.execution.round import layers_of
 
-# action kinds that rounds execute; copies to the host and back happen inside F and B, as activation policies say
-_EXECUTED = ("F", "B", "SF", "RF", "SB", "RB")
-
 
 def forward_only(plan: RankPlan) -> RankPlan:
     """The plan as an evaluation runs it: without helpers, and with policies that make tiles but save nothing."""
@@ -43,8 +40,5 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
                     f"chunk {chunk.index} is a slice of a sequence in a {group.method} group; only local and ulysses groups "
                     f"execute slices: plan them with one of these methods"
                 )
-        for action in (action for each in group.stages for action in each.actions):
-            if action.kind not in _EXECUTED:
-                raise ValueError(f"action {action} is not executed; use actions of the kinds {', '.join(_EXECUTED)} only")
         if is_lent(group):
             check_lending(plan, group, has_all_stages)

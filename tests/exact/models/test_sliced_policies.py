@@ -54,7 +54,7 @@ def expected_pairs(plan: StepPlan) -> int:
         layers = policies[chunk.index].layers
         for layer in [*layers, *[LayerPolicy()] * (NUM_LAYERS - len(layers))]:
             if not layer.keeps_everything:
-                front, _, _ = layer.share("attention_output").cuts(len(rows))
+                front, _ = layer.share("attention_output").cuts(len(rows))
                 total += sum(rows) + sum(rows[:front])
             else:
                 total += of_slices

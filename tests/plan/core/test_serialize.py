@@ -161,6 +161,7 @@ def test_a_wrong_value_is_refused_with_its_place(path: str, value: Any, message:
     ("path", "value", "message"),
     [
         ("activations__0__layers__0__shares__0__tensor_class", "heads", r"shares\[0\]\.tensor_class: 'heads' is not one of"),
+        ("activations__0__layers__0__shares__0__nvme", 0.5, r"shares\[0\]: unknown field 'nvme' of TensorShare; known are"),
         ("activations__0__layers__0__shares__0__host", "all", r"shares\[0\]\.host: expected a number, found 'all'"),
         ("activations__0__layers__0", [], r"layers\[0\]: expected an object with the fields of LayerPolicy"),
         ("activations__0__tile_tokens", 1.5, r"activations\[0\]\.tile_tokens: expected an integer"),
@@ -171,9 +172,11 @@ def test_a_wrong_policy_is_refused_with_its_place(path: str, value: Any, message
         edited("layer_first", **{f"{_GROUP}__stages__0__{path}": value})
 
 
-def test_a_misspelt_action_is_refused_with_its_place() -> None:
-    with pytest.raises(ValueError, match=rf"{_GROUP_PATH}\.stages\[0\]\.actions.*'0X0' is not an action"):
-        edited("flexsp", **{f"{_GROUP}__stages__0__actions": "0F0 0X0 0B0"})
+@pytest.mark.parametrize("word", ["0X0", "0D2H0", "0H2D0", "0FREE0"])
+def test_an_action_of_an_unknown_kind_is_refused_with_its_place(word: str) -> None:
+    message = rf"{_GROUP_PATH}\.stages\[0\]\.actions: '{word}' is not an action.*KIND one of F, B, SF, RF, SB, RB$"
+    with pytest.raises(ValueError, match=message):
+        edited("flexsp", **{f"{_GROUP}__stages__0__actions": f"0F0 {word} 0B0"})
 
 
 @pytest.mark.parametrize(

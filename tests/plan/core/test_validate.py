@@ -273,7 +273,7 @@ def test_an_action_of_an_unknown_chunk_or_part_is_refused(text: str) -> None:
 
 def test_an_action_of_a_negative_chunk_is_refused() -> None:
     plan = fixture("flexsp")
-    actions = (*plan.micro_batches[0].groups[0].stages[0].actions, Action("FREE", 0, -1))
+    actions = (*plan.micro_batches[0].groups[0].stages[0].actions, Action("SF", 0, -1))
     refused(with_stage(plan, 0, actions=actions), "names a chunk or part that does not exist")
 
 

@@ -323,7 +323,6 @@ def test_adapters_match() -> None:
 
 
 REFUSED = {
-    "nvme": (TensorShare("attention_output", nvme=0.5, device=0.5), "0.5 of attention_output on NVMe"),
     "input": (TensorShare("layer_input", recompute=0.25, device=0.75), "0.25 of layer_input is recomputed"),
     "host": (TensorShare("attention_output", host=0.5, device=0.5), "the engine was given no host memory"),
     "qkv host": (TensorShare("qkv", host=0.5, recompute=0.5), "the engine was given no host memory"),

@@ -86,7 +86,7 @@ def test_random_shares_match_and_hold_exactly_the_planned_bytes(data: st.DataObj
         # fp64: 32 features of the input; 32 of the output and an LSE for each of 4 heads; for the MLP its input and 4 * 48
         sizes = {"layer_input": 32 * 8, "attention_output": 32 * 8 + 4 * 8, "mlp": (32 + 4 * 48) * 8}
         for name, token_bytes in sizes.items():
-            start, _, host_stop = policy.share(name).cuts(tokens)
+            start, host_stop = policy.share(name).cuts(tokens)
             on_host += (host_stop - start) * token_bytes
             on_device += (tokens - host_stop) * token_bytes
     assert activations.held_bytes() == (on_device, on_host)

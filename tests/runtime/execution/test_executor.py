@@ -96,11 +96,6 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
             {"activations": tuple(replace(policy, layers=()) for policy in stage_field("layer_first", "activations"))},
             "activation policies (recompute, offload, tiles)",
         ),
-        "offload": (
-            {"actions": actions("0F0 0D2H0 0H2D0 0B0")},
-            "action 0D2H0 is not executed; use actions of the kinds F, B, SF",
-        ),
-        "free": ({"actions": actions("0F0 0B0 0FREE0")}, "action 0FREE0 is not executed"),
         "helpers": (
             {"actions": actions("0F0@1:0 0B0@1:0")},
             "the plan has helpers, for which every rank needs the weights of all stages; give the executor `all_stages`",
