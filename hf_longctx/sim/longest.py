@@ -1,7 +1,7 @@
 """Finds the longest sequence that one group of ranks can train, switch by switch of the activation engine, and its step time.
 
 Lengths come from the byte counts of `plan/memory/layer.py`, seconds from the cost model plus the time that policies add. Planned
-steps leave a fifth of the device unused (`specs.USABLE_SHARE`), as runs do unless `device_gib` says otherwise; where everything
+steps leave a fifth of the device unused (`USABLE_SHARE`), as runs do unless `device_gib` says otherwise; where everything
 is kept, workspace uses that fifth. Here every row counts its workspace, so only a tenth is left unused (`ENGINE_SHARE`).
 """
 

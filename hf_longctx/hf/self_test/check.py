@@ -3,7 +3,7 @@
 Everything is real except the depth: the model's own class, config, adapters and weights at full width, one layer of every kind
 (`reduced_copy`), placed as the model will be (replicated, sharded, in stages), through collator, group pool, executor and
 activation engine, on the largest groups that plans may use in every shape, and on slices where plans may have them
-(`plan.probe_plans`). The plain side is the copy's forward on one document at a time, as transformers runs it, and autograd.
+(`probe_plans`). The plain side is the copy's forward on one document at a time, as transformers runs it, and autograd.
 
 In fp64 everything must agree to 5e-5 of a norm: what transformers computes in fp32 inside (norms, rotary embeddings, softmax
 of eager attention) is rounded at 6e-8, and some hundred roundings may differ. Where memory is short the copy is in fp32 and the

@@ -18,7 +18,7 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass
 from hf_longctx.plan.memory.saved_tensors import class_bytes, plain_layer_bytes
 
-# most elements of a matrix of capped scores, as `runtime.plain_tiles` makes them
+# most elements of a matrix of capped scores, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 
@@ -271,8 +271,8 @@ class LayerBytes:
                 most = max(most, found + ((3 + self._wide) * a + 2 * k) * document)
                 continue
             expanded = 2 * a * document if a != k else 0
-            # operators take dense queries, outputs and gradients, return gradients for expanded heads, and use one more tensor
-            # of the queries' size in fp32
+            # operators take dense queries, outputs and gradients and return gradients for expanded heads; inside they use one
+            # more fp32 tensor as large as the queries
             inside = expanded + (6 + self._wide) * a * document
             most = max(most, found + inside)
         if load.sliced_tokens:
