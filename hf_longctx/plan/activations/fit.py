@@ -1,17 +1,25 @@
 """Makes a group fit: propose policies, predict the run, and reduce the memory offered until the prediction fits its limits.
 
-Two callers decide what to propose and how to predict a group: one for groups on one stage, one for pipelines.
+Two callers decide what to propose and how to predict a group: one for groups on one stage, one for pipelines. The policies of
+least memory, which are tried last, and the cache of groups that were solved before are the same for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
-from hf_longctx.plan.core.types import SequenceGroup
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, SequenceGroup
+from hf_longctx.plan.memory.capacity import lean_policy
 
 Room = TypeVar("Room")
+
+# layer policies by stage, chunk and part
+LayerPolicies = Mapping[tuple[int, int, int], tuple[LayerPolicy, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +44,21 @@ class Trial:
         return max(self.over_bytes) <= 0 and self.over_host_bytes <= 0
 
 
-def first_fitting(ways: Iterable[Callable[[], Iterable[Trial]]]) -> list[Trial]:
-    """Returns the fitting trials of the first way that has any, without trying later ways; empty if nothing fits."""
-    for way in ways:
-        if fitting := [trial for trial in way() if trial.fits]:
+# proposes policies for a group and predicts it under each of them
+Program = Callable[[], Iterable[Trial]]
+
+
+def first_fitting(
+    programs: Iterable[Program],
+    lean: Iterable[Iterable[SequenceGroup]],
+    predict: Callable[[SequenceGroup], Trial],
+) -> list[Trial]:
+    """Returns the fitting trials of the first program that has any, without trying later ones; empty if nothing fits.
+
+    lean: groups under policies of least memory, which are predicted and tried after all programs, those of one entry together.
+    """
+    for trials in chain((program() for program in programs), (map(predict, groups) for groups in lean)):
+        if fitting := [trial for trial in trials if trial.fits]:
             return fitting
     return []
 
@@ -64,3 +83,91 @@ def search_room(
             break
         room = following
     return best
+
+
+class FittedGroups:
+    """Groups that were made to fit; groups with equal lengths, chunks, shape and actions are solved once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[SequenceGroup, SequenceGroup]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def fit(
+        self,
+        group: SequenceGroup,
+        search: Callable[[SequenceGroup], Iterable[Trial]],
+        nothing_fits: Callable[[SequenceGroup], str],
+        variant: Hashable = None,
+    ) -> SequenceGroup:
+        """The fastest of the trials that fit, which `search` finds, for the sequences and ranks of `group`.
+
+        variant: whatever else the answer depends on. Raises ValueError with the sentence of `nothing_fits` if there is no trial.
+        """
+        spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
+        key = group.shape, spans, tuple(stage.actions for stage in group.stages), variant
+        if key not in self._known:
+            best = min(search(group), key=lambda trial: trial.seconds, default=None)
+            if best is None:
+                raise ValueError(nothing_fits(group))
+            self._known[key] = group, best.group
+        return _like(group, *self._known[key])
+
+
+def _like(group: SequenceGroup, solved: SequenceGroup, found: SequenceGroup) -> SequenceGroup:
+    """The answer `found` for the group `solved`, with the sequences and ranks of an equal group."""
+    if found.chunks is solved.chunks:
+        return replace(group, stages=found.stages)
+    numbers = {
+        old.sequence: new.sequence
+        for old_chunk, new_chunk in zip(solved.chunks, group.chunks, strict=True)
+        for old, new in zip(old_chunk.spans, new_chunk.spans, strict=True)
+    }
+    chunks = tuple(
+        replace(chunk, spans=tuple(replace(span, sequence=numbers[span.sequence]) for span in chunk.spans))
+        for chunk in found.chunks
+    )
+    return replace(found, positions=group.positions, chunks=chunks)
+
+
+def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -> SequenceGroup:
+    """Gives the group these policies by stage, chunk and part, and tiles to every chunk."""
+    stages = tuple(
+        replace(
+            stage,
+            activations=tuple(
+                ActivationPolicy(chunk.index, part, layers.get((stage.stage, chunk.index, part), ()), tile_tokens)
+                for chunk in group.chunks
+                for part in range(len(stage.parts))
+            ),
+        )
+        for stage in group.stages
+    )
+    return replace(group, stages=stages)
+
+
+def lean_group(
+    group: SequenceGroup,
+    model: ModelSpec,
+    tile_tokens: int,
+    host_share: Callable[[int, int], int],
+    keeps_attention: bool = False,
+) -> SequenceGroup:
+    """The group with every layer of every chunk recomputed, which needs the least device memory.
+
+    host_share: host bytes for a chunk of so many tokens on a rank and so many layers, asked for chunk by chunk on each stage.
+    keeps_attention: see `lean_policy`.
+    """
+    tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
+    layers: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
+    # equal layers share one object, so that their bytes are counted once
+    known: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
+    for stage in group.stages:
+        for chunk, num_tokens in zip(group.chunks, tokens, strict=True):
+            for part, owned in enumerate(stage.parts):
+                size = num_tokens, owned.num_layers, host_share(num_tokens, owned.num_layers)
+                if size not in known:
+                    known[size] = lean_policy(model, num_tokens, size[2], tile_tokens, owned.num_layers, keeps_attention).layers
+                layers[stage.stage, chunk.index, part] = known[size]
+    return with_layers(group, layers, tile_tokens)

@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from hf_longctx.plan.activations.added_seconds import added_seconds
+from hf_longctx.plan.activations.fit import FittedGroups
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
@@ -76,8 +77,8 @@ class PredictionCache:
         self._bytes: ByteModel | None = None
         # runs, by ids of chunks and stages; the group is stored too, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
-        # groups on one stage that were made to fit, by shape and lengths, each with the chunk it was made from
-        self.fitted_groups: dict[object, tuple[Chunk, SequenceGroup]] = {}
+        # groups on one stage
+        self.fitted_groups = FittedGroups()
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 

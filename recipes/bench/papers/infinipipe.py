@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+from hf_longctx.plan.activations.fit import with_layers
 from hf_longctx.plan.chunks.elastic import elastic_chunks, fixed_chunks
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
@@ -39,7 +40,7 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.activations.cells import recomputed_layer, with_layers
+from hf_longctx.plan.pipeline.activations.cells import recomputed_layer
 from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.orders import Schedule, families, layer_ranges, pipelined
 from hf_longctx.plan.prediction.evaluate import evaluate_plan

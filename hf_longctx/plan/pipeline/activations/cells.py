@@ -7,11 +7,12 @@ recomputed, one token of the last layer's input goes to the host, since a layer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from hf_longctx.plan.activations.fit import with_layers
 from hf_longctx.plan.activations.slots import layer_slot
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.attention_pairs import AttentionPairs
@@ -19,7 +20,6 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     Action,
-    ActivationPolicy,
     Chunk,
     LayerPolicy,
     SequenceGroup,
@@ -39,9 +39,6 @@ _LAYER_SHARE = 0.95
 # tie-breaker: a hidden copy costs this share of its time, so that nothing moves for nothing
 _IDLE_COPY = 1e-4
 
-# policies of layers by stage, chunk and part
-LayerPolicies = Mapping[tuple[int, int, int], tuple[LayerPolicy, ...]]
-
 
 def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
     """Policy of a layer that keeps its input, and the attention output if `keeps_attention`, and recomputes the rest."""
@@ -55,22 +52,6 @@ def _offloaded(share: float, can_keep_qkv: bool, classes: tuple[TensorClass, ...
     if not can_keep_qkv:
         moved["qkv"] = TensorShare("qkv", recompute=1.0)
     return LayerPolicy(tuple(moved[name] for name in TENSOR_CLASSES if name in moved))
-
-
-def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -> SequenceGroup:
-    """Gives the group these policies by stage, chunk and part, and tiles to every chunk."""
-    stages = tuple(
-        replace(
-            stage,
-            activations=tuple(
-                ActivationPolicy(chunk.index, part, layers.get((stage.stage, chunk.index, part), ()), tile_tokens)
-                for chunk in group.chunks
-                for part in range(len(stage.parts))
-            ),
-        )
-        for stage in group.stages
-    )
-    return replace(group, stages=stages)
 
 
 @dataclass(frozen=True, slots=True)

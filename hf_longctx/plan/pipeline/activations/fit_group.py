@@ -11,29 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hf_longctx.plan.activations.added_seconds import group_seconds, one_slot
-from hf_longctx.plan.activations.fit import Trial, first_fitting, search_room
+from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slots import Slot, layer_slots
 from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import (
-    TENSOR_CLASSES,
-    ActivationPolicy,
-    Chunk,
-    LayerPolicy,
-    SequenceGroup,
-    StepPlan,
-    TensorShare,
-)
+from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.round_bytes import RoundBytes
-from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.prediction.planning import Planning
 
 
@@ -54,8 +46,8 @@ class FitConstants:
 # repeat `recipes/bench/cpu/memory.py` and `recipes/bench/papers/sppo.py` when one of these changes
 _SEARCH = FitConstants()
 
-# turns the shares of all slots into the policies of all chunks
-_Policies = Callable[[Sequence[tuple[TensorShare, ...]]], tuple[ActivationPolicy, ...]]
+# turns the shares of all slots into the layer policies of each chunk
+_Layers = Callable[[Sequence[tuple[TensorShare, ...]]], list[tuple[LayerPolicy, ...]]]
 
 
 def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudget) -> str:
@@ -83,7 +75,7 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
 class RoomMaker:
     """Makes room for the groups of all plans of one step: policies, and slices if `allows_slices`.
 
-    known: groups that were solved before; equal groups are solved once.
+    known: groups that were solved before.
     """
 
     def __init__(
@@ -91,11 +83,11 @@ class RoomMaker:
         costs: CostModel,
         budget: ActivationBudget,
         allows_slices: bool = True,
-        known: dict[object, tuple[Chunk, SequenceGroup]] | None = None,
+        known: FittedGroups | None = None,
     ) -> None:
         self.costs, self.budget, self.allows_slices = costs, budget, allows_slices
         self._byte_model = ByteModel(costs.model)
-        self._known = {} if known is None else known
+        self._known = FittedGroups() if known is None else known
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
         """Makes room for every group whose chunk has more tokens than are kept without policies (`kept_tokens`).
@@ -127,57 +119,40 @@ class RoomMaker:
         (chunk,) = group.chunks
         if max(shard_tokens(chunk, group.shape)) <= self.budget.kept_tokens:
             return group
-        key = (group.shape, tuple(span.num_tokens for span in chunk.spans), allows_slices)
-        if key not in self._known:
-            self._known[key] = chunk, self._choose(group, allows_slices)
-        solved, found = self._known[key]
-        numbers = {old.sequence: new.sequence for old, new in zip(solved.spans, chunk.spans, strict=True)}
-        chunks = tuple(
-            replace(part, spans=tuple(replace(span, sequence=numbers[span.sequence]) for span in part.spans))
-            for part in found.chunks
-        )
-        return replace(found, positions=group.positions, chunks=chunks)
+        return self._known.fit(group, partial(self._fitting, allows_slices), self._nothing_fits, allows_slices)
 
-    def _choose(self, group: SequenceGroup, allows_slices: bool) -> SequenceGroup:
-        tiled = self._with(group, (ActivationPolicy(0, tile_tokens=self.budget.tile_tokens),))
-        found = first_fitting([lambda: [self._trial(tiled)], *self._ways(group, *self._layer_way(group))])
+    def _fitting(self, allows_slices: bool, group: SequenceGroup) -> list[Trial]:
+        """Trials that fit: of the whole chunk, and of its slices if they are allowed."""
+        tiled = with_layers(group, {}, self.budget.tile_tokens)
+        programs: list[Program] = [lambda: [self._trial(tiled)], partial(self._programmed, group, *self._layer_way(group))]
+        found = first_fitting(programs, self._lean(group), self._trial)
         # a rank without sequences runs a dummy chunk, which cannot be cut
         is_sliceable = group.shape.num_blocks == 1 and bool(group.chunks[0].spans)
         if allows_slices and is_sliceable and (self._solves or not found):
             for sliced in self._sliced(group):
-                found += first_fitting(self._ways(sliced, *self._slice_way(sliced)))
-        if not found:
-            (chunk,) = group.chunks
-            raise ValueError(
-                f"{chunk.num_tokens} tokens on {group.degree} ranks do not fit beside the model in "
-                f"{self.budget.device_bytes / 2**30:.2f} GiB of a device and {self.budget.host_bytes / 2**30:.2f} GiB of the "
-                f"host for each rank, even if every layer is recomputed; allow larger degrees, shorter sequences or more host "
-                f"memory (host_gib), or set tile_tokens"
-            )
-        return min(found, key=lambda trial: trial.seconds).group
+                program = partial(self._programmed, sliced, *self._slice_way(sliced))
+                found += first_fitting([program], self._lean(sliced), self._trial)
+        return found
 
-    def _ways(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies) -> list[Callable[[], list[Trial]]]:
-        """Ways to try in order: the program's policies, then those of least memory.
+    def _nothing_fits(self, group: SequenceGroup) -> str:
+        (chunk,) = group.chunks
+        return (
+            f"{chunk.num_tokens} tokens on {group.degree} ranks do not fit beside the model in "
+            f"{self.budget.device_bytes / 2**30:.2f} GiB of a device and {self.budget.host_bytes / 2**30:.2f} GiB of the "
+            f"host for each rank, even if every layer is recomputed; allow larger degrees, shorter sequences or more host "
+            f"memory (host_gib), or set tile_tokens"
+        )
 
-        The latter are tried with the host and without it, since copies need device memory too.
-        """
-
-        def programmed() -> list[Trial]:
-            solved = self._program(group, slots, policies)
-            return [] if solved is None else [solved]
-
-        return [programmed, lambda: [self._trial(self._lean(group, host)) for host in (self.budget.host_bytes, 0)]]
-
-    def _layer_way(self, group: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
-        """Slots for the layers of the group's one chunk, and the function that turns their shares into its policy."""
+    def _layer_way(self, group: SequenceGroup) -> tuple[Sequence[Slot], _Layers]:
+        """Slots for the layers of the group's one chunk, and the function that turns their shares into its policies."""
         (chunk,) = group.chunks
 
-        def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
+        def layers(shares: Sequence[tuple[TensorShare, ...]]) -> list[tuple[LayerPolicy, ...]]:
             # a ring recomputes attention for all of its tokens or for none
             chosen = [tuple(map(_all_or_none, layer)) for layer in shares] if group.shape.num_blocks > 1 else shares
-            return (ActivationPolicy(0, 0, tuple(map(_layer_policy, chosen)), self.budget.tile_tokens),)
+            return [tuple(map(_layer_policy, chosen))]
 
-        return layer_slots(self.costs, chunk, group.shape), policies
+        return layer_slots(self.costs, chunk, group.shape), layers
 
     def _sliced(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
         """Versions of the group with its longest sequence in ever more slices."""
@@ -189,27 +164,27 @@ class RoomMaker:
         counts = slice_counts(longest, group.degree)
         return (sliced_group(group, count, rates) for count in _SEARCH.slice_counts if count in counts)
 
-    def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Policies]:
+    def _slice_way(self, sliced: SequenceGroup) -> tuple[Sequence[Slot], _Layers]:
         """One slot per chunk for all of its layers, and the function that turns their shares into policies."""
 
-        def policies(shares: Sequence[tuple[TensorShare, ...]]) -> tuple[ActivationPolicy, ...]:
-            num_layers, tile_tokens = self.costs.model.num_layers, self.budget.tile_tokens
-            return tuple(
-                ActivationPolicy(index, 0, (_layer_policy(chosen),) * num_layers, tile_tokens)
-                for index, chosen in enumerate(shares)
-            )
+        def layers(shares: Sequence[tuple[TensorShare, ...]]) -> list[tuple[LayerPolicy, ...]]:
+            return [(_layer_policy(chosen),) * self.costs.model.num_layers for chosen in shares]
 
-        return [one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], policies
+        return [one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], layers
 
     def reason(self, group: SequenceGroup) -> str:
         """Explains the policies of a fitted group: solves the program again and returns its reason."""
-        slots, policies = self._slice_way(group) if len(group.chunks) > 1 else self._layer_way(group)
-        solved = self._program(group, slots, policies, explains=True)
+        slots, layers = self._slice_way(group) if len(group.chunks) > 1 else self._layer_way(group)
+        solved = self._program(group, slots, layers, explains=True)
         return solved.reason if solved else "layer inputs alone are kept: the program found nothing else that fits"
 
-    def _program(self, group: SequenceGroup, slots: Sequence[Slot], policies: _Policies, explains: bool = False) -> Trial | None:
+    def _programmed(self, group: SequenceGroup, slots: Sequence[Slot], layers: _Layers) -> list[Trial]:
+        solved = self._program(group, slots, layers)
+        return [] if solved is None else [solved]
+
+    def _program(self, group: SequenceGroup, slots: Sequence[Slot], layers: _Layers, explains: bool = False) -> Trial | None:
         """The group with the program's policies, and the reason if `explains`; None where no answer of the program fits."""
-        needed = self._bytes(self._lean(group, 0))
+        needed = self._bytes(self._lean_group(group, 0))
         # workspace beside saved tensors hardly depends on the policy
         room_bytes = float(self.budget.device_bytes - (needed.peak - needed.saved))
         # host bytes less two tokens per layer and chunk, since the host slab cannot grow: one for rounding shares to tokens,
@@ -225,7 +200,8 @@ class RoomMaker:
                 choice = choose_policy(slots, limits, explains=explains, solves=self._solves)
             except ValueError:
                 return None
-            trial = self._trial(self._with(group, policies(choice.shares)))
+            chosen = {(0, chunk, 0): own for chunk, own in enumerate(layers(choice.shares))}
+            trial = self._trial(with_layers(group, chosen, self.budget.tile_tokens))
             return replace(trial, counted_bytes=choice.outcome.device_bytes, reason=choice.reason)
 
         def next_room(room_bytes: float, trial: Trial) -> float | None:
@@ -234,19 +210,21 @@ class RoomMaker:
 
         return search_room(propose, next_room, room_bytes, _SEARCH.attempts)
 
-    def _lean(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
-        """The group with policies that keep only layer inputs, on the host as far as `host_bytes` reach."""
-        policies = []
-        for chunk in group.chunks:
-            tokens = max(shard_tokens(chunk, group.shape))
-            policy = lean_policy(self.costs.model, tokens, host_bytes, self.budget.tile_tokens)
-            host_bytes -= held_bytes(self.costs.model, policy, len(policy.layers), tokens)[1]
-            policies.append(replace(policy, chunk=chunk.index))
-        return self._with(group, tuple(policies))
+    def _lean(self, group: SequenceGroup) -> Iterator[list[SequenceGroup]]:
+        """The group in least memory, with the host and without it, since copies need device memory too."""
+        yield [self._lean_group(group, host_bytes) for host_bytes in (self.budget.host_bytes, 0)]
 
-    def _with(self, group: SequenceGroup, policies: tuple[ActivationPolicy, ...]) -> SequenceGroup:
-        (stage,) = group.stages
-        return replace(group, stages=(replace(stage, activations=policies),))
+    def _lean_group(self, group: SequenceGroup, host_bytes: int) -> SequenceGroup:
+        left_bytes = host_bytes
+
+        def host_share(num_tokens: int, num_layers: int) -> int:
+            """Host bytes left by earlier chunks, which take as many as they need, since their backward runs last."""
+            nonlocal left_bytes
+            share = left_bytes
+            left_bytes = max(0, share - num_layers * num_tokens * class_bytes(self.costs.model, "layer_input"))
+            return share
+
+        return lean_group(group, self.costs.model, self.budget.tile_tokens, host_share)
 
     def _trial(self, group: SequenceGroup) -> Trial:
         """Compares the group with the budget; its seconds are infinite where it does not fit."""

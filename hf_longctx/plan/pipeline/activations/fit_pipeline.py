@@ -8,18 +8,18 @@ over the limit. Where copies turn out to delay the pipeline, the program is also
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hf_longctx.plan.activations.fit import Trial, first_fitting, search_room
+from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import Action, LayerPolicy, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.types import Action, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
-from hf_longctx.plan.pipeline.activations.cells import GroupCells, with_layers
+from hf_longctx.plan.pipeline.activations.cells import GroupCells
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
 from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_pipeline
 from hf_longctx.plan.prediction.planning import Planning
@@ -69,7 +69,7 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
 
 
 class PipelineRoom:
-    """Makes room for the groups of one plan; equal groups are solved once.
+    """Makes room for the groups of one plan.
 
     keeps_attention: recomputed layers keep the attention output wherever that fits.
     """
@@ -88,15 +88,11 @@ class PipelineRoom:
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self.predictions = PredictionCache() if known is None else known
-        self._solved: dict[object, tuple[StagePlan, ...]] = {}
+        self._known = FittedGroups()
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
         """Gives the group the policies that it needs to fit; raises ValueError where nothing fits."""
-        spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
-        key = group.shape, spans, tuple(stage.actions for stage in group.stages)
-        if key not in self._solved:
-            self._solved[key] = self._choose(group).stages
-        return replace(group, stages=self._solved[key])
+        return self._known.fit(group, self._fitting, self._nothing_fits)
 
     def trial(self, group: SequenceGroup, counted_s: float = 0.0) -> Trial:
         """Predicts the run of the group alone and compares it with the limits."""
@@ -109,20 +105,16 @@ class PipelineRoom:
             counted_s=counted_s,
         )
 
-    def _choose(self, group: SequenceGroup) -> SequenceGroup:
-        if self.trial(group).fits:
-            return group
+    def _fitting(self, group: SequenceGroup) -> list[Trial]:
+        """Trials that fit, found in the order that the module describes."""
+        plain = self.trial(group)
+        if plain.fits:
+            return [plain]
         tiled = self.trial(with_layers(group, {}, self.budget.tile_tokens))
-        found = first_fitting(
-            [
-                lambda: [tiled],
-                *(partial(self._programmed, tiled, keeps) for keeps in ((True, False) if self.keeps_attention else (False,))),
-                *(partial(self._lean, tiled.group, *settings) for settings in self._lean_settings()),
-            ]
-        )
-        if not found:
-            raise ValueError(self._nothing_fits(tiled.group))
-        return min(found, key=lambda trial: trial.seconds).group
+        programs: list[Program] = [lambda: [tiled]]
+        for keeps_attention in (True, False) if self.keeps_attention else (False,):
+            programs.append(partial(self._programmed, tiled, keeps_attention))
+        return first_fitting(programs, ([lean] for lean in self._lean(group)), self.trial)
 
     def _programmed(self, tiled: Trial, keeps_attention: bool) -> list[Trial]:
         """The program's answers that fit: with offloading, and without it where copies delay the pipeline."""
@@ -166,39 +158,28 @@ class PipelineRoom:
         free_bytes = tuple(num_bytes - sent for num_bytes, sent in zip(self.room_bytes, messages, strict=True))
         return search_room(propose, next_room, (free_bytes, host_bytes), _SEARCH.attempts)
 
-    def _lean_settings(self) -> list[tuple[int, bool]]:
-        """Settings (host bytes, whether attention is kept) for recomputing every layer; the least device memory comes last."""
-        return [(host, keeps) for keeps in (True, False) for host in dict.fromkeys((0, self.budget.host_bytes))]
+    def _lean(self, group: SequenceGroup) -> Iterator[SequenceGroup]:
+        """Versions of the group with every layer of every chunk recomputed; the least device memory comes last.
 
-    def _lean(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> list[Trial]:
-        """Tries the group with every layer of every chunk recomputed."""
-        return [self.trial(self._lean_group(group, host_bytes, keeps_attention))]
-
-    def _lean_group(self, group: SequenceGroup, host_bytes: int, keeps_attention: bool) -> SequenceGroup:
-        # host bytes are divided in proportion to tokens times layers, relative to the most that are in flight at once
+        Host bytes are divided in proportion to tokens times layers, relative to the most that are in flight at once.
+        """
         tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
 
         def layer_tokens(action: Action) -> int:
             return tokens[action.chunk] * group.stages[action.stage].parts[action.part].num_layers
 
         in_flight = max(most_in_flight(stage.actions, layer_tokens) for stage in group.stages)
-        layers = {}
-        # equal layers share one object, so that their bytes are counted once
-        known: dict[tuple[int, int], tuple[LayerPolicy, ...]] = {}
-        for stage in group.stages:
-            for chunk, num_tokens in zip(group.chunks, tokens, strict=True):
-                for part, owned in enumerate(stage.parts):
-                    size = num_tokens, owned.num_layers
-                    if size not in known:
-                        share = int(host_bytes * num_tokens * owned.num_layers / in_flight)
-                        policy = lean_policy(self.costs.model, num_tokens, share, 0, owned.num_layers, keeps_attention)
-                        known[size] = policy.layers
-                    layers[stage.stage, chunk.index, part] = known[size]
-        return with_layers(group, layers, self.budget.tile_tokens)
+
+        def host_share(host_bytes: int, num_tokens: int, num_layers: int) -> int:
+            return int(host_bytes * num_tokens * num_layers / in_flight)
+
+        for keeps_attention in (True, False):
+            for host_bytes in dict.fromkeys((0, self.budget.host_bytes)):
+                share = partial(host_share, host_bytes)
+                yield lean_group(group, self.costs.model, self.budget.tile_tokens, share, keeps_attention)
 
     def _nothing_fits(self, group: SequenceGroup) -> str:
-        leanest = (trial for settings in self._lean_settings() for trial in self._lean(group, *settings))
-        least = min(leanest, key=lambda trial: max(trial.over_bytes))
+        least = min(map(self.trial, self._lean(group)), key=lambda trial: max(trial.over_bytes))
         place = max(range(len(least.over_bytes)), key=lambda stage: least.over_bytes[stage])
         needed = self.limit_bytes + least.over_bytes[place]
         return (
