@@ -20,14 +20,14 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.core.loss import TokenScores
-from hf_longctx.runtime.execution.checks import forward_only, refuse_unsupported
+from hf_longctx.runtime.execution.checks import check_trained_alike, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.lent_round import LentRound
 from hf_longctx.runtime.execution.results import StepMemory, StepResult
 from hf_longctx.runtime.execution.round import Round
 from hf_longctx.runtime.execution.stage_model import StageModel
-from hf_longctx.runtime.parameters.gradients import ReplicatedParameters, TiedWeight
+from hf_longctx.runtime.parameters.gradients import TiedWeight
 from hf_longctx.runtime.parameters.sharded import parameters_of
 from hf_longctx.runtime.process_groups.pool import GroupPool, sum_over_ranks
 
@@ -98,6 +98,7 @@ class StepExecutor:
     ) -> StepResult:
         self.parameters.check(plan.parameters)
         self._check(plan, engine)
+        check_trained_alike(self.stage, self.pool, has_all_stages=bool(self.all_stages))
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
         host = self._host(num_label_tokens, engine)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -257,8 +258,6 @@ class StepExecutor:
 
     def _reduce(self) -> None:
         if self.all_stages:
-            assert isinstance(self.parameters, ReplicatedParameters)
-            self.parameters.complete()
             self.parameters.reduce(self.pool.everyone)
         else:
             self.parameters.reduce(self.pool.stage_group, self._tied())

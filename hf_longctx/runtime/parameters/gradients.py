@@ -30,16 +30,21 @@ class TiedWeight:
 
 
 class GradientSum:
-    """Accumulates the gradients of a model's trainable parameters over one step.
+    """Accumulates the gradients of a model's parameters over one step, of those that require a gradient at that time.
+
+    Parameters may be frozen and unfrozen between steps, alike on all ranks (`check_trained_alike`). As in a plain training, a
+    weight that is frozen, or that no forward of the step used on any rank, ends without a gradient, so no optimizer moves it.
 
     Each half-precision weight gets an fp32 buffer (4 bytes per parameter, kept between steps), because adding the gradients
     of many chunks in bf16 loses those of small chunks. `in_fp32=False` saves these buffers and adds in the weights' dtype.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], in_fp32: bool = True) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._wide: dict[nn.Parameter, Tensor] = {}
+        self.parameters = list(parameters)
         self._in_fp32 = in_fp32
+        self._wide: dict[nn.Parameter, Tensor] = {}
+        # parameters whose buffers hold a gradient of this step
+        self._absorbed: set[nn.Parameter] = set()
 
     def absorb(self) -> None:
         """Adds half-precision gradients to their fp32 buffers; other gradients stay in `.grad`. Call it after every backward."""
@@ -47,42 +52,66 @@ class GradientSum:
             return
         for parameter in self.parameters:
             gradient = parameter.grad
-            if gradient is None or gradient.dtype not in HALF_DTYPES:
+            if gradient is None or not parameter.requires_grad or gradient.dtype not in HALF_DTYPES:
                 continue
-            if parameter not in self._wide:
-                self._wide[parameter] = torch.zeros_like(gradient, dtype=torch.float32)
-            self._wide[parameter].add_(gradient)
+            self._buffer(parameter).add_(gradient)
             parameter.grad = None
-
-    def complete(self) -> None:
-        """Gives parameters without a gradient zeros, so that ranks that ran different layers can be summed. Before `reduce`."""
-        for parameter in self.parameters:
-            if parameter.grad is None and parameter not in self._wide:
-                parameter.grad = torch.zeros_like(parameter)
-        self.absorb()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
-        The gradient of `tied` is also summed over the two stages that hold it. Every rank of a group must call it with equal
-        parameters in equal order and with gradients for equal ones; this holds because every rank runs at least one chunk
-        through all its layers. Only the local shard of a sharded gradient is summed, so the ranks of the group must hold equal
-        shards. Runs on the current stream.
+        A rank without a gradient for a parameter adds zeros if another rank has one. The gradient of `tied` is also summed over
+        the two stages that hold it. Every rank of a group must call it with equal parameters in equal order. Only the local
+        shard of a sharded gradient is summed, so the ranks of the group must hold equal shards. Runs on the current stream, and
+        waits once for the device if there is a group.
         """
-        sums = [self._wide.get(parameter, parameter.grad) for parameter in self.parameters]
+        for parameter in [parameter for parameter in self._wide if not parameter.requires_grad]:
+            self._absorbed.discard(parameter)
+            del self._wide[parameter]
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if group is not None:
-            for bucket in _buckets([local_shard(gradient) for gradient in sums if gradient is not None]):
+            used = _any_rank([self._has_gradient(parameter) for parameter in trained], trained, group)
+            sums = [local_shard(self._sum_of(parameter)) for parameter, is_used in zip(trained, used, strict=True) if is_used]
+            for bucket in _buckets(sums):
                 _sum_bucket(bucket, group)
         if tied is not None and tied.parameter.requires_grad:
-            _sum_bucket([local_shard(self._sum_of(tied.parameter))], tied.ends)
-        for parameter, wide in self._wide.items():
+            (is_used,) = _any_rank([self._has_gradient(tied.parameter)], [tied.parameter], tied.ends)
+            if is_used:
+                _sum_bucket([local_shard(self._sum_of(tied.parameter))], tied.ends)
+        for parameter in self._absorbed:
+            wide = self._wide[parameter]
             parameter.grad = wide.to(parameter.dtype)
             wide.zero_()
+        self._absorbed.clear()
+
+    def _has_gradient(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._absorbed or parameter.grad is not None
 
     def _sum_of(self, parameter: nn.Parameter) -> Tensor:
-        gradient = self._wide.get(parameter, parameter.grad)
-        assert gradient is not None, "a tied weight has no gradient"
-        return gradient
+        """The tensor in which this rank's gradient of the step adds up, zeros where the rank has none."""
+        if parameter not in self._absorbed:
+            if parameter.grad is not None:
+                return parameter.grad
+            if not (self._in_fp32 and parameter.dtype in HALF_DTYPES):
+                parameter.grad = torch.zeros_like(parameter)
+                return parameter.grad
+        return self._buffer(parameter)
+
+    def _buffer(self, parameter: nn.Parameter) -> Tensor:
+        """The fp32 buffer of a half-precision parameter, which holds a gradient of this step from now on."""
+        if parameter not in self._wide:
+            self._wide[parameter] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+        self._absorbed.add(parameter)
+        return self._wide[parameter]
+
+
+def _any_rank(flags: Sequence[bool], parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[bool]:
+    """For every parameter, whether its flag is set on some rank of `group`. Collective; waits for the device."""
+    if not flags:
+        return []
+    found = torch.tensor(flags, dtype=torch.uint8, device=local_shard(parameters[0]).device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]
 
 
 class ReplicatedParameters:
@@ -113,10 +142,6 @@ class ReplicatedParameters:
     def after_backward(self) -> None:
         """Collects the gradients of a backward; call it after each one."""
         self.gradients.absorb()
-
-    def complete(self) -> None:
-        """Adds zero gradients for layers that did not run. Call it before `reduce` if ranks of the group ran different layers."""
-        self.gradients.complete()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the sum over `group` in every `.grad`, for `tied` also over its two stages. Collective over these ranks."""

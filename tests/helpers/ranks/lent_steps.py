@@ -58,7 +58,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a front's gradients stay with the helpers": (lent_slice, "_return_front", lambda *_: None),
     "helpers' gradients of keys and values are left out": (lent_slice, "_own_tokens", _own_alone),
     "tokens of a slice come in the order of ranks": (lent_slice, "_whole_slice", _in_order_of_ranks),
-    "a rank's weights get its own gradients alone": (StepExecutor, "_reduce", lambda self: self.parameters.complete()),
+    "a rank's weights get its own gradients alone": (StepExecutor, "_reduce", lambda self: self.parameters.reduce(None)),
     "labels of the whole shard": (lent_round._Rows, "of_inputs", _other_labels),
 }
 

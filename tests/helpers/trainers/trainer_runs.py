@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,12 +161,15 @@ def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps:
     # settings of adapters have lists in them
     key = repr((case, rows, num_steps))
     if key not in _KNOWN_TRAININGS:
-        _KNOWN_TRAININGS[key] = _plain_training(case, rows, num_steps)
+        _KNOWN_TRAININGS[key] = plain_training_with(lambda model, step: None, case, rows, num_steps)
     losses, weights = _KNOWN_TRAININGS[key]
     return list(losses), dict(weights)
 
 
-def _plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int) -> tuple[list[float], dict[str, Any]]:
+def plain_training_with(
+    before_step: Callable[[torch.nn.Module, int], None], case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int
+) -> tuple[list[float], dict[str, Any]]:
+    """`plain_training` in which `before_step` gets the model and the number of steps done, before each step."""
     model = build_model(case)
     # the trainer's grouping: no decay for norms and biases
     decay = [p for name, p in model.named_parameters() if p.dim() > 1 or "magnitude" in name]
@@ -179,6 +183,7 @@ def _plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps
     while len(losses) < num_steps:
         sampler.set_epoch(epoch)
         for batch in sampler:
+            before_step(model, len(losses))
             losses.append(_plain_step(model, [rows[i] for i in batch], optimizer))
             scheduler.step()
             if len(losses) == num_steps:

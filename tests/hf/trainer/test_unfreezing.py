@@ -1,0 +1,136 @@
+"""Weights that a user's callback freezes and unfreezes between steps: as in one plain process, on every placement and door."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.trainer_runs import (
+    SKEWED,
+    LossRecorder,
+    Rows,
+    make_trainer,
+    plain_training_with,
+    training_arguments,
+)
+from torch import nn
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
+
+from hf_longctx import LongContextCallback, LongContextConfig
+
+NUM_STEPS = 6
+CASE = ModelCase(promoted=True, tied=True)
+# weights that are frozen before a step, by a part of their names; on the last stage, the tied embedding is called lm_head
+FROZEN = {
+    0: ("layers.1.mlp", "layers.0.self_attn", "embed_tokens", "lm_head"),
+    2: ("layers.1.mlp",),
+    3: (),
+    4: ("layers.0.mlp", "norm"),
+}
+
+
+def freeze(model: nn.Module, num_done: int) -> None:
+    """Sets which weights train in the step after `num_done` steps."""
+    if num_done in FROZEN:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in FROZEN[num_done]))
+
+
+class Freezing(TrainerCallback):
+    """Freezes as `FROZEN` says, on all ranks or on one alone; remembers the weights before each step."""
+
+    def __init__(self, only_rank: int | None = None) -> None:
+        self.only_rank = only_rank
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.only_rank in (None, args.process_index):
+            freeze(model, state.global_step)
+        self.weights.append({name: whole(p.detach()).clone() for name, p in model.named_parameters()})
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return random_rows(SKEWED)
+
+
+@pytest.fixture(scope="module")
+def expected(rows: Rows) -> tuple[list[float], dict[str, Any]]:
+    return plain_training_with(freeze, CASE, rows, NUM_STEPS)
+
+
+def train(rows: Rows, config: dict[str, Any], attached: bool, only_rank: int | None) -> tuple[list[float], Any, str]:
+    """Losses and last weights of a training in which weights are frozen and unfrozen, and the message if it stopped."""
+    arguments = {"max_steps": NUM_STEPS, "logging_steps": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        if attached:
+            settings = {"report_steps": False, "timeline_steps": 0, **config}
+            trainer: Any = Trainer(
+                model=build_model(CASE),
+                args=training_arguments(folder, per_device_train_batch_size=4, **arguments),
+                train_dataset=datasets.Dataset.from_list(rows),
+                data_collator=DataCollatorWithFlattening(),
+            )
+            LongContextCallback(LongContextConfig(**settings)).attach(trainer)
+        else:
+            trainer = make_trainer(CASE, rows, folder, config, arguments)
+        recorder = LossRecorder()
+        recorder.attach(trainer)
+        trainer.add_callback(Freezing(only_rank))
+        try:
+            trainer.train()
+        except ValueError as error:
+            return [], {}, str(error)
+    return recorder.losses, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}, ""
+
+
+# name -> (ranks, settings, whether a stock trainer gets a callback attached)
+RUNS: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "replicated": (2, {"tokens_per_rank": 64}, False),
+    "sharded": (2, {"parameters": "sharded", "tokens_per_rank": 64}, False),
+    "copies of shards": (4, {"parameters": "gathered_per_round", "shard_ranks": 2, "tokens_per_rank": 32}, False),
+    "stages": (2, {"stages": 2, "tokens_per_rank": 96}, False),
+    "attached": (2, {"tokens_per_rank": 64}, True),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_frozen_and_unfrozen_weights_follow_one_plain_process(ranks, rows: Rows, expected, name: str) -> None:
+    num_ranks, config, attached = RUNS[name]
+    for losses, weights, message in ranks(num_ranks).run(train, rows, config, attached, None):
+        assert not message
+        assert losses == pytest.approx(expected[0], rel=1e-10)
+        whole_names = {"lm_head.weight": "model.embed_tokens.weight"}
+        assert max(float((w - expected[1][whole_names.get(n, n)]).abs().max()) for n, w in weights.items()) <= 1e-10
+
+
+@pytest.mark.parametrize("config,num_ranks", [({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 4)])
+def test_freezing_on_one_rank_alone_is_refused_on_all(ranks, rows: Rows, config: dict[str, Any], num_ranks: int) -> None:
+    messages = [message for *_, message in ranks(num_ranks).run(train, rows, {"tokens_per_rank": 96, **config}, False, 1)]
+    assert all("are trained on some ranks and frozen on others" in message for message in messages), messages
+    assert "weights, such as model.embed_tokens.weight" in messages[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_frozen_bf16_weights_stay_where_they_are(ranks, rows: Rows, num_ranks: int) -> None:
+    for before in ranks(num_ranks).run(weights_before_steps, rows):
+        for step in range(4, NUM_STEPS - 1):
+            moved = {name for name, weight in before[step].items() if not torch.equal(weight, before[step + 1][name])}
+            assert moved
+            assert not [name for name in moved if "layers.0.mlp" in name or "norm" in name]
+
+
+def weights_before_steps(rows: Rows) -> list[dict[str, torch.Tensor]]:
+    callback = Freezing()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"max_steps": NUM_STEPS, "logging_steps": 1}
+        trainer = make_trainer(ModelCase(dtype=torch.bfloat16), rows, folder, {"tokens_per_rank": 96}, arguments)
+        trainer.add_callback(callback)
+        trainer.train()
+    return callback.weights
