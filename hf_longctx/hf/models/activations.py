@@ -1,6 +1,6 @@
-"""Makes the activation engine of a run when the first plan needs it, and unbinds it when the run ends.
+"""Creates a run's activation engine when the first plan needs it, and unbinds the engine when the run ends.
 
-The trainer, the callback and the self-test ask it for the engine of every plan.
+The trainer, the callback and the self-test ask `ActivationRuntime` for the engine of every plan.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 
-# bytes of the copies that time a slab
+# most bytes copied each way to measure how fast a slab is
 _PROBE_BYTES = 2**26
 
 
 class ActivationRuntime:
     """Executes activation policies on the layers and the output head of one model at a time.
 
-    A model whose plans keep everything is never touched. host_bytes: host memory for saved tensors, one slab that is allocated
-    (on CUDA pinned) for the first plan that offloads. has_head: false for a pipeline stage before the last. layers: the layers
-    of the rank's own stage, if the model has the layers of all stages (None: all layers of the model). on_pageable: called with
-    the measured bytes per second if the system refuses to pin the slab, so that later plans expect slower copies.
+    A model whose plans keep everything is never touched. host_bytes: size of the slab of host memory for saved tensors; the slab
+    is allocated when the first plan offloads, and is pinned on CUDA. on_pageable: called with the measured bytes per second if
+    the system refuses to pin the slab, so that later plans expect slower copies. has_head: false for a pipeline stage before the
+    last. layers: the layers of this rank's own stage, for a model that has the layers of all stages; None: all layers.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ActivationRuntime:
         self._model: nn.Module | None = None
 
     def engine(self, model: nn.Module, plan: RankPlan) -> ActivationEngine | None:
-        """The engine for `plan` on `model`; None while no plan has needed one."""
+        """The engine for `plan` on `model`; None as long as no plan has needed an engine."""
         shares = [
             share for _, stage in plan.rounds for policy in stage.activations for layer in policy.layers for share in layer.shares
         ]
@@ -64,7 +64,7 @@ class ActivationRuntime:
 
     @property
     def tier(self) -> HostTier | None:
-        """The host tier in use; None if no plan has needed one."""
+        """The host tier in use; None as long as no plan has offloaded."""
         return None if self._engine is None else self._engine.tier
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class ActivationRuntime:
 
 
 def slab_rate(tier: HostTier, device: torch.device) -> float:
-    """Bytes per second between the tier's slab, pinned or not, and the device, in the slower direction."""
+    """Measured bytes per second between the tier's slab and the device, in the slower direction."""
     home = tier.slab.memory[:_PROBE_BYTES]
     away = torch.zeros(home.numel(), dtype=torch.uint8, device=device)
     slowest_s = 1e-9

@@ -1,6 +1,6 @@
-"""PEFT adapters: which kinds and settings are tested, what they add to a model, and the parameters saved with them.
+"""PEFT adapters: which kinds and settings are tested, what adapters add to a model, and which parameters are saved with them.
 
-Start-up checks, the planner's `ModelSpec` and the checkpoints of adapters use it.
+Start-up checks, the planner's `ModelSpec` and adapter checkpoints use these functions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 # add a kind only together with its runs in tests/hf/trainer/test_adapter_trainer.py
 TESTED_KINDS = ("LORA",)
 _ADAPTER = "default"
-# settings of LoraConfig of which every value is tested, or which do not affect the computation; others must have their default
+# settings of LoraConfig that may have any value, since every value is tested or none affects the computation
 _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
 }
+# settings with several tested values; every other setting must have its default
 _SETTINGS: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian")}
 
 
@@ -41,7 +42,7 @@ def is_adapted(model: object) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model inside wrappers (adapters, DDP); `model` itself if it is not wrapped, also if it is sharded."""
+    """The transformers model inside wrappers (adapters, DDP); `model` itself if nothing wraps it, even if it is sharded."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     inner = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
     if inner is not None:
@@ -50,7 +51,7 @@ def base_of(model: Any) -> Any:
 
 
 def kind_problems(model: Any) -> list[str]:
-    """Why adapters of this kind cannot be trained, by name; empty for tested kinds and for a model without adapters."""
+    """Why adapters of this kind cannot be trained, naming the kind; empty for tested kinds and for a model without adapters."""
     if not is_adapted(model):
         # adapters added by transformers' own add_adapter, and PEFT's mixtures of several kinds
         if hasattr(model, "peft_config"):
@@ -70,7 +71,7 @@ def kind_problems(model: Any) -> list[str]:
 
 
 def adapter_problems(model: Any) -> list[str]:
-    """Why adapters of a tested kind on a tested model still cannot be trained; empty if they can, or without adapters."""
+    """Why adapters of a tested kind on a tested model still cannot be trained; empty if they can, or if there are none."""
     return _setting_problems(model.peft_config[_ADAPTER]) + _module_problems(model) if is_adapted(model) else []
 
 
@@ -115,14 +116,14 @@ def _module_problems(model: PeftModel) -> list[str]:
 
 
 def _is_tested(layer: BaseTunerLayer) -> bool:
-    """Whether an adapter is on a linear or a four-bit linear module; PEFT has a class of its own for the latter."""
+    """Whether an adapter is on a linear or a four-bit linear module; on the latter, PEFT's adapter has a class of its own."""
     if type(layer) is Linear:
         return True
     return isinstance(layer, LoraLayer) and is_four_bit(layer.get_base_layer())
 
 
 def shard_problems(model: Any) -> list[str]:
-    """Why the trained weights of a model cannot be sharded: FSDP2 sums the gradients of a unit in a single dtype."""
+    """Why the trained weights of a model cannot be sharded, since FSDP2 sums all gradients of a unit in one dtype; else empty."""
     base = base_of(model)
     if not is_adapted(model) or not isinstance(base, PreTrainedModel):
         return []
@@ -153,7 +154,10 @@ def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
 
 
 def hidden_dtype(model: Any) -> torch.dtype:
-    """Dtype of hidden states: that of the model's own weights, which `model`, or a stage of it, does not mix."""
+    """Dtype of hidden states, which is that of the model's own weights; start-up refuses a model that mixes dtypes.
+
+    `model` may be one pipeline stage.
+    """
     own, _ = own_dtypes(model)
     if len(own) == 1:
         return next(iter(own))
@@ -164,7 +168,10 @@ def hidden_dtype(model: Any) -> torch.dtype:
 
 
 def adapter_spec(model: Any) -> AdapterSpec:
-    """Most that adapters of `model` (perhaps one stage) add to any layer, to the embedding and to the head; else zeros."""
+    """The most that adapters add to any layer of `model`, and what they add to its embedding and head; zeros without adapters.
+
+    `model` may be one pipeline stage.
+    """
     if not is_adapted(model):
         return AdapterSpec()
     base = base_of(model)
@@ -197,8 +204,8 @@ def _trained(module: nn.Module) -> tuple[int, int]:
 def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
     """Bytes per token that an adapter on `module` saves for backward, besides what the module itself saves.
 
-    These are the input in the adapter's dtype, if that differs from `hidden`, and the output of the adapter's first matrix; for
-    DoRA also the product with the frozen weight, the output of the adapter, and their sum.
+    An adapter saves a copy of its input in its own dtype, if that differs from `hidden`, and the output of its first matrix.
+    DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
     """
     if not isinstance(module, LoraLayer):
         return 0
@@ -212,7 +219,7 @@ def _saved_bytes(module: nn.Module, hidden: torch.dtype) -> int:
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters that are saved in the adapter's folder, under the names that they have there."""
+    """Parameters that are saved in the adapter's folder, under the names that the saved file gives them."""
     own = dict(model.named_parameters())
     found: dict[str, nn.Parameter] = get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
     return found

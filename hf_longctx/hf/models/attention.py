@@ -1,9 +1,9 @@
-"""The attention function registered with transformers: runs over the sequence group under a plan, else falls back.
+"""The attention function that we register with transformers, so that layers attend over their sequence group under a plan.
 
-Start-up calls `patch_model`; from then on every attention layer of the model calls `longctx_attention`, which runs over the
-sequence group if it gets a plan's context and otherwise delegates to the model's former implementation. The registered name says
-which, so no state is needed: "longctx" delegates to sdpa, "longctx_eager" to eager. A name must not contain "flash", which
-transformers would take for a kernel to download.
+Start-up calls `patch_model`. From then on every attention layer of the model calls `longctx_attention`. With a plan's context
+this function attends over the sequence group; without one it calls the model's former implementation. The registered name says
+which implementation that is ("longctx": sdpa, "longctx_eager": eager), so no state is needed. The names do not contain "flash",
+because transformers would take such a name for a kernel and try to download it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_l
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
 _WINDOW, _SINKS, _SOFTCAP = "sliding_window", "s_aux", "softcap"
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
-# attention classes whose window is only in their masks: the config's window holds for all layers
+# attention classes that limit attention by their masks alone; all their layers have the config's window
 _WINDOW_OF_CONFIG = ("PhimoeAttention",)
 # attention classes that scale the queries of layers without RoPE by their position in the row
 _TEMPERED = ("Llama4TextAttention",)
@@ -41,9 +41,9 @@ _TEMPERED = ("Llama4TextAttention",)
 def patch_model(model: PreTrainedModel) -> None:
     """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
 
-    It also lets rotary embeddings that depend on a document's length read it from the plan's context, and keeps quantised
-    weights from being changed by bitsandbytes' own forward. Raises ValueError for an implementation other than sdpa and eager,
-    and for a model that ignores the switch.
+    Also lets rotary embeddings that depend on a document's length read that length from the plan's context, and keeps
+    bitsandbytes' forward from changing quantised weights. Raises ValueError for an implementation other than sdpa and eager, and
+    for a model that ignores the switch.
     """
     follow_documents(model)
     settle_quantised(model)
@@ -96,8 +96,8 @@ def longctx_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with transformers' interface: query [B, H, T, D], key and value [B, G, T, D]; returns [B, T, H, D].
 
-    `longctx` is the chunk's context; without it the call is passed on to `fallback` unchanged. Raises ValueError for dropout and
-    for any keyword that would change attention and is not implemented: nothing is ignored silently.
+    `longctx` is the chunk's context; a call without it goes to `fallback` unchanged. Nothing is ignored silently: raises
+    ValueError for dropout, and for any keyword that would change attention and is not implemented.
     """
     if longctx is None:
         function = _fallback_function(module, fallback)
@@ -141,7 +141,10 @@ def longctx_attention(
 
 
 def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
-    """Restriction of an attention layer: from the window that it passes, or else from the settings that its masks are made of."""
+    """The window or chunk that limits an attention layer.
+
+    The window is the one that the layer passes as a keyword, or else the setting from which transformers builds its masks.
+    """
     config: Any = getattr(module, "config", None)
     layer, layer_types = getattr(module, "layer_idx", None), getattr(config, "layer_types", None) or ()
     layer_type = layer_types[layer] if layer is not None and layer < len(layer_types) else ""
@@ -157,10 +160,10 @@ def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
 
 
 def _tempered_by_document(module: Any, q_1HTD: Tensor, context: GroupContext) -> Tensor:
-    """Corrects queries that the layer has scaled by their index in this rank's row to scaling by position in the document.
+    """Rescales queries by their position in the document, since the layer scaled them by their index in this rank's row.
 
-    The layer counts from 0 in every row, so queries are multiplied by the quotient of both factors: exactly 1 for a whole
-    document.
+    The layer counts from 0 in every row. So each query is multiplied by the wanted factor over the factor already applied; for a
+    row that is one whole document this quotient is exactly 1.
     """
     if context.position_ids is None:
         raise RuntimeError(f"{type(module).__name__} scales queries by position, but the context has no position_ids; set them")
@@ -173,7 +176,7 @@ def _tempered_by_document(module: Any, q_1HTD: Tensor, context: GroupContext) ->
 
 
 def _fallback_function(module: nn.Module, fallback: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The model's former implementation; eager attention is a function in the model's own source file."""
+    """The implementation that the model had before; for eager attention, the function in the model's own source file."""
     if fallback == "eager":
         function: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[type(module).__module__].eager_attention_forward
         return function

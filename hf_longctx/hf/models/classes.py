@@ -1,8 +1,9 @@
-"""Lists the model classes that run, and why others do not; start-up checks read it, a sweep over all classes proves it.
+"""Lists the model classes that run under plans, and says why other classes do not.
 
-A class is tested if tiny models of it, with every kind of layer of its default config, give the loss and all gradients of plain
-Hugging Face: packed, in slices, recomputed, in stages, on groups, on rings and sharded, or are refused there by name.
-`docs/models.md` says how large the error of each was.
+Start-up checks read this list, and a sweep of tests over all classes proves it. A class is listed as tested if tiny models of
+it, with every kind of layer that its default config has, give the same loss and gradients as plain Hugging Face: packed, in
+slices, recomputed, in stages, on sequence groups, on rings and sharded. A class may instead refuse some of these by name.
+`docs/models.md` lists the error that was measured for each class.
 """
 
 from __future__ import annotations
@@ -110,9 +111,10 @@ TESTED_MODELS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why some classes are refused: `text` says what a module that matches `layer` does, or without `layer` the class itself.
+    """Why some classes are refused.
 
-    layer: pattern for names and classes of modules.
+    text: what the first module that matches `layer` does; without `layer`, what the class itself does. layer: regular expression
+    for the names and classes of modules.
     """
 
     summary: str
@@ -261,7 +263,7 @@ REFUSALS = (
         ),
     ),
 )
-# classes supported only without scaled RoPE, which they would scale again by the longest position of a forward
+# classes supported only with unscaled RoPE: they scale RoPE once more by the longest position in a forward
 DEFAULT_ROPE_ONLY = ("PhimoeForCausalLM",)
 # class whose config may name any decoder -> the decoder that is tested
 _DECODERS = {"FuyuForCausalLM": "PersimmonModel"}
@@ -269,7 +271,7 @@ _REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM
 
 
 def class_problem(model: nn.Module) -> str:
-    """Why models of this class cannot run, naming class and layer; empty for a tested class."""
+    """Why models of this class cannot run under plans, naming the class and the layer; empty for a tested class."""
     name = type(model).__name__
     if name in TESTED_MODELS:
         return _decoder_problem(model)
@@ -295,7 +297,7 @@ def _decoder_problem(model: nn.Module) -> str:
 
 
 def refusal_of(name: str) -> Refusal | None:
-    """Why a class of this name is refused; None for tested and unknown ones."""
+    """Why the class of this name is refused; None for tested and for unknown classes."""
     return next((refusal for refusal in REFUSALS if name in refusal.classes), None)
 
 

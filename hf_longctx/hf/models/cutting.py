@@ -26,25 +26,25 @@ from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
 
 # for every stage the layer ranges of its parts (several with interleaving)
 Ranges = Sequence[Sequence[LayerRange]]
-# attribute of a model of which each rank loaded only its own stage: the layer ranges of all stages
+# attribute of a model that was loaded stage by stage, one stage per rank; it holds the layer ranges of all stages
 RANGES = "longctx_ranges"
 
-# words in names of config fields that let layers read more from other layers than hidden states
+# words in names of config fields by which layers read more than hidden states from other layers
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
 _NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 _PROBE_TOKENS = 3
 
 
 class Identity(nn.Module):
-    """Replaces a module that is on another stage or in another part: returns its first argument."""
+    """Returns its first argument; replaces a module that is on another stage or in another layer range."""
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The first argument, positional or by any keyword."""
+        """Returns the first argument, positional or passed by any keyword."""
         return args[0] if args else next(iter(keywords.values()))
 
 
 class StageLayers(nn.ModuleList):
-    """The decoder layers of a model; its forward sees only those in `seen`, and an identity in place of every other.
+    """The decoder layers of a model; during a forward, only the layers in `seen` are visible, with identities for the others.
 
     All layers stay registered under their names. Outside of forwards `seen` is None, and all layers are visible.
     """
@@ -71,9 +71,10 @@ class StageLayers(nn.ModuleList):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where a causal language model can be cut. `decoder`: the model whose output the head reads; names are its attributes.
+    """Names of the modules between which a causal language model can be cut.
 
-    first: modules that turn token ids into hidden states. last: modules after the layers. head: an attribute of `model`.
+    decoder: the model whose output the head reads. first, layers, last: attributes of `decoder`, for the modules that turn token
+    ids into hidden states, for the list of layers, and for the modules after the layers. head: attribute of `model`.
     """
 
     model: PreTrainedModel
@@ -94,7 +95,7 @@ class Pieces:
 
 
 def stage_problems(model: nn.Module) -> list[str]:
-    """Why the layers of `model` cannot be cut into stages, by name; empty if they can."""
+    """Why the layers of `model` cannot be cut into stages, naming the class; empty if they can."""
     inner = base_of(model)
     name, config = type(inner).__name__, getattr(inner, "config", None)
     if not isinstance(inner, PreTrainedModel) or config is None:
@@ -120,9 +121,10 @@ def stage_problems(model: nn.Module) -> list[str]:
 
 
 def find_pieces(model: nn.Module) -> Pieces:
-    """Where `model`, plain or with adapters, can be cut: by its config's pipeline plan, else by the kinds of its modules.
+    """Finds where `model`, plain or with adapters, can be cut, by its config's pipeline plan or else by the kinds of its modules.
 
-    Every weight must belong to the embedding, one layer, the norm or the head; raises ValueError naming what does not.
+    Every weight must belong to the embedding, to exactly one layer, to the norm or to the head. Raises ValueError naming the
+    weights for which that is not so.
     """
     inner = base_of(model)
     refused = f"{type(inner).__name__} cannot be cut into pipeline stages: "
@@ -157,10 +159,10 @@ def find_pieces(model: nn.Module) -> Pieces:
 def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = False) -> None:
     """Reduces `model` in place to what stage `stage` of `len(parts)` needs; a single stage is left unchanged.
 
-    `parts[s]`: the layer ranges of stage s; together they are all layers in order, part by part. With tied embeddings the last
-    stage keeps the weight as that of its head. `keeps_tie`: leave the embedding to which the head is tied until
-    `drop_embedding`. Nothing is computed, so `model` may be on the meta device. Raises ValueError for ranges that are not the
-    model's layers, and for models that cannot be cut.
+    `parts[s]`: the layer ranges of stage s; `check_ranges` says in which order they must cover the layers. With tied embeddings,
+    the last stage keeps the shared weight as the weight of its head. `keeps_tie`: later stages keep an embedding that is tied to
+    the head, until `drop_embedding` removes it. Nothing is computed, so `model` may be on the meta device. Raises ValueError for
+    ranges that do not cover the model's layers, and for models that cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
@@ -181,10 +183,10 @@ def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = Fal
 
 
 def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
-    """Binds a forward that runs one part to `model`, cut by `cut_model`, and describes the stage for the executor.
+    """Describes a stage for the executor, after binding a forward to `model` that runs one layer range of the stage.
 
-    Call it once per model, before it is sharded. Raises ValueError for a model that changes hidden states before its layers or
-    after them, which every stage would repeat.
+    `model` was cut by `cut_model`. Call this once per model, before the model is sharded. Raises ValueError for a model that
+    changes hidden states before its layers or after them, since every stage would repeat that change.
     """
     pieces = find_pieces(model)
     if len(parts) > 1:
@@ -204,9 +206,9 @@ def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
 
 
 def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
-    """All stages of `model`, which stays whole: for runs whose ranks are lent to stages other than their own.
+    """Describes all stages of `model`, which stays whole, for runs whose stages lend their ranks to other stages.
 
-    Call it once per model. `parts`: as for `cut_model`, one range per stage. Raises ValueError for models that cannot be cut.
+    Call this once per model. `parts`: as for `cut_model`, one range per stage. Raises ValueError for models that cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
@@ -224,7 +226,7 @@ def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
 
 
 def check_ranges(parts: Ranges, num_layers: int) -> None:
-    """Raises ValueError unless the ranges (part 0 of every stage, then part 1 ...) are all `num_layers` layers in order."""
+    """Raises ValueError unless part 0 of every stage, then part 1 of every stage and so on, are all layers in order."""
     num_parts = {len(ranges) for ranges in parts}
     if len(num_parts) != 1:
         raise ValueError(f"stages have {sorted(num_parts)} parts each; give every stage the same number of parts")
@@ -245,13 +247,16 @@ def check_ranges(parts: Ranges, num_layers: int) -> None:
 
 
 def _decoder(model: nn.Module) -> nn.Module | None:
-    """The decoder inside `model`: its class's `base_model`, or (Llama 4, where that name is wrong) its transformers child."""
+    """The decoder inside `model`: its `base_model`, or its first child that is a transformers model if that attribute is wrong.
+
+    It is wrong for Llama 4.
+    """
     base = getattr(model, "base_model", model)
     return base if base is not model else next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
 
 
 def _planned(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:
-    """Names of embedding, layers and norm according to the config's pipeline plan; None if it has none."""
+    """Names of embedding, layers and norm according to the config's pipeline plan; None if the config has no plan."""
     plan = getattr(decoder.config, "base_model_pp_plan", None)
     if not plan:
         return None
@@ -302,7 +307,7 @@ def check_ties(pieces: Pieces) -> None:
 
 
 def forget_ties(pieces: Pieces) -> None:
-    """Keeps transformers from tying weights again of which this stage does not have all."""
+    """Keeps transformers from tying weights again, since a stage may lack one of the modules that share a weight."""
     owner: Any
     for owner in (pieces.model, pieces.decoder):
         owner._tied_weights_keys = None
@@ -332,7 +337,7 @@ def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
 
 @contextmanager
 def _only(pieces: Pieces, part: LayerRange, has_norm: bool) -> Iterator[None]:
-    """Context in which the decoder consists only of the layers of `part`, and the final norm if `has_norm`."""
+    """Context in which the decoder runs only the layers of `part`, and the final norm only if `has_norm`."""
     decoder = pieces.decoder
     layers, norms = getattr(decoder, pieces.layers), {name: getattr(decoder, name) for name in pieces.last}
     layers.seen = range(part.first_layer, part.first_layer + part.num_layers)

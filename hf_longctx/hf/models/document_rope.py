@@ -1,15 +1,16 @@
 """Makes rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") correct under plans.
 
-`models.attention.patch_model` binds it to a model; start-up checks ask it which embeddings it supports.
+`models.attention.patch_model` binds these functions to a model; start-up checks ask them which embeddings are supported.
 
-transformers takes the length from the largest position of a forward. In a packed row that is the longest document's; in a slice
-or a shard it is that of the tokens there; and "dynamic" remembers the longest forward so far. Under a plan every token gets the
-frequencies for the whole length of its own document, as a new model would give them to that document alone. The functions of
-transformers make the frequencies, and the class's own forward runs with them on a copy of the embedding, so that what the
-embedding remembers of earlier forwards is neither used nor changed.
+transformers takes the length from the largest position in a forward. In a packed row, that gives the length of the longest
+document; in a slice or a shard, it gives the largest position present there; and "dynamic" also remembers the longest forward so
+far. Under a plan, every token gets the frequencies for the whole length of its own document: those that a new model would use if
+it ran that document alone. transformers' own functions compute these frequencies. The class's own forward then runs on a copy of
+the embedding that holds them, so that the embedding's memory of earlier forwards is neither used nor changed.
 
-An embedding gets the lengths from its parent module, whose forward receives the chunk's context just like attention. Without a
-context it runs unchanged. An embedding for which this does not reproduce its class on a lone document is refused.
+An embedding gets the lengths from its parent module, whose forward receives the chunk's context just as attention does. Without
+a context the embedding runs unchanged. An embedding is refused if its outputs under a plan would differ from those of its own
+class for a document alone.
 
 Sources: dynamic NTK scaling as in `transformers.modeling_rope_utils`; LongRoPE (arXiv 2402.13753).
 """
@@ -38,7 +39,7 @@ _MOST_KNOWN = 4096
 
 
 def follow_documents(model: nn.Module) -> None:
-    """Makes the model's rotary embeddings use frequencies per document whenever their parent gets a context. Idempotent."""
+    """Makes rotary embeddings use each document's own frequencies whenever their parent gets a context. Idempotent."""
     for parent, embeddings in _by_parent(model):
         for embedding in embeddings:
             # a plain method, so that it works on a copy of the model too
@@ -62,7 +63,10 @@ def ignore_documents(model: nn.Module) -> None:
 
 
 def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[str]:
-    """Why documents of `model`, whose config has these `DOCUMENT_ROPE_TYPES`, would get wrong frequencies, by name."""
+    """Why documents would get wrong frequencies, naming the embedding; empty if all of them get the right ones.
+
+    rope_types: those of the model's config that are in `DOCUMENT_ROPE_TYPES`.
+    """
     named = [(name, module, *each) for name, module in model.named_modules() for each in document_rope_types(module).items()]
     problems = [
         f"rope type {kind!r} depends on the length of a document, but no rotary embedding of {type(model).__name__} accepts "
@@ -84,7 +88,7 @@ def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[
 
 
 def document_rope_types(module: nn.Module) -> dict[str, str]:
-    """Layer type (empty: all) to rope type, for a rotary embedding whose frequencies depend on a document's length."""
+    """Rope type by layer type ("": all layers) of a rotary embedding, only where frequencies depend on a document's length."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         kinds = {"": kinds}
@@ -94,7 +98,7 @@ def document_rope_types(module: nn.Module) -> dict[str, str]:
 
 
 def forget_documents(model: nn.Module) -> None:
-    """Resets the model's rotary embeddings to those of a new model, whatever lengths ran before."""
+    """Resets the model's rotary embeddings to their state in a new model, whatever lengths ran before."""
     modules: list[Any] = list(model.modules())
     for module in modules:
         for layer_type in document_rope_types(module):
@@ -104,10 +108,10 @@ def forget_documents(model: nn.Module) -> None:
 
 
 def shorten_limits(model: nn.Module, limit: int) -> int:
-    """Lowers the document length from which frequencies are scaled to at most `limit` tokens.
+    """Lowers to at most `limit` tokens the document length above which frequencies are scaled.
 
-    Returns the longest document that is then not scaled; 0 if no frequencies depend on length. Use it on copies of a model only,
-    since it changes the config too.
+    Returns the length of the longest document that is then not scaled; 0 if no frequencies depend on length. Use this on copies
+    of a model only, since it changes the config too.
     """
     longest = 0
     modules: list[Any] = list(model.modules())
@@ -119,7 +123,7 @@ def shorten_limits(model: nn.Module, limit: int) -> int:
                 config.max_position_embeddings = module.original_max_seq_len = own
             else:
                 _parameters(module, layer_type)["original_max_position_embeddings"] = own
-                # if the config has this field, transformers overwrites the other one with it
+                # transformers overwrites the parameter with this field of the config, if the config has it
                 if hasattr(config, "original_max_position_embeddings"):
                     config.original_max_position_embeddings = own
             for known in (_KNOWN, f"{layer_type}_long_inv_freq" if layer_type else "long_inv_freq"):
@@ -130,7 +134,7 @@ def shorten_limits(model: nn.Module, limit: int) -> int:
 
 @dataclass(slots=True)
 class _Lent:
-    """A context's documents, for one forward of an embedding's parent."""
+    """The documents of a context, which an embedding has for one forward of its parent; `was_used`: whether it read them."""
 
     documents: tuple[tuple[int, int], ...]
     was_used: bool = False
@@ -159,7 +163,7 @@ def _take_back(parent: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _forward(embedding: Any, x: Tensor, position_ids: Tensor, *args: Any, **keywords: Any) -> Any:
-    """Runs the class's own forward on the tokens of every document, with the frequencies for its whole length."""
+    """Runs the class's own forward on the tokens of each document, with the frequencies for the document's whole length."""
     lent: _Lent | None = vars(embedding).get(_DOCUMENTS)
     layer_type = keywords.get("layer_type", args[0] if args else None) or ""
     kind = document_rope_types(embedding).get(layer_type)
@@ -193,14 +197,17 @@ def _parameters(embedding: Any, layer_type: str) -> dict[str, Any]:
 
 
 def _limit(embedding: Any, kind: str, layer_type: str) -> int:
-    """Longest document whose frequencies are those of a new embedding, not scaled."""
+    """Length of the longest document whose frequencies are not scaled, which are those of a new embedding."""
     if kind == "dynamic":
         return int(embedding.original_max_seq_len)
     return int(_parameters(embedding, layer_type)["original_max_position_embeddings"])
 
 
 def _length_class(kind: str, length: int, limit: int) -> int:
-    """A representative length with equal frequencies: all lengths up to the limit are alike, with longrope also all beyond."""
+    """A length that stands for all lengths with equal frequencies.
+
+    All lengths up to the limit have equal frequencies; with longrope, all lengths above the limit have equal ones too.
+    """
     return max(limit, length) if kind == "dynamic" else limit + (length > limit)
 
 
@@ -220,7 +227,7 @@ def _at_length(embedding: Any, kind: str, layer_type: str, length: int, device: 
 
 
 def _frequencies(embedding: Any, kind: str, layer_type: str, length: int, device: torch.device) -> Tensor:
-    """Frequencies that a new embedding makes in a forward up to position `length` - 1."""
+    """Frequencies that a new embedding computes in a forward whose last position is `length` - 1."""
     if length <= _limit(embedding, kind, layer_type):
         original: Tensor = getattr(embedding, f"{layer_type}_original_inv_freq" if layer_type else "original_inv_freq")
         return original.to(device)
@@ -241,9 +248,9 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _is_standard(embedding: Any, kind: str, layer_type: str) -> bool:
-    """Whether `_forward` gives a slice of a document what the class's own forward gives it within the lone document.
+    """Whether `_forward` on a slice of a document gives the values of the class's own forward on the whole document alone.
 
-    Compared for lengths on both sides of the limit.
+    Both are compared for documents at the limit and above it.
     """
     if getattr(embedding, f"{layer_type}_original_inv_freq" if layer_type else "original_inv_freq", None) is None:
         return False

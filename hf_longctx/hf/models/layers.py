@@ -11,18 +11,18 @@ from hf_longctx.runtime.activations.engine import LayerModules
 
 # words in names of config fields that make some class change its logits after the head
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
-# words in names of similar fields about something else: logits of attention, of a router, of a contrastive model, token counts
+# words in names of similar fields about other things: logits of attention, of a router or of a contrastive model, token counts
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
 _MLPS = ("mlp", "feed_forward")
-# MLP classes that return two values, of which the layer drops the second
+# MLP classes that return two values; the layer drops the second one
 _MLPS_OF_TWO = ("GptOssMLP", "Llama4TextMoe")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-# names in `self_attn` of the query, key and value projections: three modules, or one for all three
+# attributes of `self_attn` that project to queries, keys and values: three modules, or one module for all three
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 
 
 def has_plain_projections(model: nn.Module) -> bool:
-    """Whether `layer_modules` would find projections in every layer, so that queries, keys and values may be kept."""
+    """Whether every layer has projections that `layer_modules` finds, so that plans may keep queries, keys and values."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return bool(layers) and all(_projections(layer) for layer in layers)
 
@@ -67,7 +67,7 @@ def output_head(model: nn.Module) -> nn.Module:
 
 
 def head_problem(model: nn.Module) -> str:
-    """Why the loss of `model` needs whole logits: the setting that changes them after the head; empty if there is none."""
+    """Why the loss of `model` cannot be computed in tiles: a setting changes logits after the head. Empty if it can be."""
     inner = base_of(model)
     config = getattr(inner, "config", None)
     if not isinstance(config, PretrainedConfig):
@@ -81,7 +81,7 @@ def head_problem(model: nn.Module) -> str:
 
 
 def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
-    """Linear modules that make queries, keys and values; empty unless all are plain and their outputs are left unchanged."""
+    """Linear modules that make queries, keys and values; empty unless all are plain and their outputs stay unchanged."""
     attention = getattr(layer, "self_attn", None)
     if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
         # the layer clips the outputs in place, which would change the kept ones
@@ -95,6 +95,6 @@ def _projections(layer: nn.Module) -> tuple[nn.Linear, ...]:
 
 
 def _plain_linear(module: nn.Module | None) -> nn.Linear | None:
-    """The linear module with torch's own forward, perhaps inside an adapter; None for others such as quantised subclasses."""
+    """The linear module with torch's own forward, perhaps inside an adapter; None for others, such as quantised ones."""
     inner = getattr(module, "base_layer", module)
     return inner if type(inner) is nn.Linear and "forward" not in vars(inner) else None

@@ -1,7 +1,8 @@
 """Frozen four-bit weights under adapters (QLoRA): which are tested, how many bytes they take, and how they are unpacked.
 
-Layers are bitsandbytes' `Linear4bit`, known by their class, so that the package is imported only where a model has them. Their
-`weight` is a column of bytes, with two elements in each; its `quant_state` has the scales of the blocks.
+Four-bit layers are bitsandbytes' `Linear4bit`. They are recognised by the name of their class, so that bitsandbytes is imported
+only for a model that has such layers. Their `weight` is a column of bytes, two elements to a byte; `weight.quant_state` holds
+the scales of its blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.plan.core.model_spec import PackedSpec
 
-# dtypes in which products may run: gradients would overflow fp16 without a scale, and the kernels write no output in fp64
+# dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 _SCALES = ("absmax", "code", "offset")
 
@@ -29,7 +30,7 @@ def is_four_bit(module: nn.Module) -> bool:
 
 
 def can_load(config: Any) -> bool:
-    """Whether a checkpoint with this `quantization_config` (a mapping) can be loaded: unquantised (empty), or with four bits."""
+    """Whether a checkpoint with this `quantization_config` can be loaded: it must be empty (not quantised), or four-bit."""
     return not config or (config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_4bit")))
 
 
@@ -39,7 +40,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def quantised_problems(model: Any) -> list[str]:
-    """Why a model with quantised weights, with or without adapters, cannot be trained; empty if it can or has none."""
+    """Why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
     layers = four_bit_layers(model)
     if not layers:
         return _method_problems(model)
@@ -93,8 +94,8 @@ def _method_problems(model: Any) -> list[str]:
 def settle_quantised(model: nn.Module) -> None:
     """Keeps forwards from changing four-bit layers in place. Idempotent; results of training stay the same.
 
-    Otherwise, in evaluation mode on a CPU with AVX-512 BF16, a layer would round and repack its weight for good and then let no
-    gradient through; and its first forward would cast its bias, in place, to the dtype of its products.
+    In evaluation mode on a CPU with AVX-512 BF16, a layer would otherwise round and repack its weight for good, and then pass no
+    gradient on. And the first forward of a layer would cast its bias, in place, to the dtype of its products.
     """
     for layer in four_bit_layers(model).values():
         layer.support_avx512bf16_for_cpu = False
@@ -103,7 +104,7 @@ def settle_quantised(model: nn.Module) -> None:
 
 
 def move_scales(model: nn.Module, device: torch.device) -> None:
-    """Moves the scales of four-bit weights to `device`, where the shards of these weights will be."""
+    """Moves the scales of four-bit weights to `device`, where the shards of the weights will be."""
     for layer in four_bit_layers(model).values():
         layer.weight.quant_state.to(device)
         # both names refer to one object, except in a copied model
@@ -111,13 +112,16 @@ def move_scales(model: nn.Module, device: torch.device) -> None:
 
 
 def own_elements(model: nn.Module) -> dict[str, int]:
-    """Elements of every parameter by name; a four-bit weight counts as many as it has unpacked."""
+    """Number of elements of every parameter by name; a four-bit weight counts its unpacked elements."""
     packed = {id(layer.weight): _num_elements(layer) for layer in four_bit_layers(model).values()}
     return {name: packed.get(id(parameter), parameter.numel()) for name, parameter in model.named_parameters()}
 
 
 def packed_spec(model: nn.Module) -> PackedSpec:
-    """Most bytes of a layer's weights, of its scales, and of an unpacked weight, in `model` or one stage; zeros without."""
+    """The most bytes that the weights of a layer, its scales, and one unpacked weight take; zeros without four-bit weights.
+
+    `model` may be one pipeline stage.
+    """
     packed = four_bit_layers(model)
     if not packed:
         return PackedSpec()
@@ -142,7 +146,7 @@ def scale_bytes(layer: Any) -> int:
 
 
 def unpacked_bytes(layer: Any) -> int:
-    """Bytes of a four-bit layer's weight while it is multiplied: unpacked, and in backward also a cast copy if dtypes differ."""
+    """Bytes of a four-bit layer's weight during a product: unpacked and, in backward, also cast if the dtypes differ."""
     stored, computed = layer.weight.quant_state.dtype, layer.compute_dtype
     return _num_elements(layer) * max(stored.itemsize + (computed.itemsize if computed != stored else 0), computed.itemsize)
 

@@ -1,7 +1,7 @@
-"""Rotary position embeddings for longer sequences than a checkpoint was trained on, and whether a model really has them.
+"""Extends rotary position embeddings beyond a checkpoint's trained length, and checks that a model has those of its config.
 
-Changing a config after its model was built has no effect, and casting the whole model rounds its frequencies. Both happen
-silently, and the error grows with the length of a sequence. So a config is extended before the model is built, and the
+Changing a config after its model was built has no effect, and casting the whole model rounds its frequencies. Both mistakes are
+silent, and the error grows with the length of a sequence. So a config is extended before the model is built, and the
 frequencies of every model to be trained are compared with its config.
 
 Sources: "yarn" is YaRN (arXiv 2309.00071); "linear" is position interpolation (arXiv 2306.15595); "longrope" is LongRoPE
@@ -30,18 +30,19 @@ RopeScaling = Literal["yarn", "linear", "dynamic", "longrope", "none"]
 _TOLERANCE = 1e-5
 # layer type that sees the whole sequence, in models whose layers have different rotary embeddings
 _FULL = "full_attention"
-# lists of factors that longrope needs; they are searched for each checkpoint
+# parameters with the lists of factors that longrope needs; the authors of a checkpoint search for its factors
 _LISTS = ("short_factor", "long_factor")
 
 
 def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: RopeScaling = "yarn") -> PretrainedConfig:
-    """A copy of `config` for sequences of up to `max_length` tokens; build or load the model with it.
+    """Makes a copy of `config` for sequences of up to `max_length` tokens; build or load the model with that copy.
 
     The scaling factor is `max_length` over the length that the checkpoint was trained for; layers with windows are not
-    scaled. "dynamic" scales each document by its own length, but not up to the trained length, which stays the config's
-    `max_position_embeddings`. "longrope" takes its factors from a checkpoint that comes with lists of them. "none" only allows
-    more positions, with a warning. A config that has room already is returned as it is. Raises ValueError for a model without
-    rotary embeddings, for one that has another kind of scaling already, and for scaling that would change no frequency.
+    scaled. "dynamic" scales a document by its own length, and only if that exceeds the trained length, which stays the config's
+    `max_position_embeddings`. "longrope" takes its factors from the checkpoint's config, which must have them. "none" only
+    allows more positions, with a warning. A config that already allows `max_length` is returned unchanged. Raises ValueError for
+    a model without rotary embeddings, for one that already has another kind of scaling, and for scaling that would change no
+    frequency.
 
     Example:
 
@@ -60,7 +61,7 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
     old = parameters.get(_FULL, parameters)
     new = _unscaled(text, old, max_length) if rope_scaling == "none" else _scaled(text, old, max_length, rope_scaling)
     text.rope_parameters = {**parameters, _FULL: new} if _FULL in parameters else new
-    # dynamic scaling starts at max_position_embeddings, so that stays the trained length
+    # dynamic scaling starts above max_position_embeddings, so this field stays the trained length
     if rope_scaling != "dynamic":
         text.max_position_embeddings = max_length
     try:
@@ -73,7 +74,7 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
 
 
 def grows(text: Any) -> bool:
-    """Whether a text config's rotary embeddings work beyond its `max_position_embeddings`, as "dynamic" ones do."""
+    """Whether the rotary embeddings of a text config work beyond its `max_position_embeddings`; "dynamic" ones do."""
     parameters = getattr(text, "rope_parameters", None) or {}
     return bool(parameters.get(_FULL, parameters).get("rope_type") == "dynamic")
 
@@ -89,7 +90,7 @@ def _room(text: Any, rope_scaling: RopeScaling) -> float:
 
 
 def _unscaled(text: Any, old: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """`old`, with its present factor written out where it would otherwise follow from the new number of positions."""
+    """`old`, with its present factor written out if transformers would otherwise derive another one."""
     logger.warning(
         "positions up to %d are used without rope_scaling, where the checkpoint knows %d: expect it to learn slowly what "
         "lies beyond; rope_scaling='yarn' starts closer",
@@ -98,7 +99,7 @@ def _unscaled(text: Any, old: dict[str, Any], max_length: int) -> dict[str, Any]
     )
     if old.get("rope_type") not in ("yarn", "longrope") or old.get("factor"):
         return old
-    # without a factor, transformers would compute one from the new number of positions
+    # without a stated factor, transformers would derive it from the new number of positions
     return {**old, "factor": text.max_position_embeddings / old["original_max_position_embeddings"]}
 
 
@@ -137,7 +138,7 @@ def _check_lists(text: Any, old: dict[str, Any]) -> None:
 
 
 def rope_problems(model: nn.Module) -> list[str]:
-    """Where the frequencies of the model's rotary embeddings are not those of its config; empty without rotary embeddings."""
+    """Problems with rotary embeddings whose frequencies are not those of the model's config; empty if there are none."""
     problems = []
     for name, module in model.named_modules():
         for layer_type, kind in _kinds(module):
@@ -186,7 +187,10 @@ def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tupl
 
 
 def _difference_beyond(module: Any, config: Any, layer_type: str, kind: str) -> float:
-    """Largest relative difference beyond the trained length: of frequencies, of that length, and of the factor on cos and sin."""
+    """Largest relative difference between module and config in what matters beyond the trained length.
+
+    Compared are the frequencies there, the trained length itself, and the factor on cosines and sines.
+    """
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     own, length = module.config, 2 * config.max_position_embeddings
     limits = module.original_max_seq_len, config.max_position_embeddings

@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.runtime.execution.experts import RouterBalance
 
-# modules that return logits, scores and indices of a token's experts; a class gets in with its rows in
+# routers that return the logits, scores and indices of a token's experts; add a class only together with its rows in
 # tests/exact/models/test_moe.py
 _ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "GptOssTopKRouter")
 
 
 def router_problems(model: PreTrainedModel) -> list[str]:
-    """Settings of a mixture of experts under which plans would not give what the model alone gives, by name."""
+    """Problems with settings of a mixture of experts under which plans would give other results than the model alone."""
     problems, config = [], model.config.get_text_config()
     if has_balance(model) and not any(type(module).__name__ in _ROUTERS for module in model.modules()):
         problems.append(
@@ -23,7 +23,7 @@ def router_problems(model: PreTrainedModel) -> list[str]:
             f"taken ({', '.join(_ROUTERS)}); set it to False, which trains without that loss"
         )
     if noise := getattr(config, "router_jitter_noise", 0.0):
-        # sparsemixer also uses it as the threshold beyond which an expert is left out
+        # sparsemixer also uses this noise as the threshold beyond which an expert is left out
         price = ", at which its routers get no gradient" if type(model).__name__ == "PhimoeForCausalLM" else ""
         problems.append(
             f"router_jitter_noise is {noise}, drawn anew in every forward, so that no two plans would agree; set it to 0.0{price}"
@@ -40,7 +40,7 @@ def has_balance(model: nn.Module) -> bool:
 
 
 class RouterRuntime:
-    """Load-balancing loss of one model at a time: bound to its routers by the first plan, and unbound when the run ends."""
+    """Holds the load-balancing loss of one model at a time: binds it to the routers at the first plan, unbinds it at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,7 +48,7 @@ class RouterRuntime:
         self._model: nn.Module | None = None
 
     def balance(self, model: nn.Module) -> RouterBalance | None:
-        """The balance of `model`; None if its config asks for none."""
+        """The load-balancing loss of `model`; None if its config asks for none."""
         if self._model is not model:
             self.close()
             self._balance, self._model = router_balance(model, self.device), model
@@ -62,7 +62,7 @@ class RouterRuntime:
 
 
 def router_balance(model: nn.Module, device: torch.device) -> RouterBalance | None:
-    """The load-balancing loss that the config of `model` asks for, bound to the routers that it has (a stage may have none)."""
+    """The load-balancing loss that the config of `model` asks for, bound to the model's routers (a stage may have none)."""
     if not has_balance(model):
         return None
     config = base_of(model).config

@@ -22,16 +22,16 @@ from hf_longctx.plan.core.windows import Windows, config_windows
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
-# names of the MLP's width, and of nested configs with the sizes of layers
+# config fields that may hold the MLP's width, and nested configs that may hold the sizes of layers
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
 _NESTED = ("attn_config", "ffn_config")
-# largest share of parameters by which model and config may differ, since norms and biases are not counted
+# largest share of parameters by which a model and its config may differ, since the config's count leaves out norms and biases
 _AGREES = 0.05
 _QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
-    """The shapes of `model` as the planner sees them. is_autocast: attention runs in bf16 whatever the dtype of the weights."""
+    """The shapes of `model` for the planner. is_autocast: whether attention runs in bf16, whatever the dtype of the weights."""
     element = hidden_dtype(model).itemsize
     spec = ModelSpec.from_config(_fields(model.config), bytes_per_element=element)
     return replace(
@@ -47,14 +47,15 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
 
 
 def windows_of(config: PretrainedConfig) -> Windows:
-    """The windows of a model's layers by its config alone, for use without the model."""
+    """The windows of a model's layers, read from its config alone, for use without the model."""
     return config_windows(_fields(config), config.get_text_config().num_hidden_layers)
 
 
 def _uncounted_parameters(model: PreTrainedModel, spec: ModelSpec) -> int:
-    """Parameters per layer that `spec` misses, or (negative) counts in excess; further embeddings are spread over the layers.
+    """Parameters per layer that `model` has and `spec` does not count; negative if `spec` counts too many.
 
-    Zero where a model agrees with its config up to norms and biases, and for a model of which this rank has one stage only.
+    Parameters outside the layers, such as further embeddings, are spread over the layers. Zero for a model that agrees with its
+    config up to norms and biases, and for a model that this rank loaded as one stage only.
     """
     if hasattr(model, RANGES):
         return 0
@@ -74,15 +75,15 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     widths = [fields[name] for name in _WIDTHS if fields.get(name) is not None]
     # transformers' default width is four times the hidden size
     width = widths[0] if widths else 4 * fields["hidden_size"]
-    # some configs compute it in a property, which to_dict leaves out
+    # some configs compute this number in a property, which to_dict leaves out
     fields["num_hidden_layers"] = text.num_hidden_layers
     return {**fields, **_most_kv(text), "intermediate_size": max(width) if isinstance(width, list) else width}
 
 
 def _most_kv(text: Any) -> dict[str, int]:
-    """KV heads and head size of the layer with the most keys and values, if layers differ or the config states too few.
+    """KV heads and head size of the layer with the most keys and values, if layers differ or the config states too few heads.
 
-    MiMo has twice as many heads in layers with a window, JetMoe gives every expert of a token a copy.
+    MiMo has twice as many KV heads in layers with a window. JetMoe copies keys and values for every expert of a token.
     """
     if text.model_type == "jetmoe":
         return {"num_key_value_heads": text.num_attention_heads}
@@ -96,7 +97,7 @@ def _most_kv(text: Any) -> dict[str, int]:
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:
-    """The ranks of this run with a generic device of this rank's kind and real memory."""
+    """The ranks of this run, with a generic device of this rank's kind that has the real device's memory."""
     if device.type == "cuda":
         hardware = replace(GENERIC_GPU, device_bytes=torch.cuda.get_device_properties(device).total_memory)
     else:
@@ -111,6 +112,6 @@ def usable_device_bytes(cluster: ClusterSpec) -> int:
 
 
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-    """Tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
+    """Number of tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
     states = ByteModel(spec).states(parameters, shard_ranks)
     return (usable_device_bytes(cluster) - states) // saved_token_bytes(spec)

@@ -11,14 +11,14 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import Pieces, find_pieces
 from hf_longctx.plan.core.windows import Windows, plain_windows
 
-# settings of layers and configs that limit attention to fewer than all earlier tokens
+# settings of layers and of configs that hide some earlier tokens from attention
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
-# layers with a window setting that neither their masks nor an attention function uses
+# layers that have a window setting, but use it neither in their masks nor in an attention function
 _UNUSED_WINDOWS = ("MoshiDecoderLayer",)
 
 
 def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
-    """Where the model could be cut (None: nowhere, so that all of its layers are needed), and its layers in order."""
+    """The pieces into which the model can be cut (None if it cannot, so that all layers are needed), and its layers in order."""
     try:
         pieces = find_pieces(model)
     except ValueError:
@@ -30,13 +30,13 @@ def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
 
 
 def layer_types(model: Any, num_layers: int) -> list[str]:
-    """Type of each layer by the config's `layer_types`; empty strings if it has none for these layers."""
+    """Type of each layer, from the config's `layer_types`; empty strings if the config does not list these layers."""
     types = getattr(base_of(model).config.get_text_config(), "layer_types", None) or ()
     return list(types) if len(types) == num_layers else [""] * num_layers
 
 
 def layer_window(layer: nn.Module, config: Any, layer_type: str) -> int:
-    """Tokens that the layer's attention sees at most; 0 for all."""
+    """The most tokens that the layer's attention sees; 0: all of them."""
     if layer_type.startswith("full") or type(layer).__name__ in _UNUSED_WINDOWS:
         return 0
     own = [vars(module)[name] for module in layer.modules() for name in WINDOW_FIELDS if name in vars(module)]
@@ -48,7 +48,7 @@ def layer_window(layer: nn.Module, config: Any, layer_type: str) -> int:
 
 
 def layer_windows(model: Any) -> Windows:
-    """The window of every layer that the config counts; a layer that calls attention several times counts as often."""
+    """The window of every layer that the config counts; a layer that calls attention n times counts as n layers."""
     _, layers = decoder_layers(model)
     config = base_of(model).config.get_text_config()
     types = layer_types(model, len(layers))
