@@ -109,8 +109,8 @@ def _module_problems(model: PeftModel) -> list[str]:
     lost = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in saved]
     if lost:
         problems.append(
-            f"{len(lost)} trained weights outside the adapters would not be saved with them, {lost[0]} first; freeze them, or "
-            f"name their module in modules_to_save"
+            f"{len(lost)} trained weights outside the adapters would not be saved with them (the first is {lost[0]}); freeze "
+            f"them, or name their module in modules_to_save"
         )
     return problems
 

@@ -149,7 +149,8 @@ REFUSALS = (
     ),
     Refusal(
         "linear attention, SSM, convolution or another state along the sequence",
-        "carries a state from token to token (linear attention, SSM, convolution), which would run on across documents and ranks",
+        "carries a state from token to token (linear attention, SSM, convolution), which plans neither reset at a new document "
+        "nor pass on between ranks",
         (
             "BailingHybridForCausalLM",
             "BambaForCausalLM",
@@ -183,7 +184,7 @@ REFUSALS = (
     ),
     Refusal(
         "cross attention",
-        "reads a second sequence (cross attention), and the class takes no positions that begin anew at each document",
+        "reads a second sequence (cross attention), and the class takes no positions that restart at each document",
         (
             "BartForCausalLM",
             "BigBirdPegasusForCausalLM",
@@ -202,7 +203,7 @@ REFUSALS = (
     ),
     Refusal(
         "sparse attention by an index",
-        "chooses the keys that a token sees by an index or compresses them (sparse attention), which is not implemented",
+        "lets an index choose the keys that a token sees, or compresses keys (sparse attention), which is not implemented",
         (
             "AXK2ForCausalLM",
             "DeepseekV32ForCausalLM",
@@ -215,13 +216,13 @@ REFUSALS = (
     ),
     Refusal(
         "a mask made from the values",
-        "makes a mask of its own from keys or values, which would be left out",
+        "makes a mask of its own from keys or values, which plans would leave out",
         ("DogeForCausalLM",),
         r"Attention$",
     ),
     Refusal(
         "positions counted from the padding token",
-        "counts positions from its padding token on and not from 0, which packed documents do",
+        "counts positions from the number of its padding token, but plans count every document from 0",
         (
             "CamembertForCausalLM",
             "Data2VecTextForCausalLM",
@@ -235,7 +236,7 @@ REFUSALS = (
     ),
     Refusal(
         "attention that runs several times per layer",
-        "calls attention several times in one forward, where slices expect one set of keys and values for each layer",
+        "calls attention several times in one forward, but slices keep only one set of keys and values for each layer",
         (
             "DiffLlamaForCausalLM",
             "HrmTextForCausalLM",
@@ -244,7 +245,7 @@ REFUSALS = (
     ),
     Refusal(
         "drops extra keywords",
-        "drops extra keywords on their way to attention, so that a plan would never arrive there",
+        "drops extra keyword arguments on their way to attention, so that a plan would never arrive there",
         (
             "NemotronForCausalLM",
             "StableLmForCausalLM",
@@ -279,8 +280,8 @@ def class_problem(model: nn.Module) -> str:
     if refusal is None:
         hint = next((found for found in map(lambda each: layer_of(model, each), REFUSALS) if found), "")
         return (
-            f"model class {name} is not in the tested list, so its attention may have a pattern that would be silently "
-            f"wrong{f' ({hint})' if hint else ''}; {_REMEDY}"
+            f"model class {name} is not in the tested list, so plans might give silently wrong results with "
+            f"it{f' ({hint})' if hint else ''}; {_REMEDY}"
         )
     layer = layer_of(model, refusal)
     return f"model class {name} is not supported: {f'{layer} ' if layer else 'it '}{refusal.text}; {_REMEDY}"
@@ -292,7 +293,9 @@ def _decoder_problem(model: nn.Module) -> str:
     inner = [(path, type(module).__name__) for path, module in model.named_modules() if hasattr(module, "embed_tokens")]
     wrong = [f"{path} ({name})" for path, name in inner if tested and name != tested]
     return (
-        f"model class {type(model).__name__} has {wrong[0]} inside, but is tested only with {tested}; use that" if wrong else ""
+        f"model class {type(model).__name__} has {wrong[0]} inside, but is tested only with {tested}; use {tested}"
+        if wrong
+        else ""
     )
 
 

@@ -101,7 +101,7 @@ def stage_problems(model: nn.Module) -> list[str]:
     if not isinstance(inner, PreTrainedModel) or config is None:
         return [f"{name} is not a transformers model, so it cannot be cut into pipeline stages; use stages=1"]
     if config.is_encoder_decoder:
-        return [f"{name} is an encoder-decoder, whose layers are no single chain; use stages=1"]
+        return [f"{name} is an encoder-decoder, whose layers do not form one chain; use stages=1"]
     problems = [
         f"{name} cannot be cut into pipeline stages: with {field}={value!r} its layers read more from each other than hidden "
         f"states; use stages=1"
@@ -147,7 +147,7 @@ def find_pieces(model: nn.Module) -> Pieces:
     placed = (*first, *layers, *last)
     stray = [name for name, _ in decoder.named_parameters() if name.split(".")[0] not in placed]
     if stray:
-        raise ValueError(f"{refused}no stage would have {', '.join(stray[:3])}{remedy}")
+        raise ValueError(f"{refused}no stage would have its weights {', '.join(stray[:3])}{remedy}")
     owners: dict[int, int] = {}
     for number, layer in enumerate(getattr(decoder, layers[0])):
         for name, parameter in layer.named_parameters():
@@ -241,8 +241,8 @@ def check_ranges(parts: Ranges, num_layers: int) -> None:
     if ends != starts or any(part.num_layers < 1 for part in virtual):
         found = ", ".join(f"{part.first_layer}+{part.num_layers}" for part in virtual)
         raise ValueError(
-            f"the parts {found} (first layer + number of layers) are not the {num_layers} layers in order; give every part "
-            f"at least one layer"
+            f"the parts {found} (first layer + number of layers) do not cover the {num_layers} layers in order; let every part "
+            f"begin where the one before it ends, with at least one layer"
         )
 
 
@@ -368,8 +368,8 @@ def _check_passes(pieces: Pieces) -> None:
         )
     if repeated := [name for name in pieces.last if calls.count(name) > 1]:
         raise ValueError(
-            f"{type(pieces.model).__name__} cannot be cut into pipeline stages: it runs {', '.join(repeated)} before its first "
-            f"layer too, which only the last stage has; use stages=1"
+            f"{type(pieces.model).__name__} cannot be cut into pipeline stages: it also runs {', '.join(repeated)} before its "
+            f"first layer, but only the last stage has that module; use stages=1"
         )
     found: Tensor = output.last_hidden_state
     if found.shape != probe_1TC.shape or not torch.equal(found, probe_1TC):

@@ -172,8 +172,8 @@ def _forward(embedding: Any, x: Tensor, position_ids: Tensor, *args: Any, **keyw
     documents, lent.was_used = lent.documents, True
     if (num_tokens := sum(count for count, _ in documents)) != position_ids.shape[-1]:
         raise RuntimeError(
-            f"{type(embedding).__name__} got {position_ids.shape[-1]} positions for a chunk of {num_tokens} tokens; the model "
-            f"cuts or repeats positions, so plans cannot run it"
+            f"{type(embedding).__name__} got {position_ids.shape[-1]} positions for a chunk of {num_tokens} tokens, since the "
+            f"model cuts or repeats positions, so plans cannot run it; use another rope type"
         )
     limit = _limit(embedding, kind, layer_type)
     runs = [

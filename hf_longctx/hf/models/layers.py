@@ -50,7 +50,10 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
 def _mlp(layer: nn.Module) -> nn.Module:
     name = next((name for name in _MLPS if hasattr(layer, name)), None)
     if name is None:
-        raise ValueError(f"{type(layer).__name__} has no module `mlp`, which activation policies split; keep everything")
+        raise ValueError(
+            f"{type(layer).__name__} has no module `mlp` or `feed_forward`, which activation policies divide into tiles; use "
+            f"activations='keep'"
+        )
     return layer.get_submodule(name)
 
 

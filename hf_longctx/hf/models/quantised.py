@@ -46,7 +46,7 @@ def quantised_problems(model: Any) -> list[str]:
         return _method_problems(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
         return [
-            "weights of four bits cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or "
+            "four-bit weights cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or "
             "load the model in bfloat16"
         ]
     problems = []
@@ -61,16 +61,19 @@ def quantised_problems(model: Any) -> list[str]:
         )
     if stored := sorted({str(layer.weight.dtype) for layer in layers.values()} - {"torch.uint8"}):
         problems.append(
-            f"weights of four bits are stored as {', '.join(stored)}; leave bnb_4bit_quant_storage out, shards take bytes as well"
+            f"four-bit weights are stored as {', '.join(stored)}; leave out bnb_4bit_quant_storage, since weights stored as "
+            f"bytes can be sharded too"
         )
     bare = [name for name, layer in layers.items() if getattr(layer.weight, "quant_state", None) is None]
     if bare:
-        problems.append(f"{len(bare)} layers of four bits have no scales yet, {bare[0]} first; load them with from_pretrained")
+        problems.append(
+            f"{len(bare)} four-bit layers have no scales yet (the first is {bare[0]}); load the model with from_pretrained"
+        )
     elif any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers.values()):
         problems.append(
-            "a forward in evaluation mode has repacked the weights of four bits for inference on this CPU, and their products "
-            "let no gradient through any more; load the model again and give it to the trainer first, whose evaluate() leaves "
-            "them as they are"
+            "a forward in evaluation mode has repacked the four-bit weights for inference on this CPU, so their products pass no "
+            "gradient on any more; load the model again and give it to the trainer before any forward (the trainer's evaluate() "
+            "does not repack)"
         )
     return problems
 
@@ -83,11 +86,12 @@ def _method_problems(model: Any) -> list[str]:
     name = str(getattr(method, "value", method) or "an unknown method")
     if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
         return [
-            "weights of eight bits (LLM.int8) are not supported: which features of a product are outliers depends on all tokens "
-            "of the call, so packs and slices would change the result; load with BitsAndBytesConfig(load_in_4bit=True)"
+            "eight-bit weights (LLM.int8) are not supported: which features of a product are outliers depends on all tokens of "
+            "the call, so packs and slices would change the result; load with BitsAndBytesConfig(load_in_4bit=True)"
         ]
     return [
-        f"weights quantised by {name} are not in the tested list; load with BitsAndBytesConfig(load_in_4bit=True), or unquantised"
+        f"weights quantised by {name} are not in the tested list; load the model with BitsAndBytesConfig(load_in_4bit=True), or "
+        f"without quantisation"
     ]
 
 

@@ -55,7 +55,7 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
     if max_length <= _room(text, rope_scaling):
         return config
     if not (parameters := getattr(text, "rope_parameters", None)):
-        raise ValueError(f"{type(config).__name__} has no rotary position embeddings to scale; use a model that has")
+        raise ValueError(f"{type(config).__name__} has no rotary position embeddings to scale; use a model that has them")
     extended = copy.deepcopy(config)
     text = extended.get_text_config()
     old = parameters.get(_FULL, parameters)
@@ -68,7 +68,7 @@ def extend_positions(config: PretrainedConfig, max_length: int, rope_scaling: Ro
         text.validate_rope()
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"{type(text).__name__} does not take rope_scaling={rope_scaling!r}: {error}; use another one"
+            f"{type(text).__name__} does not take rope_scaling={rope_scaling!r}: {error}; choose another kind of scaling"
         ) from error
     return extended
 
@@ -92,8 +92,8 @@ def _room(text: Any, rope_scaling: RopeScaling) -> float:
 def _unscaled(text: Any, old: dict[str, Any], max_length: int) -> dict[str, Any]:
     """`old`, with its present factor written out if transformers would otherwise derive another one."""
     logger.warning(
-        "positions up to %d are used without rope_scaling, where the checkpoint knows %d: expect it to learn slowly what "
-        "lies beyond; rope_scaling='yarn' starts closer",
+        "positions up to %d are used without rope_scaling, but the checkpoint was trained on %d only: expect it to learn the "
+        "positions beyond slowly; rope_scaling='yarn' starts closer",
         max_length,
         text.max_position_embeddings,
     )
@@ -110,7 +110,7 @@ def _scaled(text: Any, old: dict[str, Any], max_length: int, rope_scaling: RopeS
         same = f"{kind!r}, or " if kind in get_args(RopeScaling) else ""
         raise ValueError(
             f"the config scales its positions by rope_type {kind!r} already; use rope_scaling={same}'none' to train beyond its "
-            f"{positions} positions as it is"
+            f"{positions} positions without changing that scaling"
         )
     new = {**old, "rope_type": rope_scaling}
     if rope_scaling == "dynamic":
@@ -133,7 +133,7 @@ def _check_lists(text: Any, old: dict[str, Any]) -> None:
     if old[_LISTS[0]] == old[_LISTS[1]]:
         raise ValueError(
             f"long_factor of {type(text).__name__} is the same as its short_factor, so that longrope would change no frequency; "
-            f"use rope_scaling='none' to train beyond its {text.max_position_embeddings} positions as it is"
+            f"use rope_scaling='none' to train beyond its {text.max_position_embeddings} positions without further scaling"
         )
 
 

@@ -19,14 +19,15 @@ def router_problems(model: PreTrainedModel) -> list[str]:
     problems, config = [], model.config.get_text_config()
     if has_balance(model) and not any(type(module).__name__ in _ROUTERS for module in model.modules()):
         problems.append(
-            f"output_router_logits is set, but the routers of {type(model).__name__} are not among those whose balance is "
-            f"taken ({', '.join(_ROUTERS)}); set it to False, which trains without that loss"
+            f"output_router_logits is set, but a load-balancing loss is supported only for the routers {', '.join(_ROUTERS)}, "
+            f"which {type(model).__name__} does not have; set it to False, which trains without that loss"
         )
     if noise := getattr(config, "router_jitter_noise", 0.0):
         # sparsemixer also uses this noise as the threshold beyond which an expert is left out
-        price = ", at which its routers get no gradient" if type(model).__name__ == "PhimoeForCausalLM" else ""
+        price = ", with which its routers get no gradient" if type(model).__name__ == "PhimoeForCausalLM" else ""
         problems.append(
-            f"router_jitter_noise is {noise}, drawn anew in every forward, so that no two plans would agree; set it to 0.0{price}"
+            f"router_jitter_noise is {noise}, which draws new noise in every forward, so that no two plans would give the same "
+            f"result; set it to 0.0{price}"
         )
     if (clip := getattr(config, "clip_qkv", None)) is not None:
         problems.append(f"clip_qkv is {clip}, which changes kept projections in place and is not supported; set it to None")

@@ -91,5 +91,5 @@ def test_a_layer_without_an_mlp_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    with pytest.raises(ValueError, match="Bare has no module `mlp`"):
+    with pytest.raises(ValueError, match="Bare has no module `mlp` or `feed_forward`"):
         layer_modules(nn.Sequential(Bare()))

@@ -154,8 +154,8 @@ def bare() -> Any:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "eight bits": (lambda: loaded(load_in_4bit=False, load_in_8bit=True), "weights of eight bits (LLM.int8) are not supported"),
-    "nothing to train": (lambda: loaded(adapters=False), "weights of four bits cannot be trained; put adapters beside them"),
+    "eight bits": (lambda: loaded(load_in_4bit=False, load_in_8bit=True), "eight-bit weights (LLM.int8) are not supported"),
+    "nothing to train": (lambda: loaded(adapters=False), "four-bit weights cannot be trained; put adapters beside them"),
     "fp64": (
         lambda: loaded(torch.float64),
         "products of four-bit weights are computed in torch.float64; load",
@@ -163,11 +163,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fp16": (lambda: loaded(torch.float16), "products of four-bit weights are computed in torch.float16"),
     "storage": (
         lambda: loaded(bnb_4bit_quant_storage=torch.bfloat16),
-        "weights of four bits are stored as torch.bfloat16",
+        "four-bit weights are stored as torch.bfloat16",
     ),
     "head": (lambda: loaded(llm_int8_skip_modules=["none"]), "the head is quantised, which is not tested; name it in llm_int8"),
-    "repacked": (repacked, "a forward in evaluation mode has repacked the weights of four bits for inference on this CPU"),
-    "no scales": (bare, "1 layers of four bits have no scales yet, base_model.model.model.layers.0.self_attn.q_proj.base_layer"),
+    "repacked": (repacked, "a forward in evaluation mode has repacked the four-bit weights for inference on this CPU"),
+    "no scales": (
+        bare,
+        "1 four-bit layers have no scales yet (the first is base_model.model.model.layers.0.self_attn.q_proj.base_layer)",
+    ),
 }
 
 

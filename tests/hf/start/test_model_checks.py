@@ -62,7 +62,7 @@ def test_tokens_that_see_later_ones_are_refused_by_layer() -> None:
 def test_noise_and_cross_attention_are_refused_with_their_values() -> None:
     config = transformers.PhimoeConfig(**LLAMA_SHAPE, num_local_experts=2, pad_token_id=0, router_jitter_noise=0.01)
     (noise,) = problems_at_start(transformers.PhimoeForCausalLM(config))
-    assert noise.startswith("router_jitter_noise is 0.01, drawn anew in every forward")
+    assert noise.startswith("router_jitter_noise is 0.01, which draws new noise in every forward")
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     model = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**sizes))
     assert problems_at_start(model) == []
@@ -235,7 +235,8 @@ def test_a_quantized_model_is_refused() -> None:
     # attributes that transformers sets after loading with a quantization config; packages that quantise so are not installed here
     model.is_quantized, model.quantization_method = True, "gptq"
     assert problems_at_start(model) == [
-        "weights quantised by gptq are not in the tested list; load with BitsAndBytesConfig(load_in_4bit=True), or unquantised"
+        "weights quantised by gptq are not in the tested list; load the model with BitsAndBytesConfig(load_in_4bit=True), or "
+        "without quantisation"
     ]
 
 
@@ -325,7 +326,7 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
     ),
     "trained norm": (
         unfrozen,
-        "1 trained weights outside the adapters would not be saved with them, base_model.model.model",
+        "1 trained weights outside the adapters would not be saved with them (the first is base_model.model.model",
     ),
     "dtypes": (of_half_and_single, "the adapters have weights of torch.bfloat16, torch.float32 on a model of torch.bfloat16"),
 }
