@@ -14,7 +14,7 @@ from hf_longctx.hf.start.trl import read_columns
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.run import Run
 
-# the mixin stands in front of any Trainer subclass; to a type checker it is one
+# users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
     _TrainerBase = Trainer
 else:
@@ -34,14 +34,17 @@ class PlannedDataMixin(_TrainerBase):
         return train_loader(self.longctx_run, self.train_dataset, lambda: self.state.global_step)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Planned steps of an evaluation set, in its order; the set given here is checked as those given at start."""
+        """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
         return eval_loader(self.longctx_run, "eval_dataset", read_columns(type(self), dataset))
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Sequences of one optimizer step over all ranks; with a token budget, on average (not known for a stream)."""
+        """Sequences of one optimizer step over all ranks; with tokens_per_step, their mean number.
+
+        Nobody knows that mean for a stream, so a stream counts as if it had no token budget.
+        """
         if self.longctx_config.tokens_per_step is None or is_stream(self.train_dataset):
             return sequences_per_step(args)
         lengths = self.longctx_run.sets.index("train_dataset", self.train_dataset).lengths
@@ -49,5 +52,5 @@ class PlannedDataMixin(_TrainerBase):
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a sequence: longer rows are errors, or are cut."""
+        """The most tokens that a sequence may have; longer rows are errors, or are cut."""
         return self.longctx_run.sets.longest_sequence

@@ -28,9 +28,9 @@ class LongContextDataLoader(DataLoader):  # type: ignore[type-arg]
 
 
 def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> DataLoader[Any]:
-    """Planned steps of a training set. `global_step`: the optimizer steps so far, asked for when the first step is drawn.
+    """Planned steps of a training set. `global_step` returns the optimizer steps done, when the first step is drawn.
 
-    Raises ValueError for a set without a whole step, and on every rank where a checkpoint is resumed with other data.
+    Raises ValueError for a set that does not fill one step, and on every rank if a checkpoint is resumed with other data.
     """
     if is_stream(dataset):
         return _stream_loader(run, dataset, global_step)
@@ -56,7 +56,7 @@ def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> Data
 
 
 def eval_loader(run: Run, name: str, dataset: Any) -> DataLoader[Any]:
-    """Planned steps of a set in its order; `name` is how messages call it."""
+    """Planned steps of a set, in its order; `name`: the name of the set in messages."""
     index = run.sets.index(name, dataset)
     per_step = run.args.per_device_eval_batch_size * run.args.world_size
     sampler = LengthAwareSampler(index.lengths, per_step, run.config.tokens_per_step, shuffle=False)
@@ -72,7 +72,7 @@ def _loader(run: Run, dataset: Any, index: SequenceIndex, steps: PlannedBatchSam
         num_workers=num_workers,
         pin_memory=_pins_memory(run),
         prefetch_factor=args.dataloader_prefetch_factor,
-        # a loader is made for every evaluation, and its workers would outlive it
+        # every evaluation makes a new loader, whose persistent workers would outlive it
         persistent_workers=args.dataloader_persistent_workers and steps.explore,
         multiprocessing_context=args.dataloader_multiprocessing_context,
         worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=args.process_index) if num_workers else None,
@@ -94,14 +94,14 @@ def _stream_loader(run: Run, stream: Any, global_step: Callable[[], int]) -> Dat
 
 
 def _check_resumed(run: Run, train_dataset: str, shuffle_seed: int | None, is_cut: bool) -> None:
-    """Tells the checkpoints to come which data this is; raises on every rank if the one resumed from had other data."""
+    """Records the run's data for later checkpoints; raises on every rank if it resumes from a checkpoint with other data."""
     cut_tokens = run.sets.longest_sequence if is_cut else None
     run.recorder.describe(data_settings(run.args, run.config, train_dataset, shuffle_seed, cut_tokens))
     raise_together(run.recorder.problems() if run.args.process_index == 0 else [], run.control)
 
 
 def _batches_done(run: Run, per_epoch: int, global_step: Callable[[], int]) -> int:
-    """Batches that a resumed run has behind it, where an epoch has `per_epoch`."""
+    """Number of batches that a resumed run has already used; an epoch has `per_epoch` batches."""
     return 0 if run.args.ignore_data_skip else plans_done(global_step(), per_epoch, run.args)
 
 

@@ -2,8 +2,9 @@
 
 These private methods of `Trainer` are overridden, each here and nowhere else: `_wrap_model`, `_move_model_to_device`,
 `_clip_grad_norm`, `_get_grad_norm`, `_track_num_input_tokens`, `_save`, `_load_from_checkpoint`, `_load_best_model`,
-`_save_optimizer_and_scheduler` and `_load_optimizer_and_scheduler`. The loss needs nothing, since every rank returns that of
-the whole step, nor do floating point operations, where every rank counts those of its own parameters.
+`_save_optimizer_and_scheduler` and `_load_optimizer_and_scheduler`. `Trainer` sums two more numbers over ranks that need no
+override: the loss, since every rank returns the loss of the whole step, and the count of floating point operations, since every
+rank counts those of its own parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.hf.trainer.placement import Placement
 from hf_longctx.hf.trainer.run import Run
 
-# the mixin stands in front of any Trainer subclass; to a type checker it is one
+# users put the mixin in front of a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
     _TrainerBase = Trainer
 else:
@@ -36,7 +37,7 @@ SCHEDULER_FILE = "scheduler.pt"
 
 
 class PlacedModel(nn.Module):
-    """A model that accelerate shall not wrap: `Trainer` leaves alone what is not its own model."""
+    """A wrapper that keeps accelerate from wrapping the model: `Trainer` prepares only its own model object, not this one."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -60,16 +61,16 @@ class ParameterMixin(_TrainerBase):
         return super().create_optimizer(model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as `Trainer`; collective over all ranks if parameters are sharded or in stages.
+        """Saves as `Trainer` does; collective over all ranks if parameters are sharded or in stages.
 
         With stages all ranks must see the same folder.
         """
-        # on all ranks, since some versions of `Trainer` call `_save` on the writing one alone
+        # done here, on all ranks, since some versions of `Trainer` call `_save` on the writing rank alone
         self._whole_weights = self._placement.save(self.model, self._folder(output_dir), self.args.should_save)
         super().save_model(output_dir, _internal_call)
         if self._whole_weights is not None:
             self._whole_weights = None
-            # writing may take longer than the others' next collective would wait
+            # wait, since writing may take longer than the time-out of the next collective of the other ranks
             PartialState().wait_for_everyone()
 
     @property
@@ -77,18 +78,19 @@ class ParameterMixin(_TrainerBase):
         return self.longctx_run.placement
 
     def _placed_model(self) -> Any:
-        """The model as it is trained and evaluated: sharded if asked, under autocast if asked, no weight left gathered.
+        """The model as it is trained and evaluated: sharded and under autocast where the settings ask for it, nothing gathered.
 
-        Collective over all ranks the first time.
+        The first call is collective over all ranks.
         """
         model: Any = self.model
         self._placement.prepare(model)
-        # evaluation_mode: autocast, once, but no wrapping; every training makes the accelerator forget its models
+        # evaluation_mode: binds autocast, once, and wraps nothing; called each time, since every training makes the accelerator
+        # forget its models
         self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         return model
 
     def _explained(self) -> AbstractContextManager[None]:
-        """Around collectives of the present step: names ranks that are lost in it."""
+        """Context for the collectives of the present step; its errors name the ranks that were lost."""
         timeout_s = self.longctx_config.collective_timeout_s
         return explain_lost_ranks(self.state.global_step + 1, self.longctx_run.pool.rank, timeout_s)
 
@@ -96,7 +98,7 @@ class ParameterMixin(_TrainerBase):
         return model if isinstance(model, PlacedModel) else PlacedModel(self._placed_model())
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves a model that will be sharded where it is: it goes to the device in shards, and need not fit there whole."""
+        """Leaves a model that will be sharded where it is, since it goes to the device in shards and may not fit there whole."""
         run = vars(self).get("longctx_run")
         # a trainer of TRL moves its model before the run is started
         num_stages = 1 if run is None else run.placement.num_stages
@@ -104,13 +106,13 @@ class ParameterMixin(_TrainerBase):
             super()._move_model_to_device(model, device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clips by the norm over all ranks that share the model."""
+        """Clips gradients by their norm over all ranks that share the model."""
         with self._explained():
             norm = self._placement.clip(float(self.args.max_grad_norm))
             return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm over all ranks that share the model, as one plain number that is the same on each."""
+        """The gradient norm over all ranks that share the model, as one plain number that is equal on all of them."""
         with self._explained():
             if grad_norm is None:
                 grad_norm = self._placement.clip(math.inf)
@@ -118,13 +120,13 @@ class ParameterMixin(_TrainerBase):
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Counts tokens that pass several stages once."""
+        """Counts every token once, although a pipeline passes it through several stages."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._placement.num_stages
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes the weights of all ranks and what belongs beside them; where weights are written already, only the latter."""
+        """Writes the weights of all ranks, the tokenizer and the arguments; no weights if the placement wrote them already."""
         if not self._placement.writes_weights:
             return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
         folder = Path(self._folder(output_dir))
@@ -149,7 +151,7 @@ class ParameterMixin(_TrainerBase):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads states, also those of a run with another number of ranks or stages, or with sharded parameters."""
+        """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
         if checkpoint is None or not self._placement.load_optimizer(self.model, self._plain_optimizer, checkpoint):
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.lr_scheduler is not None

@@ -1,8 +1,8 @@
 """Placement of a run's parameters: whole on every rank, in shards, or as pipeline stages.
 
-DDP and accelerate's FSDP stay out, on CPU and CUDA alike: the executor sums gradients, and sharding is our own. So a placement
-knows how to make the model ready, to clip, and to save and load weights and optimizer states. What `Trainer` itself does
-right is left to it: methods return None or False then.
+Neither DDP nor accelerate's FSDP is used, on CPU or CUDA: the executor sums gradients, and sharding is our own. So a placement
+knows how to make the model ready, how to clip, and how to save and load weights and optimizer states. A method returns None or
+False where `Trainer` itself does the work right.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ OPTIMIZER_FILE = "optimizer.pt"
 class Placement(Protocol):
     """One way in which parameters live on the ranks of a run; every method but `prepare` may leave its work to `Trainer`.
 
-    num_stages: pipeline stages, over which the model is spread. writes_weights: whether `save` writes all weights itself.
-    All methods are collective over the ranks that share a model, in the same order on each.
+    num_stages: number of pipeline stages. writes_weights: whether `save` writes all weights itself. All methods are collective:
+    every rank that shares the model calls them, in the same order.
     """
 
     @property
@@ -53,13 +53,16 @@ class Placement(Protocol):
     def writes_weights(self) -> bool: ...
 
     def prepare(self, model: Any) -> None:
-        """Makes `model` ready for the next step: sharded if that is asked for, with no weight left gathered. Idempotent."""
+        """Makes `model` ready for the next step: shards it if settings ask for that, and frees gathered weights. Idempotent."""
 
     def clip(self, max_norm: float) -> Tensor | None:
-        """Clips the gradients of the whole model and returns their norm before that; None: `Trainer` clips."""
+        """Clips the gradients of the whole model and returns their norm before clipping; None: `Trainer` clips."""
 
     def save(self, model: Any, folder: str, is_writer: bool) -> dict[str, Any] | None:
-        """The whole weights for `Trainer` to write, on the writing rank; None: it writes the model's own, if any."""
+        """Returns the whole weights, on the writing rank, for `Trainer` to write; None: there are none to pass on.
+
+        After None, `Trainer` writes the model's own weights, unless `writes_weights`.
+        """
 
     def load(self, model: Any, folder: str) -> bool:
         """Reads the weights of a checkpoint; False: `Trainer` reads them."""
@@ -72,7 +75,7 @@ class Placement(Protocol):
 
 
 class ReplicatedPlacement:
-    """The whole model on every rank, also where the ranks form `num_stages` pipeline stages that lend each other ranks."""
+    """The whole model on every rank, even if the ranks form `num_stages` pipeline stages, which then lend each other ranks."""
 
     writes_weights = False
 
@@ -106,14 +109,14 @@ class ReplicatedPlacement:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks among which every parameter is divided: how a model gets onto them."""
+    """The ranks of `mesh`, among which every parameter is divided, and how to divide a model among them."""
 
     mesh: DeviceMesh
     device: torch.device
     fp32_gradients: bool
 
     def divide(self, model: Any) -> None:
-        """Shards `model` if it is whole, layer by layer; drops gathered weights if it is not."""
+        """Shards a whole `model` layer by layer; then, or if it is sharded already, frees gathered weights."""
         if not is_sharded(model):
             move_scales(model, self.device)
             shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients)
@@ -121,7 +124,7 @@ class Shards:
 
 
 class ShardedPlacement:
-    """The model in shards, on every rank one."""
+    """One shard of the model on every rank."""
 
     num_stages = 1
     writes_weights = False
@@ -142,7 +145,7 @@ class ShardedPlacement:
         return gather_weights(model, is_writer, adapter_parameters(model).values() if is_adapted(model) else None)
 
     def load(self, model: Any, folder: str) -> bool:
-        # a model that is still whole is left to `Trainer`, where that reads it right
+        # `Trainer` loads a model that is still whole, if it reads its weights right
         if not is_sharded(model) and not needs_own_reader(model):
             return False
         self.prepare(model)
@@ -167,7 +170,7 @@ class ShardedPlacement:
 
 
 class StagedPlacement:
-    """One pipeline stage of the model on every rank, whole or in shards. `Trainer` takes every rank for a copy of the model."""
+    """One pipeline stage of the model on every rank, whole or in shards; `Trainer` believes that every rank has all of it."""
 
     writes_weights = True
 
@@ -183,7 +186,7 @@ class StagedPlacement:
             self.shards.divide(model)
 
     def clip(self, max_norm: float) -> Tensor | None:
-        """Clips by the norm over all stages, in which a tied weight counts once."""
+        """Clips gradients by their norm over all stages; a tied weight counts once."""
         assert self.pool.links is not None
         has_twin = self.stage.tied and self.stage.stage > 0
         twin = self.stage.model.get_parameter(self.stage.tied) if has_twin else None
@@ -208,7 +211,7 @@ class StagedPlacement:
     def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         """Reads the states of a run with any number of stages, or with sharded parameters.
 
-        Raises ValueError for those of a run with replicated parameters, which carry no names.
+        Raises ValueError for the states of a run with replicated parameters, since they carry no names.
         """
         if has_optimizer_shards(folder):
             self.prepare(model)
@@ -225,21 +228,21 @@ class StagedPlacement:
 def needs_own_reader(model: Any) -> bool:
     """Whether `Trainer` would read the weights of a checkpoint wrong.
 
-    It makes adapters anew, in fp32, as for inference, and passes over weights that have other names in files (those of
-    experts) with no more than a warning.
+    `Trainer` would make new adapters, in fp32 and for inference. And it would skip weights that have other names in files, such
+    as those of experts, with only a warning.
     """
     return is_adapted(model) or bool(renamed_weights(model))
 
 
 def read_weights(model: Any, folder: str) -> None:
-    """Copies the weights of a checkpoint into `model`, or those of its adapters."""
+    """Copies the weights of a checkpoint into `model`; for a model with adapters, the weights of the adapters."""
     (load_adapters if is_adapted(model) else load_weights)(model, folder)
 
 
 def check_trained(stage: StageModel, control: dist.ProcessGroup | None) -> None:
-    """Raises ValueError on every rank unless every stage trains something, and both ends of a tied weight or none.
+    """Raises ValueError on every rank unless every stage trains some weight, and the stages of a tied weight agree on it.
 
-    Collective over the ranks of `control`.
+    They agree if both train the tied weight, or neither does. Collective over the ranks of `control`.
     """
     is_trained = any(parameter.requires_grad for parameter in stage.model.parameters())
     is_tied_trained = stage.model.get_parameter(stage.tied).requires_grad if stage.tied else None

@@ -1,4 +1,4 @@
-"""Scores of single tokens of a set, with the row and position of each, under plans and without."""
+"""Scores of the single tokens of a dataset, each with its row and position, computed under plans or by the plain model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenScores, token_scores
 
-# token tile of the output head where no plan says it
+# tokens per tile of the output head if no plan sets it
 _TILE_TOKENS = 1024
 
 
@@ -31,8 +31,9 @@ _TILE_TOKENS = 1024
 class RowScores:
     """The label tokens that this rank scored, each array of shape [n].
 
-    rows: of the dataset. positions: of the predicted token in its document, so how many tokens it was predicted from; a row
-    that was split is several documents. losses: cross-entropy in nats. is_right: whether the token was the likeliest one.
+    rows: rows of the dataset. positions: index of the predicted token in its document, which is the number of tokens it was
+    predicted from; a row that was split is several documents. losses: cross-entropy in nats. is_right: whether the token was
+    the likeliest one.
     """
 
     rows: IntArray
@@ -51,7 +52,7 @@ class RowScores:
 def step_scores(
     step: PlannedStep, chunks: Sequence[Sequence[ChunkInputs]], scores: Sequence[Mapping[int, TokenScores]], rows: IntArray
 ) -> RowScores:
-    """Scores of this rank's `chunks`, as `StepExecutor.score` found them. rows: the dataset's row of every sequence."""
+    """Scores of this rank's `chunks`, found by `StepExecutor.score`. rows: the dataset's row of every sequence."""
     _, position = step.plan.place(step.rank)
     parts = []
     for (group, _), inputs, found in zip(step.plan.for_rank(step.rank).rounds, chunks, scores, strict=True):
@@ -71,14 +72,14 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
     Logits are made tile by tile, unless the model changes them after its head.
     """
     was_training = model.training
-    # the model may be in training and evaluate for the first time here
+    # this may be the model's first forward in evaluation mode, which would repack four-bit weights
     settle_quantised(model)
     model.eval()
     parts = []
     with _scorer(model) as score:
         for number in range(rank, len(dataset), num_ranks):
             row = dataset[number]
-            # every document alone: not with the rotary frequencies of a longer one before
+            # score every document as if alone: without the rotary frequencies of a longer document before it
             forget_documents(model)
             ids_T = torch.as_tensor(row["input_ids"], dtype=torch.int64)
             labels_T = shift(torch.as_tensor(row["labels"] if "labels" in row else row["input_ids"], dtype=torch.int64))
@@ -91,7 +92,10 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
 
 @contextmanager
 def _scorer(model: nn.Module) -> Iterator[Any]:
-    """A function from ids [1, T] and labels [1, T] of the host to scores; the model's head is its own again afterwards."""
+    """Context with a function from token ids [1, T] and labels [1, T] (in host memory) to scores.
+
+    Afterwards the model has its own head again.
+    """
     if head_problem(model):
         yield lambda ids_1T, labels_1T: token_scores(model(input_ids=ids_1T, use_cache=False).logits, labels_1T.to(ids_1T.device))
         return
@@ -110,14 +114,14 @@ def _scorer(model: nn.Module) -> Iterator[Any]:
 
 def _labelled(rows_T: IntArray, positions_T: Tensor, shift_labels_T: Tensor, scores: TokenScores) -> RowScores:
     is_label_T = (shift_labels_T != IGNORE_INDEX).cpu().numpy()
-    # a label is the token after its position
+    # the label at position p is the token at p + 1
     positions = positions_T.cpu().numpy()[is_label_T] + 1
     losses, is_right = scores.losses_T.cpu().numpy(), scores.is_right_T.cpu().numpy()
     return RowScores(rows_T[is_label_T], positions, losses[is_label_T], is_right[is_label_T])
 
 
 def _token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:
-    """The plan's sequence of every token [T] that the rank at `position` holds of `chunk`; 0 for dummy tokens."""
+    """Number of the plan's sequence for every token [T] of `chunk` on the rank at `position`; 0 for dummy tokens."""
     pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
     numbers = [chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else 0 for piece in pieces]
     return np.repeat(np.asarray(numbers, dtype=np.int64), [piece.num_tokens for piece in pieces])

@@ -1,4 +1,4 @@
-"""Start of a run: everything that plans need, built once and in one order, for `LongContextTrainer` and the callback alike."""
+"""Starts a run: builds everything that plans need, once and in one order, for `LongContextTrainer` and the callback alike."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ logger = logging.getLogger(__name__)
 class RunRequest:
     """Everything that a run is started from.
 
-    problems: those already found in the arguments. datasets: sets by their names, read under plans; None where a stock loader
-    reads them, for which every plan has one micro-batch. control: the group of an earlier meeting, if there was one.
+    problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; None if a stock
+    loader reads them, and then every plan has one micro-batch. control: the process group that `meet` returned, if it was
+    called before.
     """
 
     config: LongContextConfig
@@ -65,9 +66,9 @@ class RunRequest:
 class Run:
     """Everything between a model and its plans, from the start of a run to its end.
 
-    control: the group for messages between all ranks. sets: the sets that are read under plans; empty where a stock loader
-    reads them. stage: this rank's part of the model; the whole model where there is no pipeline. all_stages: every stage, where
-    each rank has the whole model because stages lend their ranks.
+    control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
+    reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
+    lend their ranks, since each rank then has the whole model; else empty.
     """
 
     config: LongContextConfig
@@ -91,33 +92,33 @@ class Run:
         return self.source.pool
 
     def executor(self, model: nn.Module, fp32_gradients: bool = True) -> StepExecutor:
-        """An executor for the placed model; it owns gradient buffers."""
+        """An executor for the placed model; the executor owns gradient buffers."""
         stage = replace(self.stage, model=model)
         all_stages = [replace(each, model=model) for each in self.all_stages]
         return StepExecutor(stage, self.pool, self.args.device, fp32_gradients, all_stages, self.routers.balance(model))
 
     def release_model(self) -> None:
-        """Gives the model its own layers and routers back, until the next plan needs them. Idempotent."""
+        """Gives the model its own layers and routers back, until the next plan binds them again. Idempotent."""
         self.activations.close()
         self.routers.close()
 
     def close(self) -> None:
-        """Gives up the process groups, and the model as it was before the run but for its weights. Idempotent."""
+        """Closes the process groups, and gives the model its own layers, routers and attention back. Idempotent."""
         self.undo.close()
 
 
 def meet(config: LongContextConfig, control: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """Waits for all ranks, every time; returns the group on which they agree, which is made unless there is one."""
-    # ranks may come late from loading a model or tokenising: wait patiently before the short time-outs begin
+    """Waits for all ranks; returns the process group over which they agree on things, made here unless `control` is one."""
+    # loading a model or tokenising may delay some ranks, so wait with the long time-out before the short ones begin
     PartialState().wait_for_everyone()
     return control_group(config.collective_timeout_s) if control is None else control
 
 
 def start_run(request: RunRequest) -> Run:
-    """Checks everything on every rank, switches the model's attention, cuts it into stages, makes groups, tests itself.
+    """Checks everything on every rank, switches the model's attention, cuts the model into stages, makes process groups.
 
-    Nothing of `Trainer` is needed yet. Collective over all ranks. Raises ValueError on every rank, listing all problems; the
-    model then has its own attention back.
+    Then it runs the self-test. It needs no `Trainer` object. Collective over all ranks. Raises ValueError on every rank, listing
+    all problems, after giving the model its own attention back.
     """
     config, model, args = request.config, request.model, request.args
     control = meet(config, request.control)
@@ -131,13 +132,13 @@ def start_run(request: RunRequest) -> Run:
     with ExitStack() as undo:
         undo.callback(restore_attention, model, attention_name(model))
         patch_model(model)
-        # before the model is cut or placed
+        # the self-test copies the model before it is cut or placed
         test = SelfTest.of(model, setup, args.device, args.bf16, control) if config.self_test else None
         all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
         stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
         if setup.num_stages > 1 and not all_stages:
             check_trained(stage, control)
-        # the groups of shards before the groups of sequences
+        # every rank makes the process groups of shards before those of sequence groups
         mesh = _new_mesh(config, setup, args)
         source = open_plan_source(config, setup, control, args.device)
         undo.callback(source.pool.close)
@@ -171,7 +172,7 @@ def start_run(request: RunRequest) -> Run:
 
 
 def _own_stage(setup: RunSetup, model: Any) -> StageModel:
-    """The pipeline stage of this rank, to which `model` is cut; all of it for a run without a pipeline."""
+    """Cuts `model` to this rank's pipeline stage and describes the stage; without a pipeline, all of `model` is one stage."""
     if setup.num_stages == 1:
         return whole_model(model, num_attention_layers(model))
     stage = own_stage(setup.num_stages)
@@ -181,7 +182,7 @@ def _own_stage(setup: RunSetup, model: Any) -> StageModel:
 
 
 def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArguments) -> DeviceMesh | None:
-    """The mesh over which parameters are sharded; None where they are whole. Collective over all ranks."""
+    """The mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
         return shard_mesh(args.device.type, setup.costs.shard_ranks, config.collective_timeout_s, setup.num_stages)
     if config.parameters != "replicated":

@@ -1,4 +1,4 @@
-"""Sets of sequences that a run reads under plans: checked on every rank, and cut where rows are too long."""
+"""Checks the sets of sequences that a run reads under plans, on every rank, and cuts rows that are too long."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 
 
 class SequenceSets:
-    """The row lengths of a run's sets, by their names in messages, and what becomes of rows that are too long."""
+    """The row lengths of a run's sets, by the name of the set in messages, and the rules for rows that are too long."""
 
     def __init__(
         self, config: LongContextConfig, args: TrainingArguments, setup: RunSetup, control: dist.ProcessGroup | None
     ) -> None:
         self.config, self.args, self.setup, self.control = config, args, setup, control
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
-        # sets whose cuts were reported
+        # names of the sets whose cut rows were reported already
         self._told: set[str] = set()
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a sequence: longer rows are errors, or are cut."""
+        """The most tokens that a sequence may have; longer rows are errors, or are cut."""
         return min(self.setup.max_length, self.setup.room_tokens)
 
     def check(self, model: Any, datasets: Mapping[str, Any]) -> None:
-        """Reads every set's row lengths; raises on every rank for unusable rows, and for sets or weights that differ."""
+        """Reads every set's row lengths; raises on every rank for unusable rows, and if sets or weights differ between ranks."""
         problems = stream_problems(dict(datasets), self.config, self.args)
         settings: dict[str, Any] = {"model config": model.config.to_json_string()}
-        # stages that were loaded alone hold different weights
+        # ranks of different stages hold different weights if each loaded its own stage alone
         if (ranges := loaded_ranges(model)) is None:
             settings["initial weights"] = _weights_digest(model)
         else:
@@ -60,7 +60,7 @@ class SequenceSets:
         raise_together(problems, self.control)
 
     def index(self, name: str, dataset: Any) -> SequenceIndex:
-        """The sequences of a set after truncation or splitting; a set that was not given at start is checked now."""
+        """The sequences of a set after truncation or splitting; a set that was not given at the start is checked now."""
         known, scan = self._scans.get(name, (None, None))
         if scan is None or known is not dataset:
             raise_together(stream_problems({name: dataset}, self.config, self.args), self.control)
@@ -80,7 +80,7 @@ class SequenceSets:
         return self._scans[name][1].digest
 
     def is_cut(self, name: str) -> bool:
-        """Whether some row of a set is longer than its sequences may be."""
+        """Whether some row of a set is longer than a sequence may be."""
         return bool((self._scans[name][1].lengths > self.longest_sequence).any())
 
     def stream_rules(self) -> StreamRules:
@@ -99,7 +99,7 @@ class SequenceSets:
         )
 
     def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:
-        """Lengths and problems of named sets; sequences that are too long are among these where they are errors."""
+        """Lengths and problems of named sets; with long_sequences="error", rows that are too long are problems too."""
         setup = self.setup
         scans = scan_on_every_rank(sets, setup.costs.model.vocab_size, not self.args.disable_tqdm)
         if self.config.long_sequences != "error":
@@ -112,7 +112,7 @@ class SequenceSets:
 
 
 def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:
-    """Says once how many rows were cut, and what that cost."""
+    """Logs how many rows were cut, and how many tokens were dropped or sequences gained."""
     num_long = int((row_lengths > limit).sum())
     if num_long:
         dropped = int(row_lengths.sum() - index.lengths.sum())
@@ -123,7 +123,7 @@ def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: in
 
 
 def _differing_stages(stage: int, model: nn.Module, control: dist.ProcessGroup | None) -> list[str]:
-    """A problem if the ranks of one stage hold different weights, as random adapters would be. Collective."""
+    """Problems with stages whose ranks hold different weights, such as adapters drawn at random on each rank. Collective."""
     found = gather_objects((stage, _weights_digest(model)), control)
     differing = sorted({number for number, _ in found if len({digest for other, digest in found if other == number}) > 1})
     return [

@@ -1,8 +1,9 @@
 """`LongContextTrainer`: a `transformers.Trainer` that runs one plan per step. Read after `runtime/execution/executor.py`.
 
 `start_run` checks everything on every rank and builds the run: process groups, plan source, reports (`run.py`). Loaders yield
-planned steps (`loaders.py`), `training_step` gives them to `StepExecutor`, `RunReport` logs. How parameters live is a
-`Placement` (`placement.py`). Overrides here are of public methods; `ParameterMixin` has those of private ones.
+planned steps (`loaders.py`), `training_step` passes each to `StepExecutor`, and `RunReport` logs the results. A `Placement` says
+how parameters live on the ranks (`placement.py`). This module overrides public methods of `Trainer`; `ParameterMixin` overrides
+private ones.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ Forwards = tuple[RankPlan, PlanInputs, ActivationEngine | None]
 
 
 class LongContextMixin(PlannedDataMixin, ParameterMixin):
-    """Turns a `Trainer` subclass into one that runs plans; put it in front: `class Mine(LongContextMixin, Trainer)`."""
+    """Turns a `Trainer` subclass into one that runs plans; name it first: `class Mine(LongContextMixin, Trainer)`."""
 
-    # whether evaluation runs under plans too, or as in `Trainer`
+    # true: evaluation runs under plans too; false: it runs as in `Trainer`
     plans_evaluation = True
     # kept between steps, since it owns gradient buffers
     _executor: StepExecutor | None
@@ -80,14 +81,14 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         else:
             self.longctx_config = config
             control = self._check_early(args, {"data_collator": data_collator, **kwargs})
-            # makes the model and the sets ready itself
+            # a trainer of TRL makes the model and the sets ready itself
             super().__init__(model=model, args=args, **given)
             self._start(self._request_of_prepared(kwargs, control))
         self._report()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trains as `Trainer.train`; refuses a checkpoint after which samples would be repeated or skipped."""
-        # a training that stopped inside a step left gradients in the executor's buffers
+        """Trains as `Trainer.train` does; refuses a checkpoint after which samples would be repeated or skipped."""
+        # a training that stopped inside a step has left gradients in the executor's buffers
         self._executor = None
         self.longctx_run.recorder.resume(resume_from_checkpoint, self.args)
         try:
@@ -117,7 +118,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         engine = run.activations.engine(executor.model, rank_plan)
         with self._explained():
             if len(self._plans_of_step) > 1:
-                # experts are balanced over all of them, before the first of them runs
+                # experts are balanced over all plans of the step, so route all of them before the first plan runs
                 executor.route([(b["step"].plan.for_rank(run.pool.rank), b["chunks"]) for b in self._plans_of_step], engine)
             self._plans_of_step = []
             reduce, predicted_bytes = self.accelerator.sync_gradients, plan.estimate.peak_bytes
@@ -136,7 +137,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential, under plans."""
+        """Computes, under plans, the mean cross-entropy over all label tokens of the set (`eval_loss`) and its exponential."""
         self.callback_handler.eval_dataloader = dataloader
         loss_sum, num_label_tokens, num_samples = 0.0, 0, 0
         with self._explained(), self._evaluating():
@@ -151,9 +152,9 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         return EvalLoopOutput(predictions=no_predictions, label_ids=None, metrics=metrics, num_samples=num_samples)
 
     def score_tokens(self, dataset: Any, name: str) -> RowScores:
-        """The loss of every label token of a set, of those that this rank holds under plans; collective over all ranks.
+        """Scores the label tokens of a set under plans; returns those that this rank holds. Collective over all ranks.
 
-        `name` is how messages call the set. Long rows are cut as those of an evaluation set.
+        `name`: the name of the set in messages. Long rows are cut like those of an evaluation set.
         """
         dataloader = eval_loader(self.longctx_run, name, read_columns(type(self), dataset))
         rows = dataloader.dataset.index.rows  # type: ignore[attr-defined]
@@ -168,13 +169,13 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         raise ValueError("predict() is not supported yet; use evaluate(), or load the saved model with transformers")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as `Trainer`, with the means of the steps since the last log: seconds, tokens per second, padding."""
+        """Logs as `Trainer` does, and adds means over the steps since the last log: seconds, tokens per second, padding."""
         if "loss" in logs:
             logs = {**logs, **self.longctx_run.report.take_metrics()}
         super().log(logs, start_time)
 
     def _start(self, request: RunRequest) -> None:
-        """Starts the run; every attribute of the mixin is made here. Collective over all ranks."""
+        """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
         self.longctx_config = request.config
         problems = request.problems + config_problems(request.config, request.args)
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
@@ -182,13 +183,13 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
 
     def _report(self) -> None:
-        """Adds what listens to training, once `Trainer` is built."""
-        # before the report, which lets the other ranks go on after a checkpoint
+        """Adds the callbacks of the run, once `Trainer` is built."""
+        # the recorder comes before the report, since the report lets the other ranks go on after a checkpoint
         self.add_callback(self.longctx_run.recorder)
         self.add_callback(self.longctx_run.report)
 
     def _check_early(self, args: TrainingArguments | None, given: dict[str, Any]) -> dist.ProcessGroup | None:
-        """Checks the arguments of a trainer that makes its model and sets ready itself, before it does; the control group."""
+        """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group."""
         control = meet(self.longctx_config)
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         problems = argument_problems(args, given) + trainer_problems(type(self), args, self.longctx_config)
@@ -197,7 +198,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         return control
 
     def _request_of_prepared(self, given: dict[str, Any], control: dist.ProcessGroup | None) -> RunRequest:
-        """The request of such a trainer, with the model, the arguments and the sets that it has made."""
+        """The request of a trainer of TRL, with the model, the arguments and the sets that the trainer has made ready."""
         self.train_dataset = read_columns(type(self), self.train_dataset)
         self.eval_dataset = read_columns(type(self), self.eval_dataset)
         model: Any = self.model
@@ -206,26 +207,26 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         return RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
 
     def _training_executor(self) -> StepExecutor:
-        """The executor of the placed model; kept while that stays the same."""
+        """The executor of the placed model, kept as long as the placed model is the same object."""
         model = self._placed_model()
         if self._executor is None or self._executor.model is not model:
             self._executor = self.longctx_run.executor(model, self.longctx_config.fp32_gradients)
         return self._executor
 
     def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
-        """For every planned step of a set: the executor, what it takes for the step's forwards, and the batch."""
+        """Yields, for every planned step of a set, the executor, the arguments of its forwards, and the batch."""
         run, model = self.longctx_run, self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
         executor = run.executor(model)
         for batch in dataloader:
-            # nothing waits for a backward, so nothing is asked of the host
+            # without a backward nothing is saved, so no policy is needed and no host memory
             rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
             yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Around forwards without a training step: the model's own layers are back afterwards, unless a training goes on."""
+        """Context for forwards without a training step; gives the model its own layers back, unless a training goes on."""
         try:
             yield
         finally:
@@ -233,7 +234,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
                 self.longctx_run.release_model()
 
     def _switch_optimizer(self, mode: str) -> None:
-        """Schedule-free optimizers hold two sets of weights and have the methods `train` and `eval`."""
+        """Switches schedule-free optimizers to "train" or "eval", since they hold two sets of weights; ignores all others."""
         switch = getattr(self.optimizer, mode, None)
         if callable(switch):
             switch()
