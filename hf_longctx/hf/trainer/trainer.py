@@ -220,7 +220,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         self._switch_optimizer("eval")
         executor = run.executor(model)
         for batch in dataloader:
-            # without a backward nothing is saved, so no policy is needed and no host memory
+            # without a backward nothing is saved: policies only make tiles, and no host memory is needed
             rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
             yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
 

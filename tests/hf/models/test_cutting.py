@@ -157,7 +157,7 @@ def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
     ],
 )
 def test_ranges_that_are_not_the_layers_in_order_are_refused(parts: Any) -> None:
-    with pytest.raises(ValueError, match="not the 7 layers in order"):
+    with pytest.raises(ValueError, match="do not cover the 7 layers in order"):
         check_ranges(parts, 7)
 
 
