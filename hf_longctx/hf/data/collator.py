@@ -1,7 +1,7 @@
 """Turns the rows of a planned step into the chunk inputs of one rank.
 
-`PlannedDataset` runs in the loader's workers and fetches only the tokens that this rank holds; labels are shifted before
-any sequence is cut. `LongContextCollator` then packs them into chunks and keeps this rank's shard. The trainer's
+`PlannedDataset` runs in the loader's workers and fetches only the tokens that this rank holds; it shifts labels before any
+sequence is cut. `LongContextCollator` then packs these tokens into the rank's shard of each chunk. The trainer's
 `training_step` gets the result.
 """
 
@@ -26,7 +26,7 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan, the rank that runs it, and the dataset's sequences it is for: its sequence i is `sequences[i]` of the index."""
+    """A plan, the rank that runs it, and the dataset's sequences: sequence i of the plan is `sequences[i]` of the index."""
 
     plan: StepPlan
     sequences: tuple[int, ...]
@@ -77,7 +77,7 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence]]]):
 
 
 def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
-    """Smallest token range [first, stop) that covers what this rank holds, for every sequence it holds tokens of."""
+    """For every sequence with tokens on this rank, the smallest token range [first, stop) that covers these tokens."""
     ranges: dict[int, tuple[int, int]] = {}
     _, position = plan.place(rank)
     for group, _ in plan.for_rank(rank).rounds:

@@ -3,8 +3,8 @@
 The weights, divided by their sum, are the datasets' shares of the documents in the mix. Let dataset i have N_i documents and
 the weight w_i, and give n_i documents to the mix. "first_exhausted" makes the largest mix in these shares that takes no
 document twice: n_i = floor(w_i * min_j(N_j / w_j)). "all_exhausted" makes the smallest mix that holds every document:
-n_i = ceil(w_i * max_j(N_j / w_j)). There the documents of the other datasets repeat, and the repeats of two documents of one
-dataset differ by at most one. Without weights the mix is every document once.
+n_i = ceil(w_i * max_j(N_j / w_j)). A dataset with a smaller N_j / w_j than the largest one then repeats its documents, any two
+of them equally often or one of them once more. Without weights the mix is every document once.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from hf_longctx.hf.planning.source import PlanSource
 class PlannedBatchSampler:
     """A batch sampler whose batches are planned steps; pass it to `DataLoader` as `batch_sampler`.
 
-    Plans are made in the main process of every rank, ahead of the loader's workers, which then fetch only the sequences of
-    this rank. `steps_done` says how many plans of the run were finished before: a trainer that resumes discards the first
-    batches of its epoch, so these are left empty and not planned.
+    The main process of every rank draws the plans, ahead of the loader's workers, which then fetch only the sequences of this
+    rank. `steps_done` returns the number of plans that the run finished before it was resumed. A trainer that resumes discards
+    the first batches of its epoch, so those batches are empty and not planned.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Records in every checkpoint which data came before it, so that a resumed run goes on with the next sample or refuses to start.
+"""Records in every checkpoint which data came before it, so that a resumed run takes the next sample or refuses to start.
 
 Used by the trainer (and by the callback over a stock loader, through `check_resumed`).
 """
@@ -52,13 +52,13 @@ def data_settings(
         "tokens_per_step": config.tokens_per_step,
         "shuffle_seed": shuffle_seed,
         "dataloader_drop_last": args.dataloader_drop_last,
-        # truncation leaves the samples of a step as they are, unless steps are made by counting tokens
+        # truncation does not change which samples a step has, unless steps are made by counting tokens
         "cut_tokens": cut_tokens if by_tokens or config.long_sequences == "split" else None,
     }
 
 
 class DataRecorder(TrainerCallback):
-    """Writes into every checkpoint what decides which samples come next, and compares it when a run resumes.
+    """Writes into every checkpoint the settings that decide which samples come next, and compares them when a run resumes.
 
     `describe` says what data the training reads, with a value for every name in `_REMEDIES`.
     """
@@ -69,15 +69,15 @@ class DataRecorder(TrainerCallback):
         self.resumed_from: Path | None = None
 
     def describe(self, settings: dict[str, Any]) -> None:
-        """Says which data the present training reads, for its checkpoints and for `problems`."""
+        """Stores which data the present training reads, for its checkpoints and for `problems`."""
         self.settings = settings
 
     def follow(self, cursor: Callable[[], Cursor | None]) -> None:
-        """Writes the place in a stream that `cursor` gives, on rank 0, into checkpoints from now on."""
+        """From now on, writes the place in the stream into checkpoints; `cursor` returns that place on rank 0."""
         self.cursor = cursor
 
     def resume(self, checkpoint: str | bool | None, args: TrainingArguments) -> None:
-        """Notes the checkpoint from which the next training resumes: `checkpoint` is `Trainer.train`'s argument."""
+        """Stores the checkpoint from which the next training resumes; `checkpoint` is the argument of `Trainer.train`."""
         folder = get_last_checkpoint(str(args.output_dir)) if checkpoint is True else checkpoint
         self.resumed_from = Path(folder) if folder and not args.ignore_data_skip else None
 
@@ -125,7 +125,7 @@ class DataRecorder(TrainerCallback):
 
 
 def sequences_per_step(args: TrainingArguments) -> int:
-    """Number of sequences in one optimizer step over all ranks, if no token budget makes the steps."""
+    """Number of sequences in one optimizer step over all ranks, for runs without a token budget."""
     return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
@@ -140,10 +140,10 @@ def plans_done(num_steps: int, plans_per_epoch: int, args: TrainingArguments) ->
 
 
 def check_resumed(args: TrainingArguments, state: TrainerState, train_dataloader: Any) -> None:
-    """Raises ValueError if a run over a stock loader would resume at another sequence than the one where it stopped.
+    """Raises ValueError if a run over a stock loader would not resume at the sequence where it stopped.
 
-    A stock run writes no data record, but `Trainer` counts optimizer steps. The count tells which sequences were used, at
-    any world size and accumulation, as long as an epoch has as many steps as before.
+    A stock run writes no data record, but `Trainer` counts optimizer steps. At any world size and accumulation, that count tells
+    which sequences were used, as long as an epoch has as many steps as before.
     """
     if not state.global_step or args.ignore_data_skip:
         return

@@ -21,7 +21,8 @@ IntArray = NDArray[np.int64]
 class SequenceIndex:
     """The sequences of a dataset: sequence i is tokens [starts[i], stops[i]) of row rows[i], trained as one document.
 
-    Holds arrays only, and shares equal ones with the row lengths: 16 bytes per row as long as no row is split.
+    Holds arrays only, and uses the array of row lengths itself as `stops` if no row is cut: 16 bytes per row until rows are
+    split.
     """
 
     rows: IntArray
@@ -57,9 +58,10 @@ class SequenceIndex:
 class LengthAwareSampler:
     """Draws global batches of sequence numbers, equal on all ranks, from lengths, seed and epoch alone.
 
-    A batch has `sequences_per_step` sequences, or about `tokens_per_step` tokens if that is given. Then the shuffled epoch is
-    cut into steps of equal token counts, so every epoch has the same number of steps, and a step misses its budget by no more
-    than the sequences at its two ends. (Around a sequence that is longer than a budget, steps get one sequence each.)
+    A batch has `sequences_per_step` sequences, or about `tokens_per_step` tokens if that is given. With `tokens_per_step`, the
+    shuffled epoch is cut into steps of equal token counts. So every epoch has the same number of steps, and a step misses its
+    budget by no more than the sequences at its two ends. (Around a sequence that is longer than the budget, steps get one
+    sequence each.)
     """
 
     def __init__(

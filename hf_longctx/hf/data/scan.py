@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
-# columns that say how a row is packed or masked: to ignore them would change what is trained, so they are refused
+# columns that say how a row is packed or masked; they are refused, since ignoring them would change what is trained
 _MEANINGFUL = (
     *("position_ids", "seq_idx", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "shift_labels"),
     *("completion_mask", "assistant_masks", "loss_mask", "label", "label_ids", "labels_ids", "inputs_embeds"),
@@ -30,7 +30,7 @@ _BATCH_TOKENS = 1 << 22
 # most rows in a batch
 _BATCH_ROWS = 1 << 16
 _FIRST_BATCH_ROWS = 64
-# most problems that are shown one by one; the rest is counted
+# most problems that are shown one by one; all others are only counted
 _SHOWN = 3
 
 
@@ -49,7 +49,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
     The column `input_ids` is required, `labels` is used if present. A row needs at least one token, as many labels as
     tokens, ids below `vocab_size`, and no padding. If the columns are unusable, the result has a problem and no lengths.
 
-    `name` is what messages call the dataset, for example "train_dataset". `show_progress`: show a bar if reading takes longer
+    `name`: the name of the dataset in messages, for example "train_dataset". `show_progress`: show a bar if reading takes longer
     than a second.
     """
     if (unusable := _unusable(dataset, name)) is not None:
@@ -66,7 +66,7 @@ def scan_dataset(dataset: Any, name: str, vocab_size: int, show_progress: bool =
             room = _SHOWN - len(problems)
             problems += fresh[:room]
             num_more += len(fresh[room:])
-            # unusable rows cannot be counted, so later row numbers would be wrong
+            # rows of an unusable batch cannot be counted, so later row numbers would be wrong
             if len(rows) == 0:
                 return DatasetScan(np.zeros(0, dtype=np.int64), "", problems)
             assert isinstance(table, pa.Table)
@@ -121,7 +121,7 @@ def column_problem(columns: Sequence[str], name: str) -> str | None:
 
 
 def token_rows(dataset: Any) -> Any:
-    """Keeps only the columns that training reads; a row of an Arrow dataset is then an Arrow table."""
+    """The dataset with only the columns that training reads; a row of an Arrow dataset is then an Arrow table."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
     columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
@@ -131,8 +131,8 @@ def token_rows(dataset: Any) -> Any:
 def row_tokens(row: Any, columns: Sequence[str], number: int, name: str, vocab_size: int) -> tuple[IntArray, IntArray]:
     """Checks one row and returns its token ids and labels, each of shape [n]; without labels, the ids are the labels.
 
-    `columns` are those of the first row, which every row must have. Raises ValueError where `scan_dataset` would find a
-    problem.
+    `columns`: the columns of the first row, which every row must have. Raises ValueError for a row in which `scan_dataset` would
+    find a problem.
     """
     present = list(row) if isinstance(row, Mapping) else [type(row).__name__]
     if (unusable := column_problem(present, name)) is not None:

@@ -2,8 +2,8 @@
 
 Called by trainer and callback at start-up. The file lies beside the dataset's own cache files. It is trusted only if its
 checksum is right and it was made from the same rows for the same purpose: fingerprint, columns, vocabulary, and the size and
-time of every Arrow file. Datasets without files (made from lists, or of other classes) are read again by every process: they
-have no fingerprint that outlives the process, and they fit into memory anyway.
+time of every Arrow file must match. Every process reads datasets without files again (those made from lists, or of other
+classes), since such datasets have no fingerprint that outlives the process, and they fit into memory anyway.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hf_longctx.hf.data.scan import DatasetScan, scan_dataset
 
 logger = logging.getLogger(__name__)
 
-# version of the file: raise it when a scan finds other things, or writes them differently
+# version of the file; raise it when a scan finds other problems or lengths than before, or writes them differently
 _FORMAT = 1
 
 
 def scan_on_every_rank(sets: Mapping[str, Any], vocab_size: int, show_progress: bool) -> dict[str, DatasetScan]:
-    """Scans the named datasets for every rank: one process per machine reads the rows, the others read its file.
+    """Scans the named datasets for every rank: one process per machine reads the rows, the others read the file it wrote.
 
-    Collective over all ranks, on the default group with its long time-out (`ddp_timeout`): every rank must call this
+    Collective over all ranks, on the default process group with its long time-out (`ddp_timeout`): every rank must call this
     equally often, whatever its datasets are. `show_progress`: rank 0 shows a bar if reading takes longer than a second.
     """
     state = PartialState()

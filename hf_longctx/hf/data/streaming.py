@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamRules:
-    """How rows become sequences, and sequences become global batches. Equal rules and equal rows give equal batches.
+    """Rules by which rows become sequences, and sequences become global batches. Equal rules and rows give equal batches.
 
-    A sequence has at most `max_length` tokens by setting, and at most `room_tokens` by memory.
+    A sequence has at most `max_length` tokens, which is a setting, and at most `room_tokens`, which is what memory holds.
     """
 
     name: str
@@ -86,7 +86,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: TrainingArguments) -> list[str]:
-    """Lists settings with which the streams among the named datasets cannot be used, and a look-ahead without a stream."""
+    """Problems with settings under which the streams among the named datasets cannot be used, and look-ahead without a stream."""
     problems = []
     for name, stream in sets.items():
         if not is_stream(stream):
@@ -126,8 +126,8 @@ def stream_problems(sets: dict[str, Any], config: LongContextConfig, args: Train
 class StreamBatches:
     """Iterates over the global batches of a stream from a cursor on, without end.
 
-    Raises ValueError, with the row's number, for a row that cannot be trained on, for a stream that fails or has no rows or
-    no labels, and if the rows before the cursor are not those of the run that wrote the cursor.
+    Raises ValueError for a row that cannot be trained on and for a stream that fails, naming the row's number; for a stream
+    without rows or without labels; and if the rows before the cursor are not those of the run that wrote the cursor.
     """
 
     def __init__(self, stream: Any, rules: StreamRules, start: Cursor) -> None:
@@ -167,7 +167,7 @@ class StreamBatches:
             )
 
     def _sequences(self, start: Cursor) -> Iterator[tuple[TokenSequence, Cursor]]:
-        """Yields every sequence of an epoch from the cursor on, with the cursor after it."""
+        """Yields every sequence of an epoch from the cursor on, each with the cursor that comes after it."""
         epoch, digest, num_rows = start.epoch, xxhash.xxh3_128(), 0
         if start.row:
             logger.warning("%s: reading and dropping %d rows of epoch %d before the cursor", self.rules.name, start.row, epoch)
@@ -194,7 +194,7 @@ class StreamBatches:
             self._compare(digest.hexdigest(), start)
 
     def _rows(self, epoch: int) -> Iterator[tuple[IntArray, IntArray]]:
-        """Yields the token ids and labels of every row of an epoch, checked."""
+        """Checks every row of an epoch, and yields its token ids and labels."""
         rules, number, columns = self.rules, 0, None
         try:
             rows = iter(self.stream)
@@ -242,7 +242,7 @@ class StreamBatches:
 
 
 class StreamReader:
-    """Reads batches in a thread: besides the one in use, at most `lookahead` batches have been or are being read."""
+    """Reads batches in a thread, at most `lookahead` of them beyond the batch in use."""
 
     def __init__(self, batches: StreamBatches, lookahead: int) -> None:
         self._batches = batches
@@ -253,7 +253,7 @@ class StreamReader:
         threading.Thread(target=self._read, name="longctx-stream", daemon=True).start()
 
     def take(self) -> GlobalBatch:
-        """Waits for the next batch and returns it; raises what went wrong while reading it."""
+        """Waits for the next batch and returns it; raises the error with which reading it failed, if it did."""
         batch = self._ready.get()
         if isinstance(batch, Exception):
             raise batch
@@ -284,9 +284,9 @@ class StreamReader:
 class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
     """A stream's batches, planned and distributed: each item is this rank's batch of one plan, as the collator makes it.
 
-    Collective over the source's control group: every rank must draw equally often. `steps_done` says how many batches the
-    trainer discards on resume because they were done before; these are empty, and nothing is read for them. `cursor` is the
-    position after the batch drawn last, known on rank 0 only.
+    Collective over the source's control group: every rank must draw equally often. `steps_done` returns the number of batches
+    that the trainer discards on resume, because they were done before; such batches are empty, and nothing is read for them.
+    `cursor`: position after the batch that was drawn last; only rank 0 knows it.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.cursor = batches.start
 
     def loader(self, pin_memory: bool) -> DataLoader[Any]:
-        """Makes a loader without length or workers. It needs no sharding by accelerate: every item is this rank's own."""
+        """Makes a loader without length or workers; accelerate must not shard it, since every item is this rank's own."""
         return DataLoader(self, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -313,7 +313,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
             reader.stop()
 
     def _sent(self, reader: StreamReader, first_step: int) -> Iterator[dict[str, Any]]:
-        """Yields rank 0's batches: plans what the reader reads, sends the other ranks theirs, and keeps its own."""
+        """Yields rank 0's batches: plans what the reader reads, sends every other rank its part, and keeps its own part."""
         in_planning: deque[GlobalBatch] = deque()
 
         def lengths() -> list[int]:
@@ -324,7 +324,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         for plan in self.source.plans(((step, lengths) for step in itertools.count(first_step)), explore=True):
             batch = in_planning.popleft()
             parts = [_part(plan, rank, batch.sequences) for rank in range(plan.num_ranks)]
-            # keeps the tensors alive until they are sent
+            # this mapping keeps the tensors alive until they are sent
             packed = {rank: _packed(part["chunks"]) for rank, part in enumerate(parts) if rank}
             for message in [dist.isend(tensor, rank, self.source.pool.control) for rank, tensor in packed.items()]:
                 assert message is not None
@@ -335,7 +335,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
             reader.release()
 
     def _received(self, first_step: int) -> Iterator[dict[str, Any]]:
-        """Yields the batches of any other rank: its tokens of each plan come from rank 0."""
+        """Yields the batches of a rank other than 0, whose tokens of each plan come from rank 0."""
         pool = self.source.pool
 
         def no_lengths() -> list[int]:

@@ -1,8 +1,8 @@
 """Tokenises documents: texts, prompts with completions, and conversations become rows of `input_ids` and `labels`.
 
-Public functions, which the recipes call too. A label is the token itself where it counts in the loss, and -100 elsewhere;
-rows of plain text have loss everywhere and no column `labels`. `datasets` caches results under a fingerprint of the data,
-the tokenizer and the settings.
+These functions are public, and the recipes call them too. The label of a token is the token itself if it counts in the loss, and
+-100 otherwise. In rows of plain text every token counts, so they have no column `labels`. `datasets` caches results under a
+fingerprint of the data, the tokenizer and the settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Batch = dict[str, list[Any]]
 Rows = dict[str, list[list[int]]]
 
 _BATCH_ROWS = 64
-# part of the cache's fingerprint: raise it when the same row gives other tokens or labels than before
+# part of the cache's fingerprint; raise it when a row gives other tokens or labels than before
 _RULES = 1
 _TOKENS = Features({"input_ids": List(Value("int32"))})
 _TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
@@ -42,7 +42,7 @@ _TOKENS_AND_LABELS = Features({"input_ids": List(Value("int32")), "labels": List
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Counts of a tokenised dataset: rows, tokens, and tokens that are learnt (the first of a row never is)."""
+    """Counts of a tokenised dataset: rows, tokens, and tokens that are learnt (the first token of a row never is)."""
 
     num_rows: int
     num_tokens: int
@@ -103,7 +103,7 @@ def joined(texts: Sequence[str | None], separator: str) -> str:
 
 
 def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
-    """Brings a tokenised dataset to int32 columns `input_ids` and, if `has_labels`, `labels` (the tokens, if it had none)."""
+    """Converts a tokenised dataset to int32 columns `input_ids` and, if `has_labels`, `labels` (the tokens, if it had none)."""
     features = _TOKENS_AND_LABELS if has_labels else _TOKENS
     if has_labels and "labels" not in dataset.column_names:
         tokens = dataset.select_columns(["input_ids"])
@@ -207,7 +207,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[RenderedText], add_s
 
 
 def _span_labels(ids: list[int], offsets: list[tuple[int, int]], rendered: RenderedText) -> list[int]:
-    """Labels of one text: the id for tokens from the first to the last with a character in a span, else IGNORE_INDEX."""
+    """Labels of one text: in each span, the ids of the first to the last token with a character there; else IGNORE_INDEX."""
     starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     labels = [IGNORE_INDEX] * len(ids)
     for start, stop in rendered.spans:

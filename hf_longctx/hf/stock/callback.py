@@ -1,8 +1,8 @@
-"""`LongContextCallback`: plans for a stock `Trainer` that stays stock before and after the training.
+"""`LongContextCallback`: runs plans in a stock `Trainer`, which is unchanged before and after the training.
 
-Alone in `callbacks=[...]` it sees the model only: every forward runs one plan over the batches that all ranks loaded
+Alone in `callbacks=[...]` the callback sees the model only: every forward runs one plan over the batches that all ranks loaded
 (`exchange.py`). Attached to a trainer, it puts the training half of `LongContextTrainer` in front of that instance's class, so
-that full plans run; evaluation keeps the trainer's own loop, on the model's own attention.
+that full plans run. Evaluation keeps the trainer's own loop, with the model's own attention.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class LongContextCallback(TrainerCallback):
-    """Opt-in for a stock `Trainer` or a subclass of it; undone when `train()` ends.
+    """Runs plans in a stock `Trainer`, or in a subclass of it, until `train()` ends.
 
     Example, full plans (gradients are those of `LongContextTrainer`):
 
@@ -42,23 +42,23 @@ class LongContextCallback(TrainerCallback):
         LongContextCallback(LongContextConfig(max_length=32768)).attach(trainer)
         trainer.train()
 
-    Alone, as in `Trainer(..., callbacks=[LongContextCallback(config)])`, the stock loader's batches stay as they are, and every
-    forward of the training runs a plan of one micro-batch over the batches of all ranks. Without `attach` a training that
-    raises leaves the model patched: call `detach()` then.
+    Alone, as in `Trainer(..., callbacks=[LongContextCallback(config)])`, the stock loader still draws the batches, and every
+    forward of the training runs a plan of one micro-batch over the batches of all ranks. In this mode, call `detach()` after a
+    training that raised, since the model is then still patched.
     """
 
     def __init__(self, config: LongContextConfig | None = None) -> None:
         self.config = config if config is not None else LongContextConfig()
-        # hooks of the present training, where the callback works alone
+        # the hooks of the present training, if the callback is not attached
         self.exchange: SequenceExchange | None = None
         self._trainer: Trainer | None = None
         self._undo = ExitStack()
 
     def attach(self, trainer: Trainer) -> None:
-        """Lets the next `trainer.train()` run full plans; undone when it returns or raises. Every rank must call it.
+        """Lets the next `trainer.train()` run full plans; undone when that returns or raises. Every rank must call it.
 
-        Sets sequences per optimizer step, shuffling and cutting as `LongContextTrainer`; the trainer's collator serves
-        evaluation only. Raises ValueError on every rank for what would lose its meaning, and leaves the trainer as it was.
+        Sequences per optimizer step, shuffling and cutting are then those of `LongContextTrainer`; the trainer's collator serves
+        evaluation only. Raises ValueError on every rank, leaving the trainer as it was, for settings that plans would ignore.
         """
         if self._trainer is not None or isinstance(trainer, LongContextMixin):
             raise ValueError(f"{type(trainer).__name__} runs plans already, or this callback is attached; call detach() first")
@@ -70,7 +70,7 @@ class LongContextCallback(TrainerCallback):
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
-        """Makes trainer and model stock again. Idempotent; needed by hand only where no `train()` ended by itself."""
+        """Makes trainer and model stock again. Idempotent; call it only if no `train()` ran to its end."""
         self._undo.close()
 
     def on_train_begin(
@@ -102,7 +102,7 @@ class LongContextCallback(TrainerCallback):
         self.detach()
 
     def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any, undo: ExitStack) -> None:
-        """Checks everything on every rank, makes the groups and hooks the model."""
+        """Checks everything on every rank, makes the process groups, and hooks the model."""
         config = self.config
         problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
         if attention_name(model) in NAMES.values():
@@ -134,13 +134,13 @@ class LongContextCallback(TrainerCallback):
 
 
 class AttachedMixin(LongContextMixin):
-    """The training half of `LongContextMixin`; evaluation, prediction and their loaders stay those of the trainer."""
+    """The training half of `LongContextMixin`; evaluation, prediction and their loaders remain the trainer's own."""
 
     plans_evaluation = False
     _longctx_callback: LongContextCallback
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trains under plans; the trainer is stock again afterwards, also if it raised."""
+        """Trains under plans; afterwards the trainer is stock again, even if the training raised."""
         try:
             output = super().train(*args, **kwargs)
             # other ranks may still read from the groups that are closed next
@@ -160,7 +160,7 @@ class AttachedMixin(LongContextMixin):
 
 
 def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack) -> None:
-    """Puts `AttachedMixin` in front of the class of this one instance and starts planning on it."""
+    """Puts `AttachedMixin` in front of the class of this one trainer instance, and starts a planned run on it."""
     stock, own, lent = type(trainer), set(vars(trainer)), set[str]()
     problems = _attach_problems(trainer, callback.config)
     undo.callback(_unprepare, trainer)
@@ -185,7 +185,7 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
 
 
 def _unprepare(trainer: Trainer) -> None:
-    """Makes accelerate forget the model, which it knows without DDP, so that it prepares it anew.
+    """Makes accelerate forget the model, so that the next stock training prepares the model again, with DDP.
 
     Autocast stays bound to the model, as after any training.
     """
@@ -225,7 +225,7 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
 
 
 def _exchange_problems(config: LongContextConfig) -> list[str]:
-    """Problems with settings that need the trainer's loader, which a callback in `callbacks=[...]` does not have."""
+    """Problems with settings that a callback in `callbacks=[...]` cannot follow, since it does not control the loader."""
     problems = []
     if config.stages != 1:
         problems.append(
@@ -250,7 +250,7 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
 
 
 def _without_effect(config: LongContextConfig) -> list[str]:
-    """Settings that were changed in vain, since nothing measures or reports the forwards of a stock trainer."""
+    """Changed settings that have no effect, since nothing measures or reports the forwards of a stock trainer."""
     idle = (
         *("calibration_steps", "fp32_gradients", "timeline_steps"),
         *("lookahead_batches", "micro_batch_trials"),

@@ -1,7 +1,7 @@
 """Decides whether a stock trainer's data collator can be replaced by plans without changing what is learnt.
 
-Called when the callback attaches to a stock trainer. A plan packs whole sequences and trains the next token of each. A
-padding collator trains the same, as long as neither its padding nor the first token of a sequence has a label.
+Called when the callback attaches to a stock trainer. A plan packs whole sequences and learns the next token at every position
+of each. A padding collator learns the same tokens, as long as neither padding nor the first token of a sequence has a label.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 _BATCH_ROWS = 1000
 _PADDING = (transformers.DataCollatorWithPadding, transformers.DefaultDataCollator)
-# TRL's collator: like plans, it takes labels from the row's column or else the token ids
+# TRL's collator: takes labels from the row's column `labels`, or else the token ids, just as plans do
 _TRL = ("trl.trainer.sft_trainer", "DataCollatorForLanguageModeling")
 _KNOWN = "default_data_collator, DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorWithFlattening and \
 DataCollatorForLanguageModeling(mlm=False)"
 
 
 def collator_problems(collator: Any, dataset: Any) -> list[str]:
-    """Lists why plans would train something else than batches of `collator` over `dataset`; empty if they train the same.
+    """Why plans would learn other tokens than batches of `collator` over `dataset`; empty if they would learn the same ones.
 
     Subclasses of known collators are refused, because they may do anything.
     """
@@ -38,7 +38,7 @@ def collator_problems(collator: Any, dataset: Any) -> list[str]:
     if kind is transformers.DataCollatorForLanguageModeling:
         return _language_modeling_problems(collator, dataset)
     if (kind.__module__, kind.__name__) == _TRL:
-        # it pads on the right without labels, or flattens documents and masks the first label of each
+        # this collator pads on the right without labels, or flattens documents and masks the first label of each
         return []
     if kind in _PADDING or collator is default_data_collator:
         return _label_problems(name, dataset)
@@ -114,7 +114,7 @@ def _padding_side_problems(collator: Any) -> list[str]:
 
 
 def _is_readable(dataset: Any) -> bool:
-    """Whether rows can be looked up by number; the scan refuses other datasets later."""
+    """Whether rows can be looked up by number; other datasets are refused later, when row lengths are read."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict) and len(dataset) > 0
 
 

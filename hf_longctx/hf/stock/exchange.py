@@ -1,13 +1,13 @@
-"""One forward of a stock trainer under a plan: its batch leaves the rank that loaded it and comes back as a rank's shard.
+"""Runs one forward of a stock trainer under a plan: every rank exchanges the batch that it loaded for its shard of the plan.
 
-A forward pre-hook reads the documents from the batch that the rank's loader made, all ranks learn all lengths, rank 0 plans
-one micro-batch, and one all-to-all moves token ids and labels to the ranks that the plan assigns them to. The trainer's own
-normalisation stays right: it divides by the label tokens of all ranks, whichever rank holds them.
+A forward pre-hook reads the documents from the batch that the rank's loader made. All ranks learn all lengths, and rank 0 plans
+one micro-batch. One all-to-all then moves token ids and labels to the ranks that the plan assigns them to. The trainer's own
+normalisation stays right, since it divides by the label tokens of all ranks, whichever rank holds them.
 
-TRL's trainers ask for values per token (`fused_lm_head=True`) and make their losses from these, over whole sequences and pairs
-of them. These values are sent back to the rank that loaded the token, and their gradients the other way in backward.
+TRL's trainers ask for values per token (`fused_lm_head=True`) and compute their losses from these, over whole sequences and over
+pairs of sequences. So each value is sent back to the rank that loaded its token; in backward its gradient goes the other way.
 
-Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 token id and label.
+Tensor names end in their shape: T tokens, B rows, S columns of a batch, 2 for token id and label.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hf_longctx.runtime.attention.sequence_parallel import all_to_all
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.execution.executor import no_mask
 
-# keywords of a batch: those that are kept, and those that the plan's own replace
+# keywords of a batch that are kept, and keywords that the plan replaces by its own
 _KEPT = ("num_items_in_batch", "return_dict", "use_cache")
 _REPLACED = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "seq_idx")
 _REPLACED_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -44,9 +44,9 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 
 @dataclass(frozen=True)
 class LocalDocuments:
-    """The documents of one rank's batch, one after the other: rows_T2 are token ids and next-token labels, int64.
+    """The documents of one rank's batch, one after the other.
 
-    kept_BS: marks the tokens of the batch that they come from.
+    rows_T2: token id and label of the next token, int64. kept_BS: marks where the batch has these tokens; the rest is padding.
     """
 
     rows_T2: Tensor
@@ -55,10 +55,10 @@ class LocalDocuments:
 
 
 def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
-    """Reads the documents of a batch as the model would get it; labels are shifted inside each document, before any cut.
+    """Reads the documents of the batch that the model would get; labels are shifted inside each document, before any cut.
 
-    Padded: [B, S] with an attention_mask that is zero on padding. Flattened: position_ids that restart at 0 in every
-    document. Raises ValueError for a batch that would have taught the model something else.
+    A padded batch is [B, S], with an attention_mask that is zero on padding. A flattened batch has position_ids that restart at
+    0 in every document. Raises ValueError for a batch from which the model alone would have learnt something else.
     """
     _refuse_unknown(inputs)
     input_ids_BS, mask_BS, positions_BS = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -90,7 +90,7 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
             f"the batch holds {', '.join(inputs)}; input_ids and labels are needed: add a column 'labels' or use "
             f"DataCollatorWithFlattening"
         )
-    # the trainer takes the mean of values per token itself
+    # for a fused head the trainer computes the mean over tokens itself
     if inputs.get("num_items_in_batch") is None and not inputs.get(_FUSED):
         raise ValueError(
             "the trainer did not count the label tokens of all ranks (num_items_in_batch), so its mean would weigh every rank "
@@ -102,7 +102,10 @@ def _refuse_unknown(inputs: Mapping[str, Any]) -> None:
 
 
 def _document_starts(positions_BS: Tensor, rows_BS: Tensor, kept_BS: Tensor, has_mask: bool) -> Tensor:
-    """Marks where documents start: at the rows' first tokens and where positions restart; positions count up in between."""
+    """Marks where documents start: at the first token of each row, and where positions restart.
+
+    Raises ValueError unless positions count up in between.
+    """
     starts_BS = rows_BS | (kept_BS & (positions_BS == 0))
     if has_mask and bool((starts_BS != rows_BS).any()):
         raise ValueError(
@@ -130,14 +133,15 @@ def _next_labels(inputs: Mapping[str, Any], kept_BS: Tensor, starts_BS: Tensor) 
             f"the first token of a document has a label, and would be learnt from what stands before it in its row (padding on "
             f"the left, or another document); pad on the right, or set that label to {IGNORE_INDEX}"
         )
-    # the label after a document's last token is the masked one of the next document's first token, or padding
+    # after a document's last token comes padding, or the next document's first token, whose label is masked
     return torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class TokenExchange:
-    """Exchange of tokens in which every rank gets its shard of `plan` from the ranks that loaded it.
+    """Moves tokens so that every rank gets its shard of `plan` from the ranks that loaded these tokens.
 
-    `owned[r]` are the lengths of the documents that rank r loaded; sequence i of the plan is document i of all ranks' in a row.
+    `owned[r]`: lengths of the documents that rank r loaded. The plan numbers the documents of rank 0 first, then those of rank 1
+    and so on.
     """
 
     def __init__(self, plan: StepPlan, owned: Sequence[Sequence[int]], rank: int) -> None:
@@ -147,7 +151,7 @@ class TokenExchange:
         self.shards = [_shard_of(plan, position) for position in range(plan.num_ranks)]
 
     def run(self, documents: LocalDocuments, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """This rank's rows_T2 in the order of its shard, and their positions [T]. Every rank of `group` calls it."""
+        """The rows_T2 of this rank's shard, in the shard's order, and their positions [T]. Every rank of `group` calls it."""
         device = documents.rows_T2.device
         index_T, sent_sizes = self._sent()
         outgoing_T2 = documents.rows_T2[index_T.to(device)]
@@ -161,9 +165,10 @@ class TokenExchange:
         return self._in_order(incoming_T2, sources), self._positions().to(device)
 
     def back(self, values_T: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Sends values of this rank's shard to their owners; returns those of the tokens that this rank loaded, in their order.
+        """Sends each value of this rank's shard to the rank that loaded the token; returns the values of this rank's own tokens.
 
-        Differentiable; every rank of `group` calls it, and its backward.
+        They come in the order in which this rank loaded the tokens. Differentiable; every rank of `group` calls this function,
+        and its backward.
         """
         index_T, sent_sizes = self._sent()
         sources = self._sources()
@@ -172,28 +177,28 @@ class TokenExchange:
         places_T = torch.cat([torch.zeros(0, dtype=torch.int64), *_ranges(begins, [p for places in sources for p in places])])
         outgoing_T = values_T[places_T.to(values_T.device)]
         incoming_T = outgoing_T if group is None else all_to_all(outgoing_T, self._counts(sources), sent_sizes, group)
-        # every token of this rank is in exactly one shard, so this inverts the order in which they were sent
+        # each token that this rank loaded is in exactly one shard, so this inverts the order in which the tokens were sent
         return incoming_T[torch.argsort(index_T).to(values_T.device)]
 
     def _sent(self) -> tuple[Tensor, list[int]]:
-        """This rank's tokens by receiving rank, in the order of that rank's shard, and how many go to each."""
+        """Indices of this rank's tokens, by receiving rank and in the order of that rank's shard; how many go to each rank."""
         sent = [[span for span in shard if self._owner(span) == self.rank] for shard in self.shards]
         index = [torch.arange(start, stop) + self.offsets[number] for spans in sent for number, start, stop in spans]
         sizes = [sum(stop - start for _, start, stop in spans) for spans in sent]
         return torch.cat([torch.zeros(0, dtype=torch.int64), *index]), sizes
 
     def _sources(self) -> list[list[int]]:
-        """For every rank, the places in this rank's shard whose tokens come from it."""
+        """For every sending rank, the places in this rank's shard that its tokens fill."""
         mine = self.shards[self.rank]
         return [[place for place, span in enumerate(mine) if self._owner(span) == owner] for owner in range(len(self.shards))]
 
     def _counts(self, sources: list[list[int]]) -> list[int]:
-        """Tokens that come from every rank."""
+        """Number of tokens that come from each rank."""
         mine = self.shards[self.rank]
         return [sum(mine[place][2] - mine[place][1] for place in places) for places in sources]
 
     def _in_order(self, incoming_T2: Tensor, sources: list[list[int]]) -> Tensor:
-        """Received rows, which come by source, in the order of the shard; dummy tokens have id 0 and no label."""
+        """Sorts received rows, which come rank by rank, into the order of the shard; dummy tokens have id 0 and no label."""
         mine = self.shards[self.rank]
         arrived = [place for places in sources for place in places]
         parts = incoming_T2.split([mine[place][2] - mine[place][1] for place in arrived])
@@ -215,7 +220,7 @@ def _ranges(begins: Sequence[int], places: Sequence[int]) -> list[Tensor]:
 
 
 def _shard_of(plan: StepPlan, position: int) -> list[tuple[int, int, int]]:
-    """(sequence, first token, end) of every piece that a rank holds in the plan's micro-batch; sequence -1: a dummy token."""
+    """(sequence, first token, end) of each piece that a rank holds in the plan's micro-batch; a dummy token has sequence -1."""
     group, chunk = _only_chunk(plan, position)
     pieces = rank_pieces(chunk, group.shape)[group.positions.index(position)]
 
@@ -235,11 +240,10 @@ def _only_chunk(plan: StepPlan, position: int) -> tuple[SequenceGroup, Chunk]:
 
 
 class SequenceExchange:
-    """The two hooks of a model in training: one exchanges the batch before a forward, one checks attention's calls after it.
+    """The two hooks of a model in training: one exchanges the batch before a forward, the other checks attention calls after it.
 
     A forward is collective over all ranks while the model trains; in eval mode the hooks do nothing. `source` must plan one
-    micro-batch; `activations` executes its policies. Raises ValueError on every rank for a batch that cannot be run on some
-    rank.
+    micro-batch; `activations` executes its policies. Raises ValueError on every rank if some rank has a batch that cannot run.
     """
 
     def __init__(
@@ -255,10 +259,11 @@ class SequenceExchange:
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
         self._context: GroupContext | None = None
-        # divisor of a tiled loss, None where the model makes its own loss; contexts that last for one forward
+        # divisor of a tiled loss; None if the model computes its own loss
         self._num_items: Any = None
+        # contexts that last for one forward
         self._during = ExitStack()
-        # the way back for values per token, where the forward returns these
+        # how values per token get back to their ranks, if the forward returns such values
         self._returning: tuple[TokenExchange, LocalDocuments] | None = None
 
     def before_forward(
@@ -277,7 +282,7 @@ class SequenceExchange:
         is_fused = bool(kwargs.get(_FUSED))
         self._returning = (exchange, documents) if is_fused else None
         self._context, is_summed = self._begin(model, plan, labels_1T, is_fused)
-        # models compute a loss only if there are labels, and do not shift where there are shifted ones
+        # models compute a loss only from labels, and do not shift labels if they get shifted ones too
         names = ("return_dict",) if is_summed else ("num_items_in_batch", "return_dict", _FUSED)
         kept: dict[str, Any] = {name: kwargs[name] for name in names if name in kwargs}
         self._num_items = kwargs["num_items_in_batch"] if is_summed else None
@@ -292,9 +297,9 @@ class SequenceExchange:
         }
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Replaces the loss of the output where the head summed it. Raises RuntimeError if some attention did not get the plan.
+        """Replaces the loss of the output if the head summed it. Raises RuntimeError if some attention call did not get the plan.
 
-        Torch also calls it after a forward that raised, with no output.
+        After a forward that raised, torch calls this hook with no output.
         """
         context, self._context = self._context, None
         if output is None:
@@ -313,7 +318,7 @@ class SequenceExchange:
         return type(output)(loss=output.logits / self._num_items)
 
     def _returned(self, output: Any, exchange: TokenExchange, documents: LocalDocuments) -> Any:
-        """The output of a fused head as the batch's own forward would have returned it: [B, S - 1], zero where no label is."""
+        """The output of a fused head as a forward of the rank's own batch would give it: [B, S - 1], zero without a label."""
         kept_BS = documents.kept_BS
         found: dict[str, Any] = {}
         with explain_lost_ranks(self.num_forwards, self.pool.rank, self.timeout_s):
@@ -332,7 +337,7 @@ class SequenceExchange:
     def _begin(self, model: nn.Module, plan: StepPlan, labels_1T: Tensor, is_fused: bool) -> tuple[GroupContext, bool]:
         """The context of this rank's chunk under its activation policy, and whether the head sums the loss.
 
-        A fused head makes its own tiles. Nothing is saved where no backward follows.
+        A fused head makes its own tiles, so it does not sum. Without a backward nothing is saved, so no policy is used.
         """
         rank_plan = plan.for_rank(self.pool.rank)
         group, chunk = _only_chunk(plan, self.pool.rank)
@@ -351,7 +356,7 @@ class SequenceExchange:
         return replace(context, activations=activations), is_summed
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LocalDocuments, list[list[int]]]:
-        """This rank's documents, and the lengths of those of every rank; raises a rank's problem on all of them."""
+        """This rank's documents, and the lengths of every rank's documents; raises on every rank if any rank has a problem."""
         nothing = torch.zeros(0, 2, dtype=torch.int64)
         documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
         try:
