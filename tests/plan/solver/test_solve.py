@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from helpers.plans.linear_programs import best_of_all, hard_program, program, programs
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_longctx.plan.solver import solve
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, Solution, SolverError
@@ -18,68 +17,6 @@ from hf_longctx.plan.solver.solve import Backend, available_backends, solve_inte
 
 BACKENDS: tuple[Backend, ...] = ("highs", "cbc")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
-small = st.integers(-5, 9)
-
-
-def program(
-    costs: list[float], matrix: list[list[float]], low: list[float], high: list[float], upper: float = 4
-) -> LinearProgram:
-    return LinearProgram.dense(
-        np.array(costs, dtype=float),
-        np.array(matrix, dtype=float).reshape(len(low), len(costs)),
-        np.array(low, dtype=float),
-        np.array(high, dtype=float),
-        np.full(len(costs), float(upper)),
-    )
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> LinearProgram:
-    """Programs with two or three variables in [0, 4] and up to three rows of random kinds."""
-    count, num_rows = draw(st.integers(2, 3)), draw(st.integers(1, 3))
-    matrix = [[float(draw(small)) for _ in range(count)] for _ in range(num_rows)]
-    low = [draw(st.one_of(st.just(-math.inf), st.integers(-9, 12).map(float))) for _ in range(num_rows)]
-    high = [draw(st.one_of(st.just(math.inf), st.integers(0, 9).map(lambda more, lo=lo: max(lo, -9.0) + more))) for lo in low]
-    return program([float(draw(small)) for _ in range(count)], matrix, low, high)
-
-
-def best_of_all(given_program: LinearProgram) -> float:
-    """Least objective over all integer points of the box; infinite if none is feasible."""
-    points = itertools.product(range(5), repeat=len(given_program.costs))
-    matrix = np.zeros((len(given_program.row_lower), len(given_program.costs)))
-    matrix[given_program.rows, given_program.columns] = given_program.values
-    found = math.inf
-    for point in points:
-        activity = matrix @ np.array(point)
-        if (activity >= given_program.row_lower).all() and (activity <= given_program.row_upper).all():
-            found = min(found, float(given_program.costs @ np.array(point)))
-    return found
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(programs())
-def test_whole_solutions_equal_brute_force(given_program: LinearProgram) -> None:
-    check_against_brute_force(given_program, "highs")
-
-
-@settings(derandomize=True, deadline=None, max_examples=15)
-@given(programs())
-def test_whole_solutions_of_cbc_equal_brute_force(given_program: LinearProgram) -> None:
-    check_against_brute_force(given_program, "cbc")
-
-
-def check_against_brute_force(given_program: LinearProgram, backend: Backend) -> None:
-    solved = solve_integer_program(given_program, np.ones(len(given_program.costs), dtype=bool), backend=backend)
-    best = best_of_all(given_program)
-    assert solved.backend == backend
-    if math.isinf(best):
-        assert solved.status == "infeasible"
-        assert not solved.has_values and solved.objective == math.inf
-        return
-    assert solved.status == "optimal"
-    assert solved.objective == pytest.approx(best, abs=1e-6)
-    assert solved.bound == pytest.approx(best, abs=1e-4)
-    assert (solved.values == np.round(solved.values)).all()
 
 
 @settings(derandomize=True, deadline=None, max_examples=20)
@@ -105,13 +42,6 @@ def test_duals_are_what_one_more_unit_costs(backend: Backend) -> None:
     assert (solved.objective, solved.bound) == (pytest.approx(9), pytest.approx(9))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(programs(), st.lists(st.floats(-4, 4), min_size=3, max_size=3))
-def test_any_duals_prove_a_bound(given_program: LinearProgram, duals: list[float]) -> None:
-    bound = given_program.dual_bound(np.array(duals[: len(given_program.row_lower)]))
-    assert bound <= best_of_all(given_program) + 1e-6
-
-
 @every_backend
 def test_infeasible_and_unbounded_programs_are_named(backend: Backend) -> None:
     # x + y >= 9 with x, y <= 4, and max x + y without a limit
@@ -133,17 +63,6 @@ def test_programs_without_variables_rows_or_terms_have_answers(backend: Backend)
     assert solve_linear_program(program([1], [[0]], [1], [2]), backend=backend).status == "infeasible"
 
 
-def hard_program(seed: int = 0) -> tuple[LinearProgram, np.ndarray]:
-    """A market split problem, which no solver proves within a second, and a solution of it (x = 0 with full slacks)."""
-    draw = np.random.default_rng(seed)
-    matrix = draw.integers(0, 100, (5, 40)).astype(float)
-    slack = np.concatenate([np.eye(5), -np.eye(5)], axis=1)
-    share = np.floor(matrix.sum(axis=1) / 2)
-    case = program([0.0] * 40 + [1.0] * 10, np.hstack([matrix, slack]).tolist(), share.tolist(), share.tolist(), math.inf)
-    case.upper[:40] = 1
-    return case, np.concatenate([np.zeros(40), share, np.zeros(5)])
-
-
 @every_backend
 def test_a_start_is_kept_when_time_is_short(backend: Backend) -> None:
     case, start = hard_program()
@@ -161,12 +80,6 @@ def test_a_start_is_kept_when_time_is_short(backend: Backend) -> None:
 def test_a_start_that_solves_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"start violates the program by .*give a feasible one"):
         solve_integer_program(program([1], [[1]], [2], [3]), np.array([True]), start=np.array([1.0]))
-
-
-def test_a_target_ends_the_search() -> None:
-    case, start = hard_program()
-    reached = solve_integer_program(case, np.arange(50) < 40, SearchLimits(20.0, target=1e4), start)
-    assert reached.status == "feasible" and reached.objective <= 1e4
 
 
 @every_backend
