@@ -9,7 +9,6 @@ from transformers import HfArgumentParser, TrainingArguments
 
 import hf_longctx
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.ranks.launch import LaunchEnvironment
 
 
 def test_defaults_are_accepted() -> None:
@@ -173,23 +172,6 @@ def test_all_degrees_are_one_word_on_every_road() -> None:
     (from_yaml,) = HfArgumentParser(LongContextConfig).parse_dict({"degrees": "all"})
     assert parse("--degrees", "all") == from_yaml == LongContextConfig(degrees="all") == LongContextConfig(degrees=["all"])
     assert from_yaml.degrees == "all"
-
-
-@pytest.mark.parametrize(
-    "variables,expected",
-    [
-        ({}, (1, 1)),
-        ({"WORLD_SIZE": "8"}, (8, 8)),
-        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (8, 4)),
-    ],
-)
-def test_launch_environment_is_what_the_launcher_set(monkeypatch, variables: dict[str, str], expected: tuple[int, int]) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    launch = LaunchEnvironment.read()
-    assert (launch.num_ranks, launch.ranks_per_node) == expected
 
 
 @pytest.mark.parametrize("given,found", [("auto", "auto"), ("2", 2), (4, 4)])

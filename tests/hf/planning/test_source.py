@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
@@ -17,8 +16,6 @@ from helpers.plans.layouts import tiny_costs
 from helpers.plans.scripted_planner import ScriptedPlanner, slow_config
 from helpers.ranks.rank_steps import group_pool, step_on_rank
 
-from hf_longctx.hf.data.planned_batches import PlannedBatchSampler
-from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.planning import source as source_module
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -359,53 +356,3 @@ def test_a_late_plan_changes_neither_loss_nor_gradients(ranks) -> None:
         for _, loss, gradients in steps:
             assert loss == pytest.approx(expected_loss, rel=1e-12)
             assert max(relative_error(gradients[name], expected[name]) for name in expected) <= 1e-12
-
-
-LENGTHS = np.array([5, 9, 3, 12, 7, 1, 20], dtype=np.int64)
-
-
-def batch_sampler(**settings: Any) -> PlannedBatchSampler:
-    sampler = LengthAwareSampler(LENGTHS, 3, seed=1, **settings)
-    return PlannedBatchSampler(sampler, LENGTHS, lone_source(tiny_costs(4)), explore=False)
-
-
-def test_each_batch_is_one_planned_step_of_the_samplers_sequences() -> None:
-    planned = batch_sampler()
-    batches = list(planned)
-    assert [len(batch) for batch in batches] == [1] * len(planned) == [1, 1, 1]
-    steps = [batch[0] for batch in batches]
-    assert [list(step.sequences) for step in steps] == list(planned.sampler)
-    for step in steps:
-        assert list(step.plan.lengths) == LENGTHS[list(step.sequences)].tolist()
-        assert step.rank == 0
-
-
-def test_step_numbers_go_on_through_the_epochs() -> None:
-    planned = batch_sampler()
-    numbers = []
-    for epoch in range(3):
-        planned.set_epoch(epoch)
-        numbers += [step.plan.step for (step,) in planned]
-    assert numbers == list(range(9))
-
-
-def test_a_resumed_epoch_gives_the_steps_of_an_unbroken_run() -> None:
-    unbroken, resumed = batch_sampler(), batch_sampler()
-    unbroken.set_epoch(0)
-    list(unbroken)
-    for planned in (unbroken, resumed):
-        planned.set_epoch(1)
-    for (expected,), (found,) in zip(unbroken, resumed, strict=True):
-        assert (plan_digest(found.plan), found.sequences) == (plan_digest(expected.plan), expected.sequences)
-
-
-def planned_steps_on_rank() -> list[tuple[str, tuple[int, ...], int]]:
-    source = source_on_rank()
-    planned = PlannedBatchSampler(LengthAwareSampler(LENGTHS, 3), LENGTHS, source, explore=True)
-    return [(plan_digest(step.plan), step.sequences, step.rank) for (step,) in planned]
-
-
-def test_every_rank_gets_the_same_step_with_its_own_number(ranks) -> None:
-    first, second = ranks(2).run(planned_steps_on_rank)
-    assert [step[:2] for step in first] == [step[:2] for step in second]
-    assert {step[2] for step in first} == {0} and {step[2] for step in second} == {1}

@@ -159,35 +159,6 @@ def test_the_program_fills_cheap_segments_before_other_classes() -> None:
     assert outcome_of(slots, solved, limits).recompute_s == pytest.approx(8 / 16 + 0.75 * 3, rel=1e-3)
 
 
-def test_a_slice_s_front_costs_what_its_prefix_says() -> None:
-    # 100 tokens behind 300: 35,000 pairs, the first half 50 * 300 + 1,250 of them
-    assert attention(1.0, 35.0, (300, 100)).recompute_part_s(0.5) == pytest.approx(16.25)
-    # documents of 60 and 40 tokens: 1,800 and 800 pairs; 80 rows hold all of the first and 200 of the second
-    packed = attention(1.0, 2.6, (0, 60), (0, 40))
-    assert packed.recompute_part_s(0.6) == pytest.approx(1.8) and packed.recompute_part_s(0.8) == pytest.approx(2.0)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 500)), min_size=1, max_size=12))
-def test_curves_are_convex_and_never_above_exact_points(documents: list[tuple[int, int]]) -> None:
-    item = attention(1.0, 7.0, *documents)
-    segments = item.segments()
-    slopes = [seconds / width for width, seconds in segments]
-    assert slopes == sorted(slopes)
-    assert sum(width for width, _ in segments) == pytest.approx(1) and sum(s for _, s in segments) == pytest.approx(7)
-    tokens = [token for start, size in documents for token in range(start, start + size)]
-    for eighth in range(9):
-        # pairs counted one row at a time, half a pair for the row itself
-        rows = round(eighth / 8 * len(tokens))
-        exact = sum(token + 0.5 for token in tokens[:rows]) / sum(token + 0.5 for token in tokens) * 7
-        assert item.recompute_part_s(rows / len(tokens)) == pytest.approx(exact)
-        place = seconds = 0.0
-        for width, more in segments:
-            part = min(1.0, max(0.0, (eighth / 8 - place) / width))
-            place, seconds = place + width, seconds + part * more
-        assert seconds <= item.recompute_part_s(eighth / 8) + 1e-9
-
-
 def test_outcomes_are_priced_exactly_where_documents_dent_the_curve() -> None:
     # a long document in front of a short one: the hull is below the curve, the price is not
     item = attention(100.0, 10.0, (0, 90), (0, 10))

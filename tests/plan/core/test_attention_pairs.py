@@ -11,7 +11,7 @@ from helpers.plans.cost_models import MODEL, cost_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.slots import SavedClass, layer_slots
+from hf_longctx.plan.activations.slots import layer_slots
 from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs, SpanRates
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Span
@@ -109,15 +109,6 @@ def test_whole_sequences_cost_what_their_chunks_do() -> None:
             chunk = Chunk(0, (Span(0, 0, length),))
             whole_s = costs.forward_s(chunk, shape, 4) + costs.backward_s(chunk, shape, 4)
             assert costs.sequences_s([length], shape)[0] + costs.group_s(shape) == pytest.approx(whole_s)
-
-
-def test_front_rows_of_attention_are_recomputed_at_their_own_price() -> None:
-    # rows 0 to 100 under a window of 20: 200 pairs, then 20 for each row; the first half of the rows has 200 + 30 * 20
-    item = SavedClass("attention_output", 100.0, 9.0, documents=((0, 100),), pairs=AttentionPairs.of((20,)))
-    assert item.recompute_part_s(0.5) == pytest.approx(9.0 * 800 / 1800)
-    assert sum(width for width, _ in item.segments()) == pytest.approx(1)
-    rates = [seconds / width for width, seconds in item.segments()]
-    assert rates == pytest.approx(sorted(rates)) and sum(seconds for _, seconds in item.segments()) == pytest.approx(9.0)
 
 
 def test_rates_of_hardware_do_not_depend_on_windows() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from helpers.plans.fixture_plans import FIXTURE_NAMES, fixture
+from helpers.plans.layouts import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,3 +118,14 @@ def test_plans_can_be_keys_and_cannot_be_changed(name: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.step = 1  # type: ignore[misc]
     assert plan_digest(dataclasses.replace(plan, estimate=Estimate(step_s=1e9))) == plan_digest(plan)
+
+
+def test_equal_neighbours_of_a_layout_are_folded() -> None:
+    layout = [[(2, (0,))], [(1, (1,)), (1, (2,))], [(1, (3,))], [(1, (4,))], [(2, (5,))]]
+    plan = plan_of(layout, [60, 9, 9, 8, 7, 50], 2)
+    runs = {"<2>,<2>,<1,1>,<1,1>,<1,1>": "<2> x2 <1x2> x3"}
+    assert runs[plan.layout] == plan.folded_layout
+
+
+def test_equal_groups_of_one_micro_batch_are_folded() -> None:
+    assert plan_of([[(2, (0,)), (1, (1,))]], [9, 3], 4).folded_layout == "<2,1x2>"

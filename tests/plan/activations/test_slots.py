@@ -1,0 +1,122 @@
+"""What one layer saves for a chunk: bytes and seconds of each class by hand, and exact curves of partial recomputes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.plans.layouts import tiny_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.activations.slots import SavedClass, layer_slot, layer_slots
+from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
+from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.memory.saved_tensors import class_bytes
+
+LOCAL = GroupShape(1)
+
+
+def attention(num_bytes: float, recompute_s: float, *documents: tuple[int, int]) -> SavedClass:
+    return SavedClass("attention_output", num_bytes, recompute_s, documents=documents)
+
+
+def test_classes_of_a_slot_share_the_seconds_of_its_forward() -> None:
+    costs = tiny_costs(2)
+    chunk = Chunk(0, (Span(0, 10, 60), Span(1, 0, 14)))
+    slot = layer_slot(costs, chunk, GroupShape(2, 2), FULL)
+    found = {item.tensor_class: item for item in slot.saved}
+    # each of two ranks has 32 of the 64 tokens, and half of the pairs
+    assert {name: item.num_bytes for name, item in found.items()} == {
+        name: 32 * class_bytes(costs.model, name) for name in ("layer_input", "attention_output", "qkv", "mlp")
+    }
+    forward, num_layers = costs.coefficients.forward, costs.model.num_layers
+    pairs = 50 * (10 + 25) + 14 * 7
+    assert found["attention_output"].recompute_s == pytest.approx(forward.pair_s * pairs / 2 / num_layers)
+    assert found["qkv"].recompute_s + found["mlp"].recompute_s == pytest.approx(forward.token_s * 32 / num_layers)
+    assert 0 < found["qkv"].recompute_s < found["mlp"].recompute_s and found["layer_input"].recompute_s == 0
+    # attention alone depends on where its documents lie
+    assert [item.documents for item in slot.saved if item.documents] == [((10, 50), (0, 14))]
+    assert (slot.forward_s, slot.backward_s) == (
+        costs.forward_s(chunk, GroupShape(2, 2), 1),
+        costs.backward_s(chunk, GroupShape(2, 2), 1),
+    )
+
+
+@pytest.mark.parametrize("can_keep_qkv", [True, False])
+def test_a_slot_says_what_the_runtime_may_do_with_each_class(can_keep_qkv: bool) -> None:
+    costs = tiny_costs(1)
+    costs = replace(costs, model=replace(costs.model, can_keep_qkv=can_keep_qkv))
+    slot = layer_slot(costs, Chunk(0, (Span(0, 0, 9),)), LOCAL, FULL)
+    abilities = {item.tensor_class: (item.can_recompute, item.can_offload, item.can_keep) for item in slot.saved}
+    assert abilities == {
+        "layer_input": (False, True, True),
+        "attention_output": (True, True, True),
+        "qkv": (True, can_keep_qkv, can_keep_qkv),
+        "mlp": (True, True, True),
+    }
+
+
+def test_layers_of_one_window_have_one_slot() -> None:
+    costs = tiny_costs(1)
+    costs = replace(costs, model=replace(costs.model, num_layers=4, windows=(5, None, 5, None)))
+    first, second, third, fourth = layer_slots(costs, Chunk(0, (Span(0, 0, 40),)), LOCAL)
+    assert first is third and second is fourth
+    assert first.forward_s < second.forward_s
+
+
+def test_a_dummy_token_fills_a_rank_that_has_none() -> None:
+    costs = tiny_costs(4)
+    chunk = Chunk(0, (Span(0, 0, 1),))
+    slot = layer_slot(costs, chunk, GroupShape(4, 4), FULL)
+    assert [item.num_bytes for item in slot.saved] == [class_bytes(costs.model, item.tensor_class) for item in slot.saved]
+
+
+def test_a_slice_s_front_costs_what_its_prefix_says() -> None:
+    # 100 tokens behind 300: 35,000 pairs, the first half 50 * 300 + 1,250 of them
+    assert attention(1.0, 35.0, (300, 100)).recompute_part_s(0.5) == pytest.approx(16.25)
+    # documents of 60 and 40 tokens: 1,800 and 800 pairs; 80 rows hold all of the first and 200 of the second
+    packed = attention(1.0, 2.6, (0, 60), (0, 40))
+    assert packed.recompute_part_s(0.6) == pytest.approx(1.8) and packed.recompute_part_s(0.8) == pytest.approx(2.0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 500)), min_size=1, max_size=12))
+def test_curves_are_convex_and_never_above_exact_points(documents: list[tuple[int, int]]) -> None:
+    item = attention(1.0, 7.0, *documents)
+    segments = item.segments()
+    slopes = [seconds / width for width, seconds in segments]
+    assert slopes == sorted(slopes)
+    assert sum(width for width, _ in segments) == pytest.approx(1) and sum(s for _, s in segments) == pytest.approx(7)
+    tokens = [token for start, size in documents for token in range(start, start + size)]
+    for eighth in range(9):
+        # pairs counted one row at a time, half a pair for the row itself
+        rows = round(eighth / 8 * len(tokens))
+        exact = sum(token + 0.5 for token in tokens[:rows]) / sum(token + 0.5 for token in tokens) * 7
+        assert item.recompute_part_s(rows / len(tokens)) == pytest.approx(exact)
+        place = seconds = 0.0
+        for width, more in segments:
+            part = min(1.0, max(0.0, (eighth / 8 - place) / width))
+            place, seconds = place + width, seconds + part * more
+        assert seconds <= item.recompute_part_s(eighth / 8) + 1e-9
+
+
+def test_front_rows_of_attention_are_recomputed_at_their_own_price() -> None:
+    # rows 0 to 100 under a window of 20: 200 pairs, then 20 for each row; the first half of the rows has 200 + 30 * 20
+    item = SavedClass("attention_output", 100.0, 9.0, documents=((0, 100),), pairs=AttentionPairs.of((20,)))
+    assert item.recompute_part_s(0.5) == pytest.approx(9.0 * 800 / 1800)
+    assert sum(width for width, _ in item.segments()) == pytest.approx(1)
+    rates = [seconds / width for width, seconds in item.segments()]
+    assert rates == pytest.approx(sorted(rates)) and sum(seconds for _, seconds in item.segments()) == pytest.approx(9.0)
+
+
+# Llama-3.1-8B
+LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)
+
+
+def test_attention_is_kept_before_the_mlp_at_long_lengths() -> None:
+    # seconds per byte at 128K tokens are dozens of times higher for attention
+    slots = layer_slots(tiny_costs(1, LLAMA), Chunk(0, (Span(0, 0, 131072),)), LOCAL)
+    density = {item.tensor_class: item.recompute_s / item.num_bytes for item in slots[0].saved}
+    assert density["attention_output"] > 10 * max(density["mlp"], density["qkv"])
