@@ -1,4 +1,4 @@
-"""What torchrun and accelerate set in the environment, read by hand."""
+"""Settings of torchrun and accelerate, read from the environment."""
 
 from __future__ import annotations
 

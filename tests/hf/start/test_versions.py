@@ -12,7 +12,7 @@ def test_the_installed_transformers_is_supported() -> None:
     assert version_problems() == []
 
 
-# as versions, not as texts: 5.9 is older than 5.17, 5.100 is newer, and a release candidate comes before its release
+# versions are not compared as texts: 5.9 is older than 5.17, 5.100 is newer, and a release candidate comes before its release
 @pytest.mark.parametrize("installed", ["5.17", "5.17.0", "5.100.1", "6.0"])
 def test_new_enough_versions_of_transformers_are_accepted(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(versions, "__version__", installed)

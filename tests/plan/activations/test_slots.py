@@ -1,4 +1,4 @@
-"""What one layer saves for a chunk: bytes and seconds of each class by hand, and exact curves of partial recomputes."""
+"""Slots, what one layer saves for a chunk: bytes and seconds of each class by hand, and exact curves of partial recomputes."""
 
 from __future__ import annotations
 
