@@ -230,13 +230,9 @@ def _sequence_group(
     placed: PlacedGroup, shapes: Mapping[int, GroupShape], lengths: Sequence[int], layers: LayerRange
 ) -> SequenceGroup:
     shape = shapes[placed.degree] if placed.members else GroupShape(1)
-    return SequenceGroup(
-        positions=tuple(placed.positions),
-        method=shape.method,
-        chunks=(Chunk(0, _longest_first(placed.members, lengths)),),
-        stages=(StagePlan(0, (layers,), (Action("F", 0, 0), Action("B", 0, 0))),),
-        ulysses_degree=shape.ulysses if shape.method == "hybrid" else 0,
-    )
+    chunk = Chunk(0, _longest_first(placed.members, lengths))
+    stage = StagePlan(0, (layers,), (Action("F", 0, 0), Action("B", 0, 0)))
+    return SequenceGroup.of(shape, placed.positions, (chunk,), (stage,))
 
 
 def _longest_first(members: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:

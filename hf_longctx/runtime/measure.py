@@ -213,8 +213,7 @@ class ChunkBench:
         chunk = probe.chunk
         if (number + 1) * shape.degree > self.pool.num_ranks:
             shape, index_in_group, chunk, number = _ALONE, 0, Chunk(0), rank
-        positions = tuple(range(number * shape.degree, (number + 1) * shape.degree))
-        group = SequenceGroup(positions, shape.method, (chunk,), (), shape.ulysses if shape.method == "hybrid" else 0)
+        group = SequenceGroup.of(shape, range(number * shape.degree, (number + 1) * shape.degree), (chunk,))
         pieces = rank_pieces(chunk, shape)[index_in_group]
         generator = torch.Generator().manual_seed(rank)
         num_tokens = sum(piece.num_tokens for piece in pieces)

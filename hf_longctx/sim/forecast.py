@@ -274,8 +274,7 @@ def _shapes(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> dict[int
 
 def _reshaped(plan: StepPlan, shapes: dict[int, GroupShape]) -> StepPlan:
     def reshape(group: SequenceGroup) -> SequenceGroup:
-        shape = shapes[group.degree]
-        return replace(group, method=shape.method, ulysses_degree=shape.ulysses if shape.method == "hybrid" else 0)
+        return SequenceGroup.of(shapes[group.degree], group.positions, group.chunks, group.stages)
 
     micro_batches = tuple(replace(mb, groups=tuple(reshape(group) for group in mb.groups)) for mb in plan.micro_batches)
     return replace(plan, micro_batches=micro_batches)

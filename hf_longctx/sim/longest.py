@@ -103,7 +103,6 @@ def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_toke
         costs = replace(costs, coefficients=replace(costs.coefficients, backward=backward))
     shape = costs.best_shape(budget.degree, num_tokens)
     stage = StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)), (policy,))
-    ulysses = shape.ulysses if shape.method == "hybrid" else 0
     chunk = Chunk(0, (Span(0, 0, num_tokens),))
-    group = SequenceGroup(tuple(range(budget.degree)), shape.method, (chunk,), (stage,), ulysses)
+    group = SequenceGroup.of(shape, range(budget.degree), (chunk,), (stage,))
     return group_seconds(costs, group) + costs.coefficients.step_s

@@ -64,10 +64,15 @@ def probe_plans(
     shapes = group_shapes(degree, costs.method, costs.model, cluster) or (GroupShape(1),)
     parts = _layer_ranges(num_layers)
     whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
-    probes = [ProbePlan(_name(shape), _plan(_group(shape, whole), lengths, ranks_per_stage, parts, costs)) for shape in shapes]
+    groups = [SequenceGroup.of(shape, range(shape.degree), whole) for shape in shapes]
+    probes = [
+        ProbePlan(_name(shape), _plan(group, lengths, ranks_per_stage, parts, costs))
+        for shape, group in zip(shapes, groups, strict=True)
+    ]
     if has_policies or len(num_layers) > 1:
         shape = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
-        plan = _plan(_group(shape, _slices(lengths)), lengths, ranks_per_stage, parts, costs)
+        sliced = SequenceGroup.of(shape, range(shape.degree), _slices(lengths))
+        plan = _plan(sliced, lengths, ranks_per_stage, parts, costs)
         name = f"slices, {_name(shape)}" + (", interleaved" if len(parts[0]) > 1 else "")
         probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
     return tuple(probes)
@@ -85,11 +90,6 @@ def _name(shape: GroupShape) -> str:
         return "one rank"
     inner = f" in blocks of {shape.ulysses}" if shape.method == "hybrid" else ""
     return f"{shape.method} of {shape.degree}{inner}"
-
-
-def _group(shape: GroupShape, chunks: tuple[Chunk, ...]) -> SequenceGroup:
-    ulysses = shape.ulysses if shape.method == "hybrid" else 0
-    return SequenceGroup(tuple(range(shape.degree)), shape.method, chunks, (), ulysses)
 
 
 def _slices(lengths: Sequence[int]) -> tuple[Chunk, ...]:

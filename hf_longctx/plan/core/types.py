@@ -10,6 +10,7 @@ seconds appear only in `Estimate`, which is not part of a plan's identity (its d
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, get_args
@@ -209,6 +210,14 @@ class SequenceGroup:
     chunks: tuple[Chunk, ...]
     stages: tuple[StagePlan, ...]
     ulysses_degree: int = 0
+
+    @classmethod
+    def of(
+        cls, shape: GroupShape, positions: Sequence[int], chunks: tuple[Chunk, ...], stages: tuple[StagePlan, ...] = ()
+    ) -> SequenceGroup:
+        """Group of the ranks at these positions, which share attention in this shape."""
+        ulysses_degree = shape.ulysses if shape.method == "hybrid" else 0
+        return cls(tuple(positions), shape.method, chunks, stages, ulysses_degree)
 
     @property
     def degree(self) -> int:

@@ -199,14 +199,7 @@ class PipelineStep:
         groups = []
         for placed, chunks in zip(candidate.groups, candidate.chunks, strict=True):
             shape = self.shapes[placed.degree] if placed.members else GroupShape(1)
-            group = SequenceGroup(
-                positions=tuple(placed.positions),
-                method=shape.method,
-                chunks=chunks,
-                stages=(),
-                ulysses_degree=shape.ulysses if shape.method == "hybrid" else 0,
-            )
-            groups.append(pipelined(group, self.parts, self.schedule))
+            groups.append(pipelined(SequenceGroup.of(shape, placed.positions, chunks), self.parts, self.schedule))
         return MicroBatch(tuple(groups))
 
     def _dealt(self, layout: StageLayout, members: Sequence[int]) -> list[PlacedGroup]:

@@ -200,7 +200,7 @@ def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host
         for way in zip(*(chunking(members, shape, costs) for members in busy), strict=True):
             chunks_of = [*way, *[(Chunk(0),)] * (num_groups - len(way))]
             groups = tuple(
-                pipelined(SequenceGroup(tuple(range(first, first + degree)), shape.method, chunks, ()), ranges, "1f1b")
+                pipelined(SequenceGroup.of(shape, range(first, first + degree), chunks), ranges, "1f1b")
                 for first, chunks in zip(range(0, per_stage, degree), chunks_of, strict=True)
             )
             plan = StepPlan(

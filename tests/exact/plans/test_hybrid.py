@@ -13,7 +13,7 @@ from helpers.plans.layouts import LAYOUTS, plan_of
 from helpers.ranks.rank_steps import check_layout_step, run_step, step_on_rank
 
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.types import GroupShape, MicroBatch, StepPlan
+from hf_longctx.plan.core.types import GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.attention import sequence_parallel
 
@@ -41,8 +41,8 @@ def reshaped(plan: StepPlan, shapes: list[GroupShape]) -> StepPlan:
         groups = list(micro_batch.groups)
         for place, shape in enumerate(shapes):
             assert groups[place].degree == shape.degree
-            blocks = shape.ulysses if shape.method == "hybrid" else 0
-            groups[place] = replace(groups[place], method=shape.method, ulysses_degree=blocks)
+            old = groups[place]
+            groups[place] = SequenceGroup.of(shape, old.positions, old.chunks, old.stages)
         micro_batches.append(MicroBatch(tuple(groups)))
     return validate_plan(replace(plan, micro_batches=tuple(micro_batches)))
 

@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.serialize import plan_digest
-from hf_longctx.plan.core.types import ACTION_KINDS, Action, Chunk, Estimate, LayerRange, Span, StagePlan, TensorShare
+from hf_longctx.plan.core.types import (
+    ACTION_KINDS,
+    Action,
+    Chunk,
+    Estimate,
+    GroupShape,
+    LayerRange,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    TensorShare,
+)
 
 numbers = st.integers(min_value=0, max_value=200)
 actions = st.builds(
@@ -73,6 +84,17 @@ def test_a_stage_counts_the_layers_of_all_parts() -> None:
 
 def test_the_total_of_a_share_is_the_sum_of_its_three_fields() -> None:
     assert TensorShare("mlp", recompute=0.125, host=0.5, device=0.0625).total == 0.6875
+
+
+@pytest.mark.parametrize("degree", [1, 4, 6])
+def test_a_group_made_of_a_shape_has_this_shape(degree: int) -> None:
+    for ulysses in (each for each in range(1, degree + 1) if degree % each == 0):
+        shape = GroupShape(degree, ulysses)
+        group = SequenceGroup.of(shape, range(2, 2 + degree), (Chunk(0),))
+        assert group.shape == shape
+        assert group == SequenceGroup(
+            tuple(range(2, 2 + degree)), shape.method, (Chunk(0),), (), ulysses if shape.method == "hybrid" else 0
+        )
 
 
 def test_the_layout_follows_positions_not_the_order_of_groups() -> None:

@@ -95,8 +95,7 @@ def pipeline_plan(
     degree = per_stage // len(groups)
     shape = GroupShape(degree, degree)
     made = [
-        SequenceGroup(tuple(range(place * degree, (place + 1) * degree)), shape.method, tuple(chunks), ())
-        for place, chunks in enumerate(groups)
+        SequenceGroup.of(shape, range(place * degree, (place + 1) * degree), tuple(chunks)) for place, chunks in enumerate(groups)
     ]
     micro_batch = MicroBatch(tuple(pipelined(group, stage_parts(costs.model, num_stages), schedule) for group in made))
     return StepPlan(0, tuple(lengths), num_stages, per_stage, costs.parameters, (micro_batch,))

@@ -41,7 +41,7 @@ def test_seconds_and_tokens_are_the_judges(
     parts = layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=0.5)
     shape = GroupShape(degree, degree)
     chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(1e-3, 1.0), 5000)
-    group = SequenceGroup(tuple(range(degree)), shape.method, chunks, ())
+    group = SequenceGroup.of(shape, range(degree), chunks)
     plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, parts, schedule),)),))
     run = evaluate_plan(plan, costs)
     nodes = [stage * degree // costs.cluster.ranks_per_node for stage in range(num_stages)]
