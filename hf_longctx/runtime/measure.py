@@ -4,8 +4,8 @@
 
 Every measurement is collective over the pool's ranks, which all work at once, as in a step: they share memory, links and the
 host's bus. Rank 0 decides what runs next and when time is up, so that ranks never wait for each other in different collectives.
-The first run of everything is discarded. Of the others the lower quartile counts: disturbances only make runs longer, and on a
-shared machine often most of them.
+The first run of everything is discarded. The result is the lower quartile of the other runs, because disturbances only make runs
+longer, and on a shared machine often most of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 Value = TypeVar("Value")
 
-# fewest tokens of a probe: the time of smaller chunks is all start-up
+# fewest tokens of a probe: smaller chunks spend all their time on start-up
 _LEAST_TOKENS = 16
-# probes of up to this many tokens get a larger time limit: among shorter ones it is hard to tell what grows with tokens
+# probes of up to this many tokens get a larger time limit: with only shorter ones it is hard to tell what grows with tokens
 _SHORT_TOKENS = 256
 # runs of each length in the search for the largest probe
 _GROWTH_RUNS = 3
@@ -39,7 +39,7 @@ _GROWTH_RUNS = 3
 _NUM_REPEATS = 8
 # repetitions of every exchange, copy or reduction
 _RATE_REPEATS = 6
-# mean seconds of the probes in `probe_grid` as a fraction of those of the largest
+# mean seconds of the probes in `probe_grid`, as a fraction of the seconds of the largest
 _MEAN_SHARE = 0.45
 _ALONE = GroupShape(1)
 # bytes per rank of a timed exchange, and of a timed copy to the host
@@ -49,7 +49,7 @@ _COPIED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A chunk to time: documents of these lengths on groups of one shape, on as many groups at once as the ranks can form.
+    """A chunk to time: documents of these lengths on groups of one shape; it runs on as many groups at once as fit the ranks.
 
     is_held_out: measured like the others but not fitted, so that the fit can be judged on it.
     """
@@ -76,7 +76,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRate:
-    """Speed of an all-to-all of `num_ranks` ranks: seconds of a nearly empty one, and bytes that each rank sends per second."""
+    """Speed of an all-to-all over `num_ranks` ranks: seconds of a nearly empty one, and bytes that each rank sends per second."""
 
     num_ranks: int
     message_s: float
@@ -86,8 +86,8 @@ class ExchangeRate:
 def probe_grid(max_tokens: int, max_length: int, shapes: Sequence[GroupShape]) -> tuple[Probe, ...]:
     """Probes that tell the cost of tokens from that of token pairs: one long document, packs of short ones, at halved sizes.
 
-    max_tokens: most tokens of a rank. max_length: most tokens of a document. shapes: groups of two or more ranks; one rank comes
-    first. Sizes in between are held out, as one document and as documents of very different lengths.
+    max_tokens: most tokens of a rank. max_length: most tokens of a document. shapes: groups of two or more ranks; probes on one
+    rank come first. Sizes in between are held out, as one document and as documents of very different lengths.
     """
     probes = []
     sizes = [max_tokens >> halving for halving in range(5) if max_tokens >> halving >= _LEAST_TOKENS]
@@ -148,7 +148,7 @@ class ChunkBench:
             # take the minimum: noise only adds, and one slow moment must not end the search
             own_s = min(passes["F"] + passes["B"] for passes in runs[1:])
             seconds = min(_gather(self.pool, own_s))
-            # twice the tokens take at least twice as long; for short chunks it is worth doing fewer runs of all probes
+            # twice the tokens take at least twice as long; up to `_SHORT_TOKENS`, longer probes are worth having fewer runs
             allowed_s = target_s if 2 * tokens > _SHORT_TOKENS else 3 * target_s
             if 2 * seconds > allowed_s or self._is_over():
                 break
@@ -156,9 +156,9 @@ class ChunkBench:
         return tokens
 
     def measure(self, probes: Sequence[Probe]) -> tuple[Timing, ...]:
-        """Timings of all `probes`: equally many runs of each, then more of those that got the least time, until time is up.
+        """Timings of all `probes`: equally many runs of each, then more runs of those that took the least time, until time is up.
 
-        Each gets at least one run besides the first, which is discarded. Collective over the pool.
+        Each probe gets at least one run besides the first, which is discarded. Collective over the pool.
         """
         seconds: list[list[tuple[float, float]]] = [[] for _ in probes]
         spent_s = [0.0] * len(probes)
@@ -184,7 +184,7 @@ class ChunkBench:
         """Seconds of this model's gradient reduction over all ranks, without time spent waiting. Collective over the pool."""
         probe = Probe((_LEAST_TOKENS,))
         runs = [_gather(self.pool, self.run(probe, reduce=True)["reduce"]) for _ in range(1 + _RATE_REPEATS)]
-        # the rank that arrived last did not wait
+        # take the minimum over ranks: the rank that arrived last did not wait
         return undisturbed([min(run) for run in runs[1:]])
 
     def _next(self, spent_s: Sequence[float], num_runs: Sequence[int], order: random.Random) -> int:
@@ -223,7 +223,7 @@ class ChunkBench:
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """Lower quartile: disturbances only make runs longer, and on a shared machine often most of them."""
+    """Lower quartile of the times: disturbances only make runs longer, and on a shared machine often most of them."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
@@ -273,7 +273,7 @@ def neighbour_rate(pool: GroupPool, device: torch.device) -> float:
 
 
 def copy_rate(pool: GroupPool, device: torch.device) -> float:
-    """Bytes per second of copies between device and pinned host memory in the slower direction, on all ranks at once.
+    """Bytes per second of copies between device and pinned host memory, in the slower direction, with all ranks copying at once.
 
     Without an accelerator it copies from memory to memory. Collective over the pool.
     """

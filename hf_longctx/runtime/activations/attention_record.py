@@ -2,8 +2,8 @@
 
 The activation engine makes one record per layer and forward; `attention.chunk` and `attention.ring` fill and empty it.
 
-If only a share is kept, it is the last tokens' share. The first tokens of a chunk are the cheapest to recompute: with the rows
-of a causal triangle counted from 0 to 1, the first r of them hold r^2 of its area, the last r hold 2r - r^2.
+If only a share is kept, it is that of the last tokens, because the first tokens of a chunk are the cheapest to recompute: with
+the rows of a causal triangle counted from 0 to 1, the first r of them hold r^2 of its area, the last r hold 2r - r^2.
 
 Shapes: h query heads of this rank, S tokens of its block, E head size of values.
 """
@@ -30,7 +30,7 @@ class KeptOutput:
 class AttentionRecord:
     """Output and LSE that one layer's attention leaves in one forward for its replay.
 
-    The first run fills it, the first replay empties it; a second replay (retain_graph) recomputes. Owned by the layer's slot.
+    The first run fills it, and the first replay empties it; a second replay (retain_graph) recomputes. The layer's slot owns it.
     """
 
     def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:

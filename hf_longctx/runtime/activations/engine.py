@@ -5,15 +5,15 @@
 Transformers lets a decoder layer call `_gradient_checkpointing_func` in place of its forward. The engine sets it to torch's
 non-reentrant checkpoint with a `context_fn`, whose two contexts tell whether the layer runs for the first time or is replayed
 (grad mode cannot tell, since the first run is not under no_grad). The contexts carry one `LayerSlot` per layer and forward, so
-any number of forwards may be in flight. The attention function finds its record of the slot in the chunk's context; MLP and
-projections find theirs on the layer's binding. So per layer and step
+any number of forwards may be in flight. The attention function finds the slot's attention record in the chunk's context; MLP and
+projections find their records on the layer's binding. So per layer and step
 
     attention runs forward once plus the recomputed share of its output, the query, key and value projections once plus their
     recomputed share, norms at most three times, and the MLP twice minus its kept share (a third time only if the layer saves
     tensors after it, as with a norm after the MLP).
 
-Of the tensors that a policy names, the layer input is always kept; attention output with LSE, the outputs of the projections and
-the inner tensors of the MLP are kept for a share of the tokens. Kept tensors may wait on the host; those of a layer are fetched
+The layer input is always kept. The other tensors that a policy names (attention output with its LSE, outputs of the projections,
+inner tensors of the MLP) are kept for a share of the tokens. Kept tensors may wait on the host; those of a layer are fetched
 while the following layer is replayed. Layers that keep everything, and layers without any gradient, run unchanged.
 """
 
@@ -45,7 +45,7 @@ from hf_longctx.runtime.core.binding import bound
 class LayerModules:
     """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently.
 
-    projections: the linear modules that make queries, keys and values; empty if they are made in another way.
+    projections: the linear modules that make queries, keys and values; empty if something else makes them.
     mlp_gives_more: the MLP returns two values, its output and one that the layer drops.
     """
 
@@ -59,7 +59,7 @@ class LayerModules:
 class LayerSlot:
     """State of one layer in one forward, until its backward: its policy and the tensors it holds.
 
-    previous: the slot of the nearest earlier layer with a slot, whose backward comes next.
+    previous: the slot of the nearest earlier layer that has one; that layer's backward comes next.
     """
 
     def __init__(self, policy: LayerPolicy, tile_tokens: int, tier: HostTier | None, previous: LayerSlot | None) -> None:
@@ -110,7 +110,7 @@ class LayerSlot:
         return hidden_TC.unsqueeze(0)
 
     def prefetch_previous(self) -> None:
-        """Starts to copy the tensors of the previous layer back, whose backward comes next."""
+        """Starts to copy back the tensors of the previous layer, whose backward comes next."""
         if self._previous is not None:
             for tensor in self._previous.held:
                 tensor.prefetch()
@@ -128,7 +128,7 @@ class ChunkActivations:
     def __init__(self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], tier: HostTier | None = None) -> None:
         self._bindings = bindings
         self.num_layers_seen = 0
-        # keyed by the layer's index in the whole model, of which only some layers may run
+        # keyed by the layer's index in the whole model, even if only some of its layers run
         self.slots: dict[int, LayerSlot] = {}
         previous: LayerSlot | None = None
         for binding, layer in zip(bindings, policy.layers, strict=False):
@@ -137,9 +137,9 @@ class ChunkActivations:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context around the forward of the model, inside which its layers run under the policy.
+        """Context around the forward of the model: inside it the layers run under the policy.
 
-        Raises RuntimeError if some layers ran without it, since they hold more than the policy says.
+        Raises RuntimeError if some layers ran without the policy, since they hold more than it says.
         """
         self.num_layers_seen = 0
         with ExitStack() as stack:
@@ -267,7 +267,10 @@ class _LayerBinding:
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        """Context in which the layer passes its forwards to `_run`; only there, since a checkpointing layer drops its cache."""
+        """Context in which the layer hands its forwards to `_run`.
+
+        Outside it the layer must not checkpoint, because transformers drops the cache of a layer that does.
+        """
         own = vars(self.modules.layer)
         settings = {"gradient_checkpointing": True, "_gradient_checkpointing_func": self._run}
         before = {name: own[name] for name in settings if name in own}
@@ -323,7 +326,7 @@ class _LayerBinding:
         layer_forward = partial(function.func, *function.args, **keywords)
         contexts = partial(_both_contexts, self, slot)
         # preserve_rng_state=False: nothing in a layer is random, dropout is refused
-        # the hooks see only the layer inputs: inside the layer checkpointing puts its own hooks on top
+        # these hooks see only the layer inputs, because inside the layer checkpointing puts its own hooks on top
         hooks = saved_tensors_hooks(slot.pack_input, slot.unpack_input) if slot.splits_input else nullcontext()
         if not slot.splits_input:
             slot.whole_input_bytes = sum(x.numel() * x.element_size() for x in inputs if isinstance(x, Tensor))
@@ -338,8 +341,8 @@ def _both_contexts(binding: _LayerBinding, slot: LayerSlot) -> tuple[_Inside, _I
 class _Inside:
     """Context that marks a layer as running for the first time or as being replayed.
 
-    It is a class because torch enters one replay context several times with retain_graph, and leaves it by an exception when it
-    stops a replay early.
+    It is a class rather than a generator, because with retain_graph torch enters one replay context several times, and because
+    torch leaves it by an exception when it stops a replay early.
     """
 
     def __init__(self, binding: _LayerBinding, slot: LayerSlot, is_replay: bool) -> None:

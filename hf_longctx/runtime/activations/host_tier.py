@@ -2,14 +2,14 @@
 
 The activation engine owns one tier per rank; the records of layers store into it.
 
-A slab is one allocation, cut into blocks whose sizes are multiples of 64 bytes. (Torch's own pinned allocator rounds to powers of
-two, up to 2.11.) A freed block is found again by its size, since layers and steps ask for equal sizes; free neighbours are merged
-only when nothing fits.
+A slab is one allocation, cut into blocks whose sizes are multiples of 64 bytes. (The pinned allocator of torch up to 2.11 would
+round sizes up to powers of two.) Layers and steps ask for the same sizes again and again, so a freed block is usually reused for
+its own size; free neighbours are merged only when nothing fits.
 
 Copies go through a `CopyEngine`. On CUDA it has one stream per direction and blocks neither the host nor the compute stream; on
-CPU it copies at once. Both keep one order. A copy to the host follows the computation before it. A copy back follows its copy to
-the host. A copy into a reused block follows the copy back out of that block. A reader waits for its copy back. A block is free
-once nobody refers to its `HostTensor`.
+CPU it copies at once. Both keep the same order: a copy to the host starts after the computation that was queued before it; a copy
+back starts after the copy to the host; a copy into a reused block starts after the copy that brought the old tensor back from
+that block; a reader waits for the copy back. A block is free once nobody refers to its `HostTensor`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_longctx.plan.core.types import TensorShare
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
-# handle that a copy engine returns for a copy; copies to follow it, or `wait`, are given it
+# handle of one copy, returned by the copy engine; it is passed to later copies that must follow that one, and to `wait`
 Ticket = Any
 
 
@@ -83,7 +83,7 @@ class StreamCopies:
 
 
 class HostSlab:
-    """One allocation of host memory and its free runs, each with the copies that must be done before it is overwritten."""
+    """One allocation of host memory and its free runs; each run knows the copies that must end before it is overwritten."""
 
     def __init__(self, capacity_bytes: int, is_pinned: bool) -> None:
         self.capacity_bytes = block_bytes(capacity_bytes)
@@ -127,7 +127,7 @@ class HostSlab:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive bytes of a slab, and the copies that must be done before they are overwritten."""
+    """Consecutive bytes of a slab, and the copies that must end before they are overwritten."""
 
     offset: int
     num_bytes: int
@@ -197,7 +197,7 @@ class HostTensor:
 
 
 class SplitTensor:
-    """A saved tensor [T, ...] split by tokens: the first are dropped (to be recomputed), the next on the host, the rest kept."""
+    """A saved tensor [T, ...] split by tokens: the first are dropped and recomputed, the next wait on the host, the rest stay."""
 
     def __init__(self, tensor: Tensor, share: TensorShare, tier: HostTier | None) -> None:
         num_tokens = tensor.shape[0]
@@ -208,7 +208,7 @@ class SplitTensor:
             assert tier is not None
             self._host = tier.store(tensor[self.start : host_stop])
         if host_stop == 0:
-            # detached: an output refers to the autograd node that would hold it
+            # detached, because an output refers to the autograd node that would hold it
             self._device = tensor.detach()
         elif host_stop < num_tokens:
             # a copy, since a view would keep the whole storage alive

@@ -3,11 +3,11 @@
 `hf.models.activations` binds it to a model's output head; the executor asks it for losses and scores.
 
 The node runs inside the model's own forward, in place of the head, so it finds weights gathered (sharded parameters) or wrapped
-(adapters) just as the head does. With u the cost of multiplying all tokens once by the head's weight, it costs
+(adapters) just as the head does. If u is the cost of multiplying all tokens once by the head's weight, the node costs
 
-    3 u with `keep_gradients`: a tile's gradients are computed while its logits exist, and backward only scales them. Held
-        from forward to backward: [T, C], and the gradients of the head's parameters in at least fp32.
-    4 u without: backward runs the tiles again. Held: the head's input.
+    3 u with `keep_gradients`: a tile's gradients are computed while its logits exist, and backward only scales them. From
+        forward to backward it holds the gradient of the input [T, C], and those of the head's parameters in at least fp32.
+    4 u without `keep_gradients`: backward runs the tiles again. From forward to backward it holds the head's input.
     1 u if no graph is made, and for the scores of single tokens (`scoring`).
 
 Tiles without label tokens are skipped if the labels are on the host: their loss and gradients are exactly zero.
@@ -92,7 +92,7 @@ class OutputHead:
 
     @contextmanager
     def scoring(self, shift_labels_1T: Tensor, tile_tokens: int) -> Iterator[list[TokenScores]]:
-        """`summing` for a forward without gradients; afterwards the list holds the scores of its tokens."""
+        """Context like `summing` for a forward without gradients; afterwards the list holds the scores of its tokens."""
         scores: list[TokenScores] = []
         with self._ordered(_Order(shift_labels_1T, tile_tokens, scores=scores)):
             yield scores
@@ -120,7 +120,7 @@ def check_untouched(loss: Tensor) -> None:
     node = loss.grad_fn
     while node is not None and node.name() != _SummedLoss.__name__ + "Backward":
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            # a node of a wrapper such as DDP
+            # the node belongs to a wrapper such as DDP
             if len(node.next_functions) != 1:
                 return
         elif node.name() not in _PASSING:
@@ -149,7 +149,7 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
 
 
 def _labelled_tiles(shift_labels_1T: Tensor, tile_tokens: int) -> tuple[slice, ...]:
-    """Tiles that hold label tokens, at least one; all tiles if the labels are on the device, to avoid waiting for it."""
+    """Tiles that hold label tokens, or the first tile if none does; if the labels are on the device, all tiles: no wait."""
     tiles = tuple(tiles_of(0, shift_labels_1T.shape[1], tile_tokens))
     if shift_labels_1T.device.type != "cpu":
         return tiles
@@ -234,7 +234,7 @@ def _gradients_of_tiles(
 
 
 def _index(labels_1t: Tensor) -> tuple[Tensor, Tensor]:
-    """Label of each token [t, 1], 0 if it has none, and whether it has one [t]."""
+    """Label of each token [t, 1], with 0 for a token without a label, and whether the token has a label [t]."""
     labels_t = labels_1t.reshape(-1)
     is_label_t = labels_t != IGNORE_INDEX
     return labels_t.where(is_label_t, 0).unsqueeze(1), is_label_t

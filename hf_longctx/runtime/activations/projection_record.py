@@ -2,15 +2,15 @@
 
 The activation engine binds `project` to the projections of a layer and makes one record per layer and forward.
 
-The gradients of y = x W' + b need x and W, not y. So the autograd node saves only those two, in both runs, and its backward is
-that of the whole product however much of y was computed.
+The gradients of y = x W' + b need x and W, not y. So the autograd node saves only x and W, in the first run and in the replay,
+and its backward is that of the whole product, however much of y was computed.
 
 The kept tensor is y itself, before the norms of queries and keys and before the rotary embedding, both of which the replay
-repeats. It has as many bytes as the rotated heads. Everything after a projection finds y complete: it may save what it likes,
-such as the input of a norm, and attention may exchange it as in the first run. If only a share is kept, the first tokens are
-computed again.
+repeats. It has as many bytes as the rotated heads. Everything after a projection finds y complete: the modules that follow may
+save any tensor they need, such as the input of a norm, and attention may exchange y as in the first run. If only a share is kept,
+the first tokens are computed again.
 
-Shapes: T tokens of this rank, C features in, N out.
+Shapes: T tokens of this rank, C input features, N output features.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 
 
 class ProjectionRecord:
-    """Outputs that one layer's projections leave in one forward for its replay, by the index of the projection.
+    """Outputs that one layer's projections leave in one forward for its replay, keyed by the index of the projection.
 
-    The first run fills it, the first replay empties it; a second replay (retain_graph) recomputes. Owned by the layer's slot.
+    The first run fills it, and the first replay empties it; a second replay (retain_graph) recomputes. The layer's slot owns it.
     """
 
     def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
@@ -57,7 +57,7 @@ def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, index: int) 
     bias: Tensor | None = linear.bias
     device = x.device.type
     if torch.is_autocast_enabled(device):
-        # cast outside of the node, so that gradients are cast back in the way of autocast
+        # cast outside the node, so that gradients are cast back as autocast does it
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
     y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight, bias, record, index)
@@ -65,7 +65,7 @@ def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, index: int) 
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts in the way of autocast, which leaves fp64 alone."""
+    """Casts as autocast does, which leaves fp64 alone."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 

@@ -54,7 +54,7 @@ class TileRecord:
         return graphs
 
     def new_output(self, num_tokens: int) -> Tensor:
-        """Uninitialised output with the dtype, device and features of the first run's."""
+        """Uninitialised output with the dtype, device and number of features of the first run's output."""
         assert self.output_like is not None
         return self.output_like.new_empty((1, num_tokens, self.output_like.shape[-1]))
 
@@ -142,7 +142,7 @@ def _run_tiles(x_1TC: Tensor, run: Run, tiles: Iterable[slice], record: TileReco
 
 
 def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tensor:
-    """run(x) of one tile with its graph, which goes to the record; its saved tensors are hidden from checkpointing."""
+    """run(x) of one tile; its graph goes to the record, and the graph's saved tensors are hidden from checkpointing."""
     seen = set(record.parameter_storages)
     num_tokens = tile.stop - tile.start
     tier = record.tier if tile.start < record.cuts(x_1TC.shape[1])[1] else None
@@ -166,13 +166,13 @@ def _kept_tile(x_1TC: Tensor, run: Run, tile: slice, record: TileRecord) -> Tens
     with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
         x: Tensor = _Entry.apply(x_1TC.new_empty((), requires_grad=True), x_1TC[:, tile])
         y = run(x)
-    # edges refer to no tensor, so that the graph keeps its saved tensors and nothing else
+    # edges refer to no tensor, so the graph keeps its saved tensors alive and nothing else
     record.graphs.append((tile.start, tile.stop, get_gradient_edge(x), get_gradient_edge(y)))
     return y.detach()
 
 
 class _OnHost:
-    """A saved tensor on the host that several nodes may read; back on the device it stays from the first reader to the last."""
+    """A saved tensor on the host that several nodes may read; it stays on the device from the first reader to the last."""
 
     def __init__(self, home: HostTensor) -> None:
         self.home, self.num_readers = home, 0

@@ -1,26 +1,26 @@
-"""Attention of the documents of one chunk as a single autograd node, for whole sequences and slices, recorded or not.
+"""Attention of the documents of one chunk as a single autograd node, for whole sequences and slices, with or without a record.
 
 `sequence_parallel` calls it wherever torch's own attention cannot: for slices, under activation policies, and for windows, sinks
 and softcaps.
 
 A document that is a slice reads the keys and values of earlier slices, its front, from the K/V book. Its queries see the whole
-front and, causally, the slice itself: two tiles, merged by their log-sum-exp (LSE), whose backwards use the merged output and
-LSE. The front is not copied. A whole document is one causal tile. Other patterns divide the keys into other tiles, and their K/V
-book holds the front as one run of keys per slice.
+front and, causally, the slice itself. These are two tiles: their results are merged by their log-sum-exp (LSE), and the backward
+of each uses the merged output and LSE. The front is not copied. A whole document is one causal tile. Other patterns divide the
+keys into other tiles, and their K/V book holds the front as one run of keys per slice.
 
 With an `AttentionRecord`, attention runs forward only once under activation checkpointing: the first run leaves output and LSE in
-the record and the replay takes them back. The replay recomputes queries, keys and values, which backward needs anyway, and builds
-the node on them anew. If only a share of the output is kept, the chunk's first rows are dropped: they are the cheapest to
-recompute, and because their own keys come first in each document, they need only causal squares besides the front.
+the record and the replay takes them back. The replay recomputes queries, keys and values, which backward needs anyway, and makes
+a new autograd node from them. If only a share of the output is kept, the chunk's first rows are dropped. They are the cheapest to
+recompute: besides the front they see only keys of the same rows, a causal square at the start of each document.
 
-The node saves queries, output, LSE, and keys and values of whole documents; keys and values of slices are read from the K/V book,
-so they are stored once. It saves equal tensors when recording and replaying, since checkpointing compares their number, shapes
-and dtypes.
+The node saves queries, output, LSE, and the keys and values of whole documents. Keys and values of slices are not saved but read
+from the K/V book, so they are stored only once. The first run and the replay save tensors of equal number, shapes and dtypes,
+because checkpointing compares these.
 
 Shapes: h query heads and g KV heads of this rank, S tokens of its block, T tokens of one document, U of its front, D head size of
 queries and keys, E of values, W = D + E.
 
-Source of slices: Seq1F1B (arXiv 2406.03488), whose prefix is a list of slices that are concatenated for every call.
+Source of slices: Seq1F1B (arXiv 2406.03488), which keeps the prefix as a list of slices and concatenates them for every call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hf_longctx.runtime.tiles.tile import tile_backward
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens [start, stop) of a chunk: a slice of a sequence, described by `as_slice`, or (None) a whole sequence."""
+    """Tokens [start, stop) of a chunk. If they are a slice of a sequence, `as_slice` describes it; None for a whole sequence."""
 
     start: int
     stop: int
@@ -56,7 +56,7 @@ class Document:
 
 
 def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Document, ...]:
-    """Documents of a packed chunk with these boundaries; those named in `slices` are slices, the others whole sequences."""
+    """Documents of a packed chunk with these boundaries: the ones named in `slices` are slices, the others whole sequences."""
     by_document = {slice_.document: slice_ for slice_ in slices}
     bounds = enumerate(itertools.pairwise(cu_seqlens))
     return tuple(Document(start, stop, by_document.get(index)) for index, (start, stop) in bounds)
@@ -66,7 +66,8 @@ def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tupl
 class ChunkAttention:
     """Attention of one layer within one chunk.
 
-    layer: key of the layer in the K/V book, one and the same object in every chunk. record: None in layers that are not replayed.
+    layer: key of the layer in the K/V book; it must be the same object in every chunk. record: None in layers that are not
+    replayed.
     """
 
     rule: AttentionRule
@@ -76,7 +77,7 @@ class ChunkAttention:
     layer: Hashable
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
-        """Attention inside each document, shape [S, h, E], differentiable. sinks: see `rows.with_sinks`; in fp32 or fp64."""
+        """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`."""
         output: Tensor = _ChunkAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
         return output
 
@@ -89,7 +90,7 @@ class _ChunkAttention(torch.autograd.Function):
         outs, lses = [], []
         for document in call.documents:
             k, v = k_gSD[:, document.tokens], v_gSE[:, document.tokens]
-            # a replay writes the keys and values that are in the K/V book already: later slices have not changed them
+            # a replay writes the same keys and values that the K/V book already holds, since no later slice has changed them
             front = () if document.as_slice is None else _front(document.as_slice, k, v, call, any(ctx.needs_input_grad))
             rows = slice(document.start, min(document.stop, num_rows))
             if rows.start < rows.stop:
@@ -113,7 +114,7 @@ class _ChunkAttention(torch.autograd.Function):
         dsinks_h = None
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
-        # filled below document by document; a lone document needs no buffers, since its gradients are those of the chunk
+        # buffers that the loop fills document by document; a lone document needs none, since its gradients are the chunk's
         num_tokens = q_hSD.shape[1] if len(call.documents) > 1 else 0
         num_kv, head_dim, value_dim = call.rule.readers.num_kv, q_hSD.shape[2], out_ShE.shape[2]
         shapes = ((q_hSD.shape[0], head_dim), (num_kv, head_dim), (num_kv, value_dim))

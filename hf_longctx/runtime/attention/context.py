@@ -50,8 +50,9 @@ class Block:
 class DirectBlocks:
     """Pieces that one block exchanges directly with each other block, under a pattern that limits how far back queries see.
 
-    incoming: per sending block, the key pieces that this block's queries see, located from 0 on in what arrives. outgoing: per
-    receiving block, this block's tokens that the receiver's queries see, in the order of sending.
+    incoming: for each sending block, the key pieces that this block's queries see; their locations count from the start of the
+    tensor that arrives. outgoing: for each receiving block, this block's tokens that the receiver's queries see, in the order of
+    sending.
     """
 
     incoming: tuple[tuple[Piece, ...], ...]
@@ -60,12 +61,13 @@ class DirectBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ring that one rank is in: one rank of every block, all with equal heads, in ring order.
+    """The ring that one rank is in: one rank of every block, all with the same heads, in ring order.
 
-    process_group: group of all ranks, over whose links messages go, so that any ranks can form a ring without a group of their
-    own. index: this rank's block. ranks: global ranks of the ring. blocks: the document pieces of every block.
-    travelling: for every block, its pieces that other blocks see if queries see all earlier tokens. departing: tokens of this
-    rank's block that travel. known_tiles, known_direct: caches of `tiles` and `direct`, shared by all layers of a chunk.
+    process_group: the group of all ranks, whose links carry the messages, so that any ranks can form a ring without a group of
+    their own. index: this rank's block. ranks: global ranks of the ring. blocks: the document pieces of every block.
+    travelling: for every block, the pieces that other blocks see if queries see all earlier tokens; only these are sent around.
+    departing: the tokens of this rank's block in those pieces. known_tiles, known_direct: caches of `tiles` and `direct`, shared
+    by all layers of a chunk.
     """
 
     process_group: dist.ProcessGroup | None
@@ -103,8 +105,8 @@ class Ring:
     def tiles(self, block: int, pattern: AttentionPattern) -> list[Tile]:
         """Pairs of a query piece of this rank and a key piece of `block` that it may see.
 
-        Key pieces are located in this rank's block, or for another block in the keys that arrive from it. A pair may still be
-        invisible under the pattern.
+        A key piece is located in this rank's own block, or, if `block` is another one, in the tensor of keys that arrives from
+        it. The pattern may still mask a whole pair.
         """
         direct = self.direct(pattern)
         known = (pattern if direct else None, block)
@@ -115,19 +117,19 @@ class Ring:
 
 
 def departing_tokens(pieces: tuple[Piece, ...], travelling: tuple[Piece, ...]) -> tuple[slice, ...]:
-    """Token ranges of a block that travel, in the order of `travelling`, which holds whole pieces or the ends of pieces."""
+    """Token ranges of a block that are sent around, in the order of `travelling`, which holds whole pieces or ends of pieces."""
     sent = {(piece.document, piece.stop): piece.num_tokens for piece in travelling}
     ends = ((piece.tokens.stop, sent.get((piece.document, piece.stop), 0)) for piece in pieces)
     return tuple(slice(stop - num_tokens, stop) for stop, num_tokens in ends if num_tokens)
 
 
 def sent_tokens(pieces: tuple[Piece, ...]) -> int:
-    """Number of tokens of pieces that are located from 0 on."""
+    """Number of tokens in a tensor that consists of these pieces."""
     return pieces[-1].first + pieces[-1].num_tokens if pieces else 0
 
 
 def visible_tiles(queries: tuple[Piece, ...], keys: tuple[Piece, ...]) -> list[Tile]:
-    """All pairs that are not fully masked: a query piece sees the key pieces of its document that do not start after it."""
+    """All pairs that causality does not mask fully: a query piece sees the key pieces of its document that start no later."""
     by_document: dict[int, list[Piece]] = {}
     for key in keys:
         by_document.setdefault(key.document, []).append(key)
@@ -141,13 +143,13 @@ class GroupContext:
     cu_seqlens: document boundaries, starting at 0, if the group has one block, which then holds whole documents; empty for
         several blocks, whose layout is `ring.pieces`.
     known_readers: cache of `readers`; it belongs to the pool, so it lasts for the run.
-    slices: the documents of the chunk that are continued in other chunks, whose keys and values are in `kv_book`.
+    slices: the documents of the chunk whose sequence has tokens in other chunks too; their keys and values are in `kv_book`.
     documents: (tokens of the piece, tokens of its whole document) for every piece of this rank's tokens, in order; each dummy
         token is a document of its own.
     kv_book: the K/V book of the micro-batch.
     activations: policies for the saved tensors of layers; None keeps everything.
     attention_record: keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed.
-    shared: the slice that ranks of other stages compute together with this one; None elsewhere.
+    shared: the lent slice that ranks of several stages compute together; None for chunks that their stage runs alone.
     position_ids: [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs.
     """
 
@@ -176,7 +178,7 @@ class GroupContext:
         return self.block.tokens[self.block.index]
 
     def check_calls(self, num_layers: int) -> None:
-        """Call it after a forward: raises RuntimeError unless each of `num_layers` attention layers received this context."""
+        """Raises RuntimeError unless each of `num_layers` attention layers received this context. Call it after a forward."""
         if self.calls.count != num_layers:
             raise RuntimeError(
                 f"{self.calls.count} of {num_layers} attention layers received the plan; the model drops extra keyword "

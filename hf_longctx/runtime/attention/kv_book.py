@@ -1,21 +1,21 @@
-"""The K/V book: keys and values of slices, for sequences that run in several chunks of which later ones read earlier ones.
+"""The K/V book: keys and values of sequences that are cut into slices, kept so that later slices can read earlier ones.
 
 Per layer and sequence the K/V book holds the keys and values of slices and, in backward, the gradients that later slices leave
 for earlier ones. `attention.chunk` and `attention.lent_slice` read and write it; the executor makes one per micro-batch.
 
-Slices run backward in reverse order. Each adds to the gradients of its front (the earlier tokens that it sees) and returns, as
-the gradient of its own keys and values, its own share plus what later slices left. So no graph reaches from one chunk into
-another, and autograd needs no extra roots. Activation checkpointing, reentrant or not, runs a slice's forward again; that writes
-equal values to the place they are in already.
+Slices run backward in reverse order. Each slice adds to the gradients of its front (the earlier tokens that it sees). The
+gradient that it returns for its own keys and values is its own contribution plus those that later slices left. So no graph
+reaches from one chunk into another, and autograd needs no extra roots. Activation checkpointing, reentrant or not, runs a slice's
+forward again, which writes the same values to the same place.
 
 If a pattern limits how far back queries see, the K/V book drops tokens that no query can see any more. It keeps the last tokens
-of a slice, those that later slices see. It keeps the whole slice only if its backward runs without a replay of its forward, or
-once that replay has run. Of the gradients it keeps those of the front of the slice that ran backward last.
+of a slice, the ones that later slices see. It keeps the whole slice only if its backward runs without a replay of its forward, or
+once that replay has run. It keeps gradients only for the front of the slice that ran backward last.
 
-Shapes: G KV heads, T tokens of the slice, U tokens of its front or of one run of it, S tokens of the sequence, N tokens kept of a
-slice, D head size of keys, E of values, W = D + E.
+Shapes: G KV heads, T tokens of the slice, U tokens of its front or of one run of keys in it, S tokens of the sequence, N tokens
+kept of a slice, D head size of keys, E of values, W = D + E.
 
-Source: Seq1F1B (arXiv 2406.03488), whose prefix is a list of slices that are concatenated for every call.
+Source: Seq1F1B (arXiv 2406.03488), which keeps the prefix as a list of slices and concatenates them for every call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Tokens [start, stop) of a sequence of `end` tokens whose other tokens are in other chunks of the group.
+    """Tokens [start, stop) of a sequence of `end` tokens; the rest of the sequence is in other chunks of the group.
 
     document: index of the slice among the documents of its chunk.
     """
@@ -76,7 +76,7 @@ class KeyRun:
 
 
 class _AllTokens:
-    """One sequence at one layer: all keys and values, and their gradients, each in one buffer.
+    """Keys and values of a whole sequence at one layer in one buffer, and their gradients in another.
 
     Tokens are the outermost dimension, so that every front is contiguous; each value follows its key.
     """
@@ -115,11 +115,11 @@ class _AllTokens:
 
 
 class _SeenTokens:
-    """One sequence at one layer under a limiting pattern: one run of keys per slice, and the gradients of one front."""
+    """Keys and values of one sequence at one layer with a limiting pattern: a run per slice, and the gradients of one front."""
 
     def __init__(self, pattern: AttentionPattern) -> None:
         self.pattern = pattern
-        # keyed by the start of their slice, in order
+        # keyed by the start of the slice, in order
         self.runs: dict[int, KeyRun] = {}
         self.gradients: KeyRun | None = None
 
@@ -178,7 +178,7 @@ class _SeenTokens:
 
 
 class _Entry:
-    """Contents of one sequence at one layer, and the progress of forward and backward.
+    """Tokens held for one sequence at one layer, and how far forward and backward have come.
 
     num_written: tokens that have run forward. num_waiting: tokens that have not run backward yet.
     """
@@ -192,15 +192,15 @@ class KVBook:
     """Keys and values of the sliced sequences of one micro-batch, and the gradients left for them.
 
     If every token sees all earlier ones, a sequence of S tokens takes KV heads * W * S elements per layer from the forward of its
-    first slice on. From the backward of its last slice on it also takes gradients for all tokens but those of that slice, in fp32
-    (fp64 for fp64). Both are freed by the backward of its first slice.
+    first slice on. From the backward of its last slice on it also takes gradients, in fp32 (fp64 for fp64), for all tokens
+    outside that slice. Both are freed by the backward of its first slice.
 
-    If a pattern limits what queries see within the sequence, a slice takes elements for those tokens that later slices see, or
-    for all its T tokens if its forward says `keeps_own`, from its forward to its backward. After a slice's backward the gradients
-    of its front are held until the backward of the slice before it.
+    If a pattern limits what queries see within the sequence, a slice takes elements from its forward to its backward: for all its
+    T tokens if its forward says `keeps_own`, else for the tokens that later slices see. After a slice's backward the gradients of
+    its front are held until the backward of the slice before it.
 
-    `has_backward`: false where only forwards run; a layer's keys and values are then freed by the forward of the last slice, or
-    as soon as no later token sees them. Make one per micro-batch: it cannot serve two at a time.
+    `has_backward`: false if only forwards run; a layer's keys and values are then freed by the forward of the last slice, or
+    as soon as no later token sees them. Make one K/V book per micro-batch: it cannot serve two at a time.
     """
 
     def __init__(self, has_backward: bool = True) -> None:
@@ -222,9 +222,9 @@ class KVBook:
         pattern: AttentionPattern = CAUSAL,
         keeps_own: bool = True,
     ) -> tuple[KeyRun, ...]:
-        """Stores a slice's keys and values, or in a replay stores them again; returns the earlier ones that its queries see.
+        """Stores a slice's keys and values (a replay stores them again) and returns the earlier ones that its queries see.
 
-        pattern: one and the same for all calls of a layer. keeps_own: the slice's backward runs without a replay of its forward.
+        pattern: must be equal in all calls of a layer. keeps_own: the slice's backward runs without a replay of its forward.
         Raises RuntimeError unless the slice is the next one, or an earlier one that has not run backward yet.
         """
         key = (layer, slice_.sequence)
@@ -252,7 +252,7 @@ class KVBook:
         return front
 
     def read(self, layer: Hashable, slice_: Slice) -> tuple[tuple[KeyRun, ...], Tensor]:
-        """For a slice that runs backward: the earlier keys and values it sees, and its own [G, T, W]; all are views.
+        """Views of the earlier keys and values that a slice sees, and of its own [G, T, W], for the slice's backward.
 
         Raises RuntimeError if another slice must run backward first.
         """
@@ -269,17 +269,17 @@ class KVBook:
         return entry.tokens.front(slice_), entry.tokens.own(slice_)
 
     def gradients(self, layer: Hashable, slice_: Slice) -> tuple[Tensor, Tensor]:
-        """Buffers to add gradients to: of the front's keys and values [G, U, W], and of the slice's own [G, T, W].
+        """Two buffers to add gradients to: for keys and values of the front [G, U, W], and for the slice's own [G, T, W].
 
-        The front has the U tokens that the slice's first query sees and ends where the slice starts. The slice's own buffer
-        already holds what later slices left. Both are in at least fp32. Call it once for each backward of a slice.
+        The front is the U tokens before the slice that its first query sees. The slice's own buffer already holds the gradients
+        that later slices left. Both are in at least fp32. Call it once for each backward of a slice.
         """
         found = self._entries[layer, slice_.sequence].tokens.open_gradients(slice_)
         self._note_peak()
         return found
 
     def backward_done(self, layer: Hashable, slice_: Slice) -> None:
-        """Notes that a slice has run backward at one layer; after the first slice the layer's buffers are freed."""
+        """Notes that a slice has run backward at one layer; frees the layer's buffers if it was the sequence's first slice."""
         entry = self._entries[layer, slice_.sequence]
         entry.num_waiting = slice_.start
         entry.tokens.free_slice(slice_)
@@ -287,7 +287,7 @@ class KVBook:
             del self._entries[layer, slice_.sequence]
 
     def close(self, sequence: int) -> None:
-        """Frees the rest of a sequence: layers below the first trainable weight never run backward."""
+        """Frees what is left of a sequence, because layers below the first trainable weight never run backward."""
         for key in [key for key in self._entries if key[1] == sequence]:
             del self._entries[key]
 

@@ -1,15 +1,15 @@
-"""Attention of a slice whose tokens are shared by ranks of several pipeline stages, lent by stages that would idle.
+"""Attention of a slice whose tokens are divided among ranks of several pipeline stages, because idle stages lend theirs.
 
 `sequence_parallel` calls it for slices of lent micro-batches (SPPO's multiplexed sequence partitioning).
 
 Every rank computes queries, keys and values of its own tokens. One exchange gives all ranks the keys and values of the whole
-slice; each writes them into its own K/V book, as if it had run the slice alone. Its queries then see the front and the slice up
-to themselves. Ranks that have not seen the front (lent ranks, at the first of a sequence's last slices) receive it from the
-slice's own stage.
+slice; each rank writes them into its own K/V book, as if it had run the slice alone. Its queries then see the front and,
+causally, the slice. Lent ranks do not have the front when they begin to help with the last slices of a sequence; they receive it
+from the slice's own stage.
 
 In backward every rank adds the gradients from its queries to those in its own K/V book. Gradients of the slice's own keys and
 values are summed over the ranks, and each rank gets those of its tokens. Gradients of a front that was sent go back to the stage
-that sent it. (The exchanges are ours; the paper gives none.)
+that sent it. (The paper does not describe these exchanges; they are our design.)
 
 Shapes: h query heads and g KV heads of this rank, S tokens of its block, P tokens of one piece of it, T tokens of the slice, U of
 its front, D head size of queries and keys, E of values, W = D + E.
@@ -47,7 +47,8 @@ class LentSlice:
 
     index: this rank's index in the group. owner: index of the rank of the slice's own stage. blocks: the pieces of every rank;
     their `start` counts from the start of the slice, their `first` within the rank's block. slice_: the slice as this rank's K/V
-    book sees it, where the sequence ends with the last slice that the rank runs. moves_front: only the owner has the front.
+    book sees it, where the sequence ends with the last slice that the rank runs. moves_front: only the owner has the front, so
+    it sends the front to the others.
     """
 
     process_group: dist.ProcessGroup
@@ -74,7 +75,7 @@ class LentSlice:
 
 @dataclass(frozen=True, slots=True)
 class LentAttention:
-    """Attention of one layer within a shared slice. layer: its key in the K/V book, one and the same object in every chunk."""
+    """Attention of one layer within a lent slice. layer: its key in the K/V book; it must be the same object in every chunk."""
 
     rule: AttentionRule
     shared: LentSlice
@@ -84,7 +85,7 @@ class LentAttention:
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
         """Attention of this rank's tokens, shape [S, h, E], differentiable.
 
-        All sharing ranks must call it in one order of layers, and run backward in the reverse order.
+        All sharing ranks must call it for the layers in the same order, and run backward in the reverse order.
         """
         output: Tensor = _LentAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
         return output
@@ -145,7 +146,7 @@ class _LentAttention(torch.autograd.Function):
 
 
 def _whole_slice(own_gSW: Tensor, shared: LentSlice) -> Tensor:
-    """Keys and values of all tokens of the slice, [g, T, W], gathered from the own tokens of every rank."""
+    """Keys and values of all tokens of the slice, [g, T, W], gathered from the ranks that hold the tokens."""
     num_kv, num_own, width = own_gSW.shape
     token_values = num_kv * width
     counts = shared.block_tokens
@@ -180,7 +181,7 @@ def _own_tokens(whole_gTW: Tensor, shared: LentSlice) -> Tensor:
 
 
 def _send_front(front: tuple[KeyRun, ...], call: LentAttention) -> None:
-    """Sends the keys and values of the front that the slice sees; nothing if it sees none. All ranks know how many."""
+    """Sends the keys and values of the front that the slice sees, if any; every rank knows from the plan how many they are."""
     if front:
         front_gUW = torch.cat([run.kv_GUW for run in front], dim=1)
         dist.broadcast(front_gUW, group=call.shared.process_group, group_src=call.shared.owner)

@@ -7,12 +7,13 @@ one query piece and one key piece is fully visible, causal (a piece with itself)
 and keys that no other block sees are never sent. Partial outputs are merged by their log-sum-exp (LSE) in at least fp32. Backward
 passes keys, values and their gradients around the ring once more and uses the merged output and LSE.
 
-If a pattern limits how far back queries see (a window), nothing is passed on. Instead, in hop h every block sends directly to the
-block h positions ahead the keys which that block's queries see; backward sends them again and gets their gradients back. Zigzag
-neighbours in a document are ring neighbours in both directions, so passing on would carry most keys nearly all the way around.
+If a pattern limits how far back queries see (a window), nothing is passed on. Instead, in hop h every block sends to the block h
+positions ahead, directly, the keys that the receiver's queries see; backward sends them again and gets their gradients back. (In
+the zigzag layout, the piece before a given one lies on the previous block in the first half of a document, and on the next block
+in the second half. Passing keys on in one direction would therefore carry most of them nearly all the way around.)
 
 Shapes: H query heads, G KV heads, T tokens of this rank's block, D head size of queries and keys, E of values, W = D + E,
-U tokens of the block whose keys are at hand.
+U tokens of the block whose keys are in use.
 
 Source: Ring Attention (arXiv 2310.01889) with the zigzag layout of Striped/zigzag variants, per document.
 """
@@ -53,8 +54,8 @@ def ring_attention(
 ) -> Tensor:
     """Attention within documents under `rule` for the tokens of this rank's block, shape [1, T, H, E].
 
-    Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it in one order of
-    layers; backward runs the ring once more. A replay that finds output and LSE in `record` runs no forward ring. Raises
+    Each KV head travels once per hop, however many query heads read it. Every rank of the ring must call it for the layers in the
+    same order; backward runs the ring once more. A replay that finds output and LSE in `record` runs no forward ring. Raises
     ValueError for a record that keeps only some of the tokens.
     """
     if record is not None and not record.is_all_or_nothing:
@@ -99,7 +100,7 @@ class _RingAttention(torch.autograd.Function):
         own_sum = torch.zeros_like(own_kv, dtype=wide)
         travelling, direct = own_sum, ring.direct(rule.pattern)
         for hop, (source, kv) in enumerate(_around(own_kv, ring, direct)):
-            # gradients of another block follow its keys and values around, starting at the first rank that receives these
+            # gradients of another block follow its keys and values around, starting at the first rank that receives them
             is_new = hop == 1 or direct is not None
             total = own_sum if hop == 0 else torch.zeros_like(kv, dtype=wide) if is_new else travelling
             for query, key in ring.tiles(source, rule.pattern):
@@ -139,14 +140,14 @@ def _around_the_ring(
 def _key_piece(
     query: Piece, key: Piece, kv_GUW: Tensor, head_dim: int, pattern: AttentionPattern, sums_GUW: Tensor | None = None
 ) -> KeyPiece:
-    """The tiles in which the `query` piece sees the `key` piece; `key.tokens` locates the latter in `kv_GUW` and `sums_GUW`."""
+    """Tiles in which the `query` piece sees the `key` piece; `key.tokens` locates the key piece in `kv_GUW` and `sums_GUW`."""
     tiles = pattern.tiles(query.start, query.num_tokens, key.start, key.num_tokens)
     kv, sums = (() if x is None else split_kv(x[:, key.tokens], head_dim) for x in (kv_GUW, sums_GUW))
     return KeyPiece(kv, tiles, sums)
 
 
 def _around(own_kv: Tensor, ring: Ring, direct: DirectBlocks | None) -> Iterator[tuple[int, Tensor]]:
-    """(block, keys and values) for every block of the ring: first this rank's own in full, then the keys that others send."""
+    """(block, keys and values) for every block of the ring: first this rank's whole block, then what the other blocks send."""
     yield ring.index, own_kv
     kv = _gathered(own_kv, ring.departing) if direct is None else own_kv
     for hop in range(1, ring.num_blocks):
@@ -160,7 +161,7 @@ def _around(own_kv: Tensor, ring: Ring, direct: DirectBlocks | None) -> Iterator
 
 
 def _return(total: Tensor, own_sum: Tensor, ring: Ring, direct: DirectBlocks, hop: int) -> None:
-    """Sends the gradients of keys received directly in a hop back, and adds the gradients that come back to `own_sum`."""
+    """Sends back the gradients of the keys that came directly in this hop; adds to `own_sum` the gradients that come back."""
     following, source = _partners(ring, hop)
     sent = direct.outgoing[following]
     arrived = _exchange(total, sum(tokens.stop - tokens.start for tokens in sent), source, following, ring)
@@ -172,7 +173,7 @@ def _return(total: Tensor, own_sum: Tensor, ring: Ring, direct: DirectBlocks, ho
 
 
 def _partners(ring: Ring, hop: int) -> tuple[int, int]:
-    """The blocks `hop` positions after and before this rank's: the one it sends to, the one it receives from."""
+    """Indices of the blocks `hop` positions after and before this rank's: where it sends to, and where it receives from."""
     return (ring.index + hop) % ring.num_blocks, (ring.index - hop) % ring.num_blocks
 
 
@@ -187,7 +188,7 @@ def _pass_on(tensor: Tensor, ring: Ring, source: int) -> Tensor:
 
 
 def _exchange(tensor: Tensor, num_tokens: int, to_block: int, from_block: int, ring: Ring) -> Tensor:
-    """Sends a tensor to block `to_block` and returns `num_tokens` tokens from `from_block`, which sends them to this rank."""
+    """Sends a tensor to `to_block`, and returns the `num_tokens` tokens that `from_block` sends to this rank."""
     shape = list(tensor.shape)
     shape[1] = num_tokens
     received = tensor.new_empty(shape)

@@ -1,8 +1,8 @@
 """Attention of some query rows of one document, and its gradients: tiles of a pattern, merged by their log-sum-exp (LSE).
 
 `chunk`, `lent_slice` and `ring` call it. The backward of every tile uses the merged output and LSE. Keys and values come in
-pieces (the rows' own and those of their front, the earlier tokens). A piece is copied only where a tile has several blocks or is
-in reverse order.
+pieces: those of the rows' own tokens, and those of their front, the earlier tokens. A piece is copied only if a tile has several
+blocks or is in reverse order.
 
 Shapes: h query heads and g KV heads of this rank, T rows, U keys of a piece, D head size of queries and keys,
 E of values, W = D + E; a tile of n blocks has N rows in each.
@@ -51,9 +51,10 @@ def rows_forward(
     start: int = 0,
     sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [h, T, E] and LSE [h, T] of consecutive rows; k and v begin with the rows' own tokens and may go on after them.
+    """Output [h, T, E] and LSE [h, T] of consecutive rows.
 
-    front: earlier keys and values. start: position of the first row in its document. sinks: see `with_sinks`.
+    k, v: they begin with the rows' own tokens and may have later tokens too. front: earlier keys and values. start: position of
+    the first row in its document. sinks_h: see `with_sinks`.
     """
     num_rows = q_hTD.shape[1]
     pieces = [KeyPiece((k_gTD, v_gTE), rule.pattern.own_tiles(start, num_rows))]
@@ -77,7 +78,7 @@ def rows_forward(
 def front_piece(
     run: KeyRun, pattern: AttentionPattern, start: int, num_rows: int, head_dim: int, sums_gUW: Tensor | None = None
 ) -> KeyPiece:
-    """The tiles in which `num_rows` rows from position `start` see an earlier run of keys. sums: gradient buffer of the run."""
+    """Tiles in which `num_rows` rows from position `start` see an earlier run of keys. sums_gUW: gradient buffer of the run."""
     tiles = pattern.front_tiles(start, num_rows, run.first, run.kv_GUW.shape[1])
     return KeyPiece(split_kv(run.kv_GUW, head_dim), tiles, () if sums_gUW is None else split_kv(sums_gUW, head_dim))
 
@@ -85,7 +86,7 @@ def front_piece(
 def front_pieces(
     front: Sequence[KeyRun], sums_gUW: Tensor, end: int, pattern: AttentionPattern, start: int, num_rows: int, head_dim: int
 ) -> list[KeyPiece]:
-    """`front_piece` of every run. `sums_gUW` holds the gradients of the U tokens that end before position `end`."""
+    """Key piece of every run, see `front_piece`. `sums_gUW` holds the gradients of the U tokens before position `end`."""
     first = end - sums_gUW.shape[1]
     return [
         front_piece(run, pattern, start, num_rows, head_dim, sums_gUW[:, run.first - first : run.stop - first]) for run in front
@@ -93,7 +94,7 @@ def front_pieces(
 
 
 def with_sinks(out_hTE: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE as if every row of a head saw one more key with the score `sinks_h` and a value of zero.
+    """Output and LSE as if every row of a head saw one more key, whose score is `sinks_h` and whose value is zero.
 
     Tiles whose backward uses this output and LSE give correct gradients without further changes.
     """
@@ -108,7 +109,7 @@ def sinks_backward(gradient_hTE: Tensor, out_hTE: Tensor, lse_hT: Tensor, sinks_
 
 
 def no_keys_yet(q_hTD: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Output [h, T, E] and LSE [h, T] of rows that have seen no key yet, in at least fp32, to merge tiles into."""
+    """Output [h, T, E] and LSE [h, T] of rows that have seen no key yet, in at least fp32; tiles are merged into them."""
     wide = torch.promote_types(q_hTD.dtype, torch.float32)
     # the output stays uninitialised: merging ignores it where the LSE is -inf
     return q_hTD.new_empty((*q_hTD.shape[:2], value_dim), dtype=wide), q_hTD.new_full(q_hTD.shape[:2], float("-inf"), dtype=wide)
@@ -118,7 +119,7 @@ def merge_tile(out_hTE: Tensor, lse_hT: Tensor, q_hTD: Tensor, piece: KeyPiece, 
     """Computes one tile of a piece and merges it into the output and LSE of its rows, in place."""
     found = _forward(q_hTD, piece, tile, rule)
     targets = [_tile_tokens(x, tile.rows, tile) for x in (out_hTE, lse_hT)]
-    # views of the targets for one block or a single head, copies otherwise
+    # for one block or a single head these are views of the targets, otherwise copies
     merged = [_as_heads(x, tile) for x in targets]
     accumulate_attention_(*merged, *found)
     for target, x in zip(targets, merged, strict=True):
@@ -177,7 +178,7 @@ def _tile_inputs(q_hTD: Tensor, piece: KeyPiece, tile: PatternTile, rule: Attent
 
 
 def _read(x_HTX: Tensor, tokens: slice, tile: PatternTile) -> Tensor:
-    """`tokens` of a tile as its backend gets them: blocks as heads, in the order in which the mask is causal."""
+    """Rows or keys of a tile in the form its backend takes: blocks as heads, in the order in which the mask is causal."""
     return _ordered(_as_heads(_tile_tokens(x_HTX, tokens, tile), tile), tile)
 
 

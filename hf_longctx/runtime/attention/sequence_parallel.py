@@ -8,8 +8,8 @@ its query heads read. A KV head read by several ranks is sent to each of them, a
 Shapes: H query heads, G KV heads, T tokens of this rank, S tokens of its block, D head size of queries and keys, E of
 values and outputs, h and g the query and KV heads that this rank computes.
 
-Source: DeepSpeed-Ulysses (arXiv 2309.14509), with uneven shards and one fused exchange for q, k and v; inside a ring as in
-USP (arXiv 2405.07719).
+Source: DeepSpeed-Ulysses (arXiv 2309.14509), with uneven shards and one fused exchange for q, k and v; its combination with a
+ring is that of USP (arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LayerCall:
 def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext) -> Tensor:
     """Causal attention within documents, restricted by the layer's pattern, for this rank's tokens, shape [1, T, H, E].
 
-    Every rank of the context's group must call it in one order of layers; backward repeats the exchanges in reverse.
+    Every rank of the context's group must call it for the layers in the same order; backward repeats the exchanges in reverse.
     """
     context.calls.count += 1
     num_heads, num_kv_heads = q_1HTD.shape[1], k_1GTD.shape[1]
@@ -89,7 +89,7 @@ def _attention(
     context: GroupContext,
     layer: Hashable,
 ) -> Tensor:
-    """Attention of this rank's heads over the tokens of its block, shape [1, S, h, E]; with other blocks around the ring."""
+    """Attention of this rank's heads for the tokens of its block, shape [1, S, h, E]; a ring if the group has several blocks."""
     record = context.attention_record
     if context.shared is not None:
         attend_lent = LentAttention(rule, context.shared, context.kv_book, layer)
@@ -135,7 +135,7 @@ def packed_attention(
 def _scatter_heads(
     q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One exchange: gives all heads of this rank's tokens, gets this rank's heads of all tokens of the block."""
+    """Exchanges once: sends all heads of this rank's tokens, receives this rank's heads of all tokens of the block."""
     if q_1HTD.shape[3] != v_1GTE.shape[3]:
         return _scatter_heads_of_two_sizes(q_1HTD[0], k_1GTD[0], v_1GTE[0], shares, context)
     head_dim, num_own, mine = q_1HTD.shape[3], context.num_tokens, shares[context.block.index]
@@ -152,7 +152,7 @@ def _scatter_heads(
 def _scatter_heads_of_two_sizes(
     q_HTD: Tensor, k_GTD: Tensor, v_GTE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_scatter_heads` for values of another head size than keys, by torch's copies: no kernel lays out two sizes."""
+    """Does the work of `_scatter_heads` if keys and values differ in head size, by torch's copies: the kernel takes one size."""
     head_dim, value_dim, mine = q_HTD.shape[2], v_GTE.shape[2], shares[context.block.index]
     heads = [(slice(share.q_start, share.q_stop), kv, kv) for share in shares for kv in (slice(share.kv_start, share.kv_stop),)]
     blocks = [[x[chosen] for x, chosen in zip((q_HTD, k_GTD, v_GTE), rank_heads, strict=True)] for rank_heads in heads]
@@ -170,7 +170,7 @@ def _scatter_heads_of_two_sizes(
 
 
 def _gather_heads(out_1ShE: Tensor, shares: tuple[HeadShare, ...], context: GroupContext) -> Tensor:
-    """One exchange back: gives this rank's heads of all tokens, gets all heads of this rank's tokens, shape [1, T, H, E]."""
+    """Exchanges back: sends this rank's heads of all tokens, receives all heads of this rank's tokens, shape [1, T, H, E]."""
     num_own_heads, value_dim = out_1ShE.shape[2], out_1ShE.shape[3]
     send_sizes = [tokens * num_own_heads * value_dim for tokens in context.block.tokens]
     receive_sizes = [context.num_tokens * share.num_q * value_dim for share in shares]

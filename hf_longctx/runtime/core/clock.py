@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One timed action. `round`: index of its micro-batch, -1 outside of any. Seconds count from the start of the step."""
+    """One timed action. `round`: index of its micro-batch, -1 outside all of them. Seconds count from the start of the step."""
 
     round: int
     kind: str

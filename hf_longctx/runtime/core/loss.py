@@ -1,8 +1,8 @@
 """The loss of a step: cross-entropy summed over tokens, divided once by the number of label tokens of all ranks.
 
 Every label token has equal weight under any plan, so loss and gradients do not depend on the plan. (FlexSP's published
-code takes the mean inside each group, so that a token's weight depends on its group.) Called by the executor, the tiled
-output head and the evaluation.
+code takes the mean inside each group, so a token's weight depends on its group.) The executor, the tiled output head and the
+evaluation call these functions.
 """
 
 from __future__ import annotations

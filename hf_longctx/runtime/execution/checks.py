@@ -18,7 +18,7 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 
 def forward_only(plan: RankPlan) -> RankPlan:
-    """The plan as an evaluation runs it: without helpers, and with policies that make tiles but save nothing."""
+    """The plan as an evaluation runs it: no stage lends ranks, and activation policies make tiles but save nothing."""
     rounds = tuple(
         (without_helpers(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
         for group, stage in plan.rounds
@@ -29,7 +29,7 @@ def forward_only(plan: RankPlan) -> RankPlan:
 def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False) -> None:
     """Raises ValueError naming the first part of the plan that this version does not execute with `engine`, or without one.
 
-    has_all_stages: whether this rank has the weights of all stages, which helping other stages needs.
+    has_all_stages: whether this rank has the weights of all stages; a rank lent to another stage needs that stage's weights.
     """
     for group, stage in plan.rounds:
         if engine is not None:

@@ -1,8 +1,8 @@
-"""`StepExecutor.run`: runs a rank's plan, round by round. Read after `plan/planner.py`.
+"""`StepExecutor.run`: runs a rank's plan, micro-batch by micro-batch. Read after `plan/planner.py`.
 
-The executor owns the model, the group pool and the gradient sums of a step; rounds (`round.py`) execute the actions of one
-micro-batch each, and results leave through `StepResult`. Gradients are the sum over all ranks of the loss divided by the step's
-label tokens, whatever the plan.
+The executor owns the model, the group pool and the gradient sums of a step. A `Round` (`round.py`) executes this rank's actions
+of one micro-batch, and results leave through `StepResult`. Whatever the plan, gradients are those of the loss summed over all
+ranks and divided by the step's number of label tokens.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from hf_longctx.runtime.parameters.gradients import TiedWeight
 from hf_longctx.runtime.parameters.sharded import parameters_of
 from hf_longctx.runtime.process_groups.pool import GroupPool, sum_over_ranks
 
-# inputs[r][c]: this rank's shard of chunk c in round r
+# inputs[r][c]: this rank's shard of chunk c in micro-batch r
 PlanInputs = Sequence[Sequence[ChunkInputs]]
 
 
 class StepExecutor:
     """Runs rank plans of one model on the groups of one pool.
 
-    `stage`: the model, whole (`whole_model`) or one stage of a pipeline; its parameters may be plain, under DDP or sharded
-    (`shard_model`), and its attention must be the registered `longctx` function. fp32_gradients: gradients of weights in half
-    precision add up in fp32. all_stages: every stage of a model that has the weights of all of them, for plans with helpers;
-    `stage` is then one of them, and gradients are summed over all ranks and end the same on each, zeros where none arose.
-    routers: those of a mixture of experts whose balance is part of the loss (`execution/experts.py`); where some forward of a
-    plan comes after a backward, all forwards run once more for it, without gradients.
+    stage: the model, whole (`whole_model`) or one stage of a pipeline; its parameters may be plain, under DDP or sharded
+    (`shard_model`), and its attention must be the registered `longctx` function.
+    fp32_gradients: gradients of weights in half precision add up in fp32.
+    all_stages: for plans that lend ranks, every stage of a model that has the weights of all of them, `stage` among them.
+    Gradients are then summed over all ranks and end equal on each; a weight without a gradient gets zeros.
+    routers: balances the experts of a mixture of experts, if their balance is part of the loss (`execution/experts.py`). If some
+    forward of a plan comes after a backward, all forwards first run once without gradients to count the routed tokens.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class StepExecutor:
     ) -> None:
         self.model, self.pool, self.device, self.routers = stage.model, pool, device, routers
         self.all_stages = tuple(all_stages)
-        # with routers, the model would add a balance of its own, taken over one chunk
+        # switched off, because with routers the model would add a balance of its own, taken over one chunk
         self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
         self.parameters = parameters_of(stage.model, fp32_gradients)
         # balancing loss of the current step, until the first of its plans returns it
@@ -73,16 +74,16 @@ class StepExecutor:
         predicted_bytes: int = 0,
         engine: ActivationEngine | None = None,
     ) -> StepResult:
-        """Forward and backward of every round; gradients end as the sum over all ranks, sharded as the parameters are.
+        """Runs forward and backward of every micro-batch; gradients end as sums over all ranks, sharded as the parameters are.
 
-        num_label_tokens: label tokens of the step over all ranks. reduce: false for every plan of an optimizer step but its
-        last, whose reduction then covers the gradients of all of them. predicted_bytes: estimated bytes of the plan, for the
-        message if memory runs out. engine: executes activation policies; without one, plans that have any are
-        refused. With a head, chunks whose policy has `tile_tokens` make no logits.
+        num_label_tokens: label tokens of the step over all ranks. reduce: false for every plan of an optimizer step except the
+        last, whose reduction then covers the gradients of all plans. predicted_bytes: estimated bytes of the plan, for the
+        message if memory runs out. engine: executes activation policies; without an engine, plans that have policies are
+        refused. If the engine has a head, chunks whose policy has `tile_tokens` make no logits.
 
         Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what this version does
-        not execute, torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, a step of several
-        plans needs `route` before the first of them runs.
+        not execute, and torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, call `route`
+        before the first plan of a step that has several.
         """
         with self._forgetting_broken_steps():
             return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine)
@@ -130,23 +131,23 @@ class StepExecutor:
         return StepResult(total, host.clock, memory, router_loss, router_load)
 
     def evaluate(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> Tensor:
-        """The summed cross-entropy over all ranks' label tokens (fp64 scalar): forwards only; else as `run`."""
+        """Cross-entropy summed over all ranks' label tokens (fp64 scalar). Runs forwards only; otherwise as `run`."""
         total = self._run_forwards(plan, inputs, "evaluation", engine)
         return sum_over_ranks(total, self.pool.everyone)
 
     def score(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> list[dict[int, TokenScores]]:
-        """The scores of this rank's shard of every chunk, round by round; none on stages before the last.
+        """Scores of this rank's shard of every chunk, for each micro-batch; empty on stages before the last.
 
-        Collective, as `evaluate`.
+        Collective, like `evaluate`.
         """
         scores: list[dict[int, TokenScores]] = []
         self._run_forwards(plan, inputs, "evaluation", engine, scores=scores)
         return scores
 
     def route(self, plans: Sequence[tuple[RankPlan, PlanInputs]], engine: ActivationEngine | None = None) -> None:
-        """Counts which experts the tokens of an optimizer step go to, in forwards of all its plans, before the first one runs.
+        """Counts which experts the tokens of an optimizer step go to, in forwards of all its plans. Call it before `run`.
 
-        Each plan comes with its inputs. Collective, as `run`. Does nothing for a model without a balance of its experts.
+        Each plan comes with its inputs. Collective, like `run`. Does nothing for a model whose experts are not balanced.
         """
         if self.routers is None or self.routers.is_settled:
             return
@@ -168,12 +169,12 @@ class StepExecutor:
             raise
 
     def _settle_routers(self) -> None:
-        """Sums the loads of the experts over all ranks, if they are not known yet; before a step's first backward."""
+        """Sums the loads of the experts over all ranks, unless that is done; runs before a step's first backward."""
         if self.routers is not None and not self.routers.is_settled:
             self._router_loss = self.routers.settle(self.pool.everyone)
 
     def _begin_routing(self, plan: RankPlan, inputs: PlanInputs, is_whole_step: bool, engine: ActivationEngine | None) -> bool:
-        """Whether the plan's own forwards count routed tokens, since all of them come before its first backward."""
+        """Prepares the count of routed tokens; true if the plan's own forwards count them, all before its first backward."""
         if self.routers is None or self.routers.is_settled:
             return False
         if not is_whole_step:
@@ -198,7 +199,7 @@ class StepExecutor:
     ) -> Tensor:
         """Runs the forwards of a plan; returns this rank's summed cross-entropy, or zero and fills `scores` where it is given.
 
-        `purpose`: how errors call the run.
+        `purpose`: name of the run in error messages.
         """
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
@@ -231,7 +232,7 @@ class StepExecutor:
         )
 
     def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:
-        """Raises ValueError if the plan has other stages than the model, or names a setting that is not executed."""
+        """Raises ValueError if the plan's stages are not the model's, or if the plan has a setting that is not executed."""
         held = self.stage.num_stages, len(self.stage.attention_layers)
         for group, stage in plan.rounds:
             if (planned := (len(group.stages), len(stage.parts))) != held:
@@ -263,7 +264,7 @@ class StepExecutor:
             self.parameters.reduce(self.pool.stage_group, self._tied())
 
     def _tied(self) -> TiedWeight | None:
-        """The weight that the other end of the pipeline has too, if there is one."""
+        """The tied weight that this stage and the stage at the other end of the pipeline both hold, if there is one."""
         if not self.stage.tied or self.pool.links is None or self.pool.links.ends is None:
             return None
         return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.ends)

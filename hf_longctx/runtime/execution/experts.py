@@ -6,16 +6,16 @@ equations 4 to 6, over all layers together as in transformers)
 
     coefficient * E * sum_e f_e P_e
 
-It is no sum over tokens, so chunks cannot add up balances of their own: f_e counts the whole step. But f_e is a count and has
-no gradient, so the gradient of a row's logits is local once f is known: with p the row's probabilities and
-s_e = coefficient * E * f_e / R,
+This loss is not a sum over tokens, because f_e counts the whole step; so it cannot be the sum of losses of single chunks. But f_e
+is a count and has no gradient, so once f is known, the gradient of a row's logits depends on that row alone. With p the row's
+probabilities and s_e = coefficient * E * f_e / R, it is
 
     d loss / d logit_e = p_e (s_e - sum_i p_i s_i)
 
-An autograd node on the router's scores, which every row's experts read, adds this in backward: through tiles, recomputation,
-slices and any order of chunks. Every row of the step must have been counted before the first backward, in forwards that come
-first or in a pass of forwards without gradients. Dummy tokens are neither counted nor get a gradient. Probabilities are taken
-in at least fp32, where transformers takes them in the dtype of the logits; rows are counted by the router's own choice.
+An autograd node on the router's scores, which every row's experts read, adds this gradient in backward. It works with tiles,
+recomputation, slices and any order of chunks. Every row of the step must have been counted before the first backward, in forwards
+that come first or in a pass of forwards without gradients. Dummy tokens are not counted and get no gradient. Probabilities are
+computed in at least fp32 (transformers uses the dtype of the logits); a row is counted for the experts that the router chose.
 
 Shapes: T tokens of one call (all of a chunk's shard, or a tile of it), E experts, k of them for each token.
 """
@@ -37,16 +37,16 @@ from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 class RouterBalance:
     """Balances the experts of one model, bound to its routers, which return logits [T, E], scores [T, k], indices [T, k].
 
-    `num_experts`, `num_chosen`: E and k, also on a stage without routers. A step: forwards inside `running(is_counted=True)`,
-    then `settle`, then backwards inside `running`; at its end, `forget`. Outside of `running`, and with `coefficient` 0,
-    routers do what their class does. `unbind` takes it off the routers.
+    `num_experts`, `num_chosen`: E and k, also on a stage without routers. In a step, forwards run inside
+    `running(is_counted=True)`, then `settle` is called, then backwards run inside `running`; `forget` ends the step. Outside
+    `running`, and with `coefficient` 0, routers do what their class does. `unbind` restores the routers.
     """
 
     def __init__(
         self, routers: Sequence[nn.Module], num_experts: int, num_chosen: int, coefficient: float, device: torch.device
     ) -> None:
         self.num_experts, self.num_chosen, self.coefficient = num_experts, num_chosen, coefficient
-        # rows routed to each expert, and its probabilities, summed over this rank's rows until they are settled
+        # number of rows routed to each expert, and the sum of its probabilities, over this rank's rows until they are settled
         self._sums_2E = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
         self._slopes_E: Tensor | None = None
         # whether the running chunk is counted, and whether its backward adds the gradient of the balance
@@ -57,7 +57,7 @@ class RouterBalance:
             vars(router)["forward"] = bound(router, self._routing(router.forward))
 
     def unbind(self) -> None:
-        """Gives the routers their own forwards back. Idempotent."""
+        """Gives the routers their own forwards back; may be called again without effect."""
         while self._before:
             router, own = self._before.pop()
             vars(router).pop("forward", None)

@@ -1,4 +1,4 @@
-"""Services of a step that its micro-batches run on: groups, the stage's model, the forward of a chunk and its loss."""
+"""Services that a step gives to its micro-batches: groups, the stage's model, the forward of a chunk and its loss."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 class RoundHost:
     """Everything a round takes from its step; one per plan that runs.
 
-    engine: executes the plan's activation policies, and sums losses without logits where it has a head. all_stages: every
-    stage of the model, for plans in which ranks help other stages than their own. routers: the routers whose balance is part of
-    the loss; settle_routers sums their counts over all ranks, once, before the first backward.
+    engine: executes the plan's activation policies, and, if it has a head, sums losses without whole logits. all_stages: every
+    stage of the model, for plans that lend ranks to other stages. routers: the routers whose balance is part of the loss.
+    settle_routers: sums their counts over all ranks, once, before the first backward.
     """
 
     pool: GroupPool
@@ -77,7 +77,7 @@ class RoundHost:
     def score_chunk(
         self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
     ) -> TokenScores:
-        """The scores of this rank's shard; with or without logits, as `sum_chunk`."""
+        """Scores of this rank's shard; like `sum_chunk`, it makes whole logits only if it must."""
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:

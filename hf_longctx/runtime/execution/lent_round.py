@@ -1,11 +1,12 @@
 """Lent rounds: micro-batches whose first and last slices are shared by several stages (SPPO, arXiv 2503.10377, section 6).
 
-Every rank has the weights of all stages, frozen ones and replicated adapters alike, and runs the order that
-`plan.core.sharding.lent_order` gives its stage. A slice's own stage receives its hidden states as in any pipeline and hands every
-sharing stage those of its tokens. It then collects their outputs and sends them on as one message; backward returns gradients
-along the same path. At the ends of the model nothing travels: every rank has the token ids and the labels of its position.
+Every rank has the weights of all stages, both frozen weights and replicated adapters, and runs the order that
+`plan.core.sharding.lent_order` gives its stage. A slice's own stage receives the slice's hidden states as in any pipeline, and
+hands every sharing stage the rows of that stage's tokens. It then collects the outputs of the sharing stages and sends them on as
+one message; backward returns gradients along the same path. At the first and the last stage of the model nothing is handed out:
+every rank has the token ids and the labels of its position.
 
-Gradients of a stage's weights arise on all ranks that helped it, so they are summed over all ranks, and every rank makes the
+Gradients of a stage's weights arise on all ranks that ran its slices, so they are summed over all ranks, and every rank makes the
 same update of the weights of all stages.
 """
 
@@ -44,7 +45,7 @@ def without_helpers(group: SequenceGroup) -> SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Sharing of a stage's chunks: chunks before `first_alone` with stages `front`, chunks from `first_back` on with `back`."""
+    """Stages that run a stage's chunks: `front` before chunk `first_alone`, `back` from `first_back` on, else the stage alone."""
 
     front: tuple[int, ...]
     first_alone: int
@@ -55,8 +56,8 @@ class Phases:
     def of(cls, actions: Sequence[Action], stage: int, num_chunks: int) -> Phases:
         """Reads the phases of a stage from its actions.
 
-        Raises ValueError unless the first chunks are shared with later stages and the last ones with earlier stages, with the
-        same ones forward and backward, and the chunks in between are not shared.
+        Raises ValueError unless the first chunks are shared with later stages, the last ones with earlier stages, and the chunks
+        in between with none, and unless forward and backward of a chunk are shared by the same stages.
         """
         sharers = {(action.kind, action.chunk): running_stages(action) for action in actions if action.kind in ("F", "B")}
         forward = [sharers["F", chunk] for chunk in range(num_chunks)]
@@ -87,7 +88,7 @@ class Phases:
 
 
 def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
-    """Raises ValueError naming the first setting of a group with helpers that this version does not execute.
+    """Raises ValueError naming the first setting of a group with lent ranks that this version does not execute.
 
     has_all_stages: whether every rank has the weights of all stages.
     """
@@ -135,9 +136,10 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
 
 
 class LentRound(Round):
-    """A micro-batch whose slices other stages help with; every rank of all stages takes part. `check_lending` must have passed.
+    """A micro-batch whose first and last slices are shared by several stages. `check_lending` must have passed.
 
-    Received hidden states and outputs wait by (stage, chunk), since a rank runs chunks of several stages.
+    Every rank of all stages takes part. Received hidden states and outputs are keyed by (stage, chunk), since a rank runs chunks
+    of several stages.
     """
 
     def __init__(
@@ -147,11 +149,11 @@ class LentRound(Round):
         self.phases = [Phases.of(each.actions, each.stage, len(group.chunks)) for each in group.stages]
 
     def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Forwards and backwards of this rank's stage and of those it helps; messages are sent and received inside of them."""
+        """Forwards and backwards of this rank's stage and of the stages it helps; each sends and receives its own messages."""
         return lent_order(self.group)[self.stage.stage]
 
     def _new_books(self) -> list[KVBook]:
-        # one per stage, since a lent rank closes its part of a sequence before the stage does
+        # one K/V book per stage, since a lent rank closes a sequence of a stage before the stage itself does
         return [KVBook() for _ in self.group.stages]
 
     def _forward(self, action: Action, following: Action | None) -> None:
@@ -187,7 +189,7 @@ class LentRound(Round):
         self._note_memory()
 
     def _spread(self, kind: Literal["RF", "RB"], action: Action, rows: _Rows, model: StageModel) -> Tensor:
-        """This rank's rows of a message, which the slice's own stage receives and hands on."""
+        """This rank's rows of a message; the slice's own stage receives the message and hands the rows out."""
         came_1TC = None
         if action.stage == self.stage.stage:
             assert self.messages is not None
@@ -238,7 +240,7 @@ class LentRound(Round):
 
 
 def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
-    """The pieces of a slice that a stage holds: those of its positions, one after the other."""
+    """The pieces of a slice that a stage holds, one position after the other."""
     pieces, count = [], 0
     for piece in (piece for of_position in positions for piece in of_position):
         pieces.append(replace(piece, first=count))
@@ -248,10 +250,10 @@ def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a position's shard of a slice that each sharing stage holds, for the ranks at this rank's position.
+    """Rows that each sharing stage holds of one position's shard of a slice; the position is this rank's.
 
-    process_group: the group of these ranks, None where the stage is alone. owner: index in it of the slice's own stage; index:
-    index of this rank.
+    process_group: group of the ranks at this position, None if the stage runs the slice alone. owner: index in the group of the
+    slice's own stage. index: index of this rank. rows: for each rank of the group, its rows of the shard.
     """
 
     process_group: dist.ProcessGroup | None
@@ -281,7 +283,7 @@ class _Rows:
         return ChunkInputs(ids, places, labels)
 
     def spread(self, whole_1TC: Tensor | None, like_10C: Tensor) -> Tensor:
-        """This rank's rows of the owner's `whole_1TC`, which is None on other ranks. `like_10C`: its dtype, device, width."""
+        """This rank's rows of `whole_1TC`, which only the owner has (None elsewhere). `like_10C`: its dtype, device and width."""
         if self.process_group is None:
             assert whole_1TC is not None
             return whole_1TC

@@ -14,7 +14,7 @@ _GIB = 2**30
 
 @contextmanager
 def explained(where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
-    """Context that raises torch.OutOfMemoryError again with a message that names `where` (step and round) and the action."""
+    """Context that raises torch.OutOfMemoryError again, naming in the message `where` (step and round) and the action."""
     try:
         yield
     except torch.OutOfMemoryError as error:

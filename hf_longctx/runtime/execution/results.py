@@ -33,9 +33,9 @@ NO_MEMORY = StepMemory()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of a plan. `loss` is its part of the step's mean loss over all ranks' label tokens, the same on every rank.
+    """Outcome of a plan. `loss` is its part of the step's mean loss over all ranks' label tokens, equal on every rank.
 
-    router_loss: the balance of the experts over the whole step, which is part of the loss of the step's first plan.
+    router_loss: the balancing loss of the experts over the whole step, included in the loss of the step's first plan.
     router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
     whose experts are not balanced.
     """

@@ -22,18 +22,18 @@ from hf_longctx.runtime.execution.out_of_memory import explained
 from hf_longctx.runtime.execution.results import StepMemory
 from hf_longctx.runtime.process_groups.links import RoundMessages
 
-# one forward of a stage: (part, chunk), or (stage, chunk) where ranks help other stages
+# key of one forward: (layer range, chunk), or (stage, chunk) if ranks are lent to other stages
 _Pass = tuple[int, int]
 
 
 class Round:
     """Executes one micro-batch; holds the tensors of chunks between their F and their B, and the keys and values of slices.
 
-    A forward leaves its output, which its backward starts from: a loss at the end of the model, else hidden states, whose
-    gradient the next part sends. Its input is a leaf, whose gradient goes to the part before.
+    A forward keeps its output, from which its backward starts: a loss at the end of the model, otherwise hidden states, whose
+    gradient the next layer range sends. A forward's input is a leaf, whose gradient goes to the layer range before.
 
-    inputs: this rank's shard of every chunk. index: place among the rounds of the plan. is_counted: forwards count the tokens
-    that routers send to each expert. wants_scores: forwards leave the scores of tokens in `scores`, by chunk, and no loss.
+    inputs: this rank's shard of every chunk. index: index of the micro-batch in the plan. is_counted: forwards count the tokens
+    that routers send to each expert. wants_scores: forwards put the scores of tokens into `scores`, by chunk, and make no loss.
     """
 
     def __init__(
@@ -187,6 +187,6 @@ class Round:
 
 
 def layers_of(stage: StagePlan, part: int) -> range:
-    """Places of a part's layers among those of its stage."""
+    """Indices of a layer range's layers among the layers of its stage."""
     first = sum(layers.num_layers for layers in stage.parts[:part])
     return range(first, first + stage.parts[part].num_layers)

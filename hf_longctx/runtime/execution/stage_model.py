@@ -1,4 +1,4 @@
-"""The model of one pipeline stage as the executor sees it: parts that take token ids or hidden states.
+"""The model of one pipeline stage as the executor sees it: layer ranges ("parts") that take token ids or hidden states.
 
 A stage holds one part of the model, or several (interleaving): the model in order is part 0 of every stage, then part 1 of
 every stage, and so on. The first part starts from token ids, the last one ends in logits, all others pass hidden states on.
@@ -20,19 +20,19 @@ PART_KEYWORD = "longctx_part"
 
 
 def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
-    """The only stage of a model that is no pipeline; no hidden states are sent."""
+    """A model that is not a pipeline, as its only stage; it sends no hidden states."""
     return StageModel(model, 0, 1, (num_attention_layers,), 0, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class StageModel:
-    """One stage of `num_stages`, or the whole model of one.
+    """One stage of `num_stages`, or the whole model if `num_stages` is 1.
 
-    `model` holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
-    attention_layers: attention calls of every part. Parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`.
+    model: holds the stage's parameters, plain, sharded or with adapters, and obeys `PART_KEYWORD` unless it is whole.
+    attention_layers: number of attention calls in every part. Parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`.
     tied: on the first and the last stage of a model with tied embeddings, the name of the parameter that is tied to the other
-    stage's; their gradients are summed. first_part: number of the stage's first part within `model`, other than 0 where `model`
-    holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
+    stage's; their gradients are summed. first_part: number of the stage's first part within `model`; it differs from 0 only if
+    `model` holds the layers of all stages. off: keywords that every forward gets as False, whatever the model's config says.
     """
 
     model: nn.Module
@@ -79,6 +79,6 @@ class StageModel:
         if self.is_last(part):
             logits: Tensor = output.logits
             return logits
-        # autocast may have widened what leaves the model
+        # autocast may have widened the hidden states that leave the model
         leaving: Tensor = output.last_hidden_state.to(self.hidden_dtype)
         return leaving

@@ -18,8 +18,8 @@ def clip_stage_gradients(
 ) -> Tensor:
     """Norm of the whole model's gradient, an equal fp64 scalar on every rank; scales gradients down if it exceeds `max_norm`.
 
-    `parameters`: all parameters of this stage, with gradients already summed over the stage's ranks. `pipe`: the ranks at this
-    position of all stages. `twin`: a tied parameter that an earlier stage holds too; its gradient is counted there only.
+    parameters: all parameters of this stage, with gradients already summed over the stage's ranks. pipe: group of the ranks at
+    this position of all stages. twin: a tied parameter that an earlier stage holds too; only that stage counts its gradient.
     Squares are summed in fp64. Collective over all ranks.
     """
     gradients = [(parameter, local_shard(parameter.grad)) for parameter in parameters if parameter.grad is not None]
@@ -28,7 +28,7 @@ def clip_stage_gradients(
         if parameter is not twin:
             square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     if isinstance(parameters[0], DTensor):
-        # all parameters of a stage are sharded over one set of ranks
+        # the first parameter's mesh will do, since all parameters of a stage are sharded over the same ranks
         dist.all_reduce(square, group=parameters[0].device_mesh.get_group())
     dist.all_reduce(square, group=pipe)
     norm = square.sqrt()

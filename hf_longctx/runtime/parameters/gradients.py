@@ -47,7 +47,7 @@ class GradientSum:
         self._absorbed: set[nn.Parameter] = set()
 
     def absorb(self) -> None:
-        """Adds half-precision gradients to their fp32 buffers; other gradients stay in `.grad`. Call it after every backward."""
+        """Adds half-precision gradients to their fp32 buffers and leaves others in `.grad`. Call it after every backward."""
         if not self._in_fp32:
             return
         for parameter in self.parameters:
@@ -122,14 +122,14 @@ class ReplicatedParameters:
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
 
     def check(self, parameters: Parameters) -> None:
-        """Raises ValueError if a plan made for `parameters` of another kind cannot run on these."""
+        """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters != "replicated":
             raise ValueError(f"the plan expects {parameters} parameters, but this model is not sharded; apply shard_model to it")
 
     def in_step(self) -> AbstractContextManager[None]:
         """Context around all forwards and backwards of a step.
 
-        It switches DDP's own reducer off, which expects one forward per backward; plans do not promise that.
+        It switches off DDP's own reducer, which expects one forward per backward; plans do not promise that.
         """
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 

@@ -27,16 +27,17 @@ from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, GradientSum, Re
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
-# attribute of a sharded model that holds the group of ranks with equal shards
+# name of the attribute by which a sharded model holds the group of ranks with equal shards
 _COPIES = "longctx_copies"
 
 
 def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages: int = 1) -> DeviceMesh:
     """Mesh over which parameters are sharded: blocks of `shard_ranks` consecutive ranks, with copies across a stage's blocks.
 
-    Collective over all ranks, which create every group in one order; call it before the sequence groups are made. The mesh gets
-    groups of its own, so that a rank that waits longer than `timeout_s` fails. Repeated calls with equal arguments return one
-    mesh, because torch treats equal meshes as identical. Raises ValueError unless `shard_ranks` divides the ranks of a stage.
+    Collective over all ranks, which create every group in the same order; call it before the sequence groups are made. The mesh
+    gets groups of its own, so that a rank that waits longer than `timeout_s` fails. Repeated calls with equal arguments return
+    the same mesh, because torch treats equal meshes as identical. Raises ValueError unless `shard_ranks` divides the number of
+    ranks of a stage.
     """
     num_ranks = dist.get_world_size()
     ranks_per_stage = num_ranks // num_stages
@@ -65,9 +66,9 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
     Tied embeddings are in the last unit and so remain one parameter. `fp32_gradients`: gradients of half-precision weights are
-    accumulated, and summed over ranks, in fp32. Every rank's backward must reach equal parameters, or FSDP2 silently adds
+    accumulated, and summed over ranks, in fp32. Every rank's backward must reach the same parameters, or FSDP2 silently adds up
     gradients of different ones; plans ensure it by sending at least one chunk per rank through the whole model. Raises
-    ValueError if no module is of one of the classes.
+    ValueError if no module belongs to one of the classes.
     """
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     if not layers:
@@ -81,7 +82,7 @@ def shard_model(model: nn.Module, layer_classes: Sequence[str], mesh: DeviceMesh
     setattr(model, _COPIES, mesh.get_group("replicate") if mesh.ndim > 1 else None)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
-        # without it fp32 sums would be scaled by 1 inside the collective, which gloo does not support
+        # otherwise FSDP2 scales fp32 sums by 1 inside the collective, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
 
 
@@ -103,7 +104,7 @@ class ShardedParameters:
         self._is_gathered = False
 
     def check(self, parameters: Parameters) -> None:
-        """Raises ValueError if a plan made for `parameters` of another kind cannot run on these."""
+        """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
 
@@ -131,9 +132,9 @@ class ShardedParameters:
         self.gradients.absorb()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
-        """Leaves the step's gradient sum of each shard in its `.grad`; sums within a block were made in each micro-batch.
+        """Leaves the step's gradient sum of each shard in its `.grad`; each micro-batch has already summed within blocks.
 
-        Collective over the ranks with equal shards, and for `tied` over its two stages, which hold equal shards too.
+        Collective over the ranks with equal shards, and for `tied` over the two stages that hold it, with equal shards too.
         """
         self.gradients.reduce(self.copies, tied)
 
@@ -148,7 +149,7 @@ def is_sharded(model: object) -> bool:
 
 
 def free_gathered(model: object) -> None:
-    """Frees gathered weights, so that the model's parameters are its shards again; does nothing for models not sharded."""
+    """Frees gathered weights, so that the model's parameters are its shards again; does nothing for a model without shards."""
     for unit in _units(model):
         unit.reshard()
 
@@ -166,7 +167,7 @@ def _units(model: object) -> list[FSDPModule]:
 
 
 def _own_group(groups: list[list[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:
-    """Creates every group, on every rank in one order; returns the one that `rank` is in."""
+    """Creates every group, in the same order on every rank; returns the one that `rank` is in."""
     timeout = timedelta(seconds=timeout_s)
     handles = {tuple(ranks): dist.new_group(ranks, timeout=timeout, group_desc=MESH_GROUP) for ranks in groups}
     return next(handle for ranks, handle in handles.items() if rank in ranks)

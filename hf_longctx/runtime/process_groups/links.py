@@ -3,8 +3,8 @@
 `process_groups.pool` creates the links of a run; the executor makes one `RoundMessages` per micro-batch.
 
 The plan says who sends what and when, so both ends know every shape. Sends do not block: a buffer is kept until its message has
-left. A receive is posted one message ahead of the action that needs it. Between two ranks there is one process group for hidden
-states and one for gradients, and two more for messages that interleaving wraps around between the last stage and the first. All
+left. A receive is posted one message ahead of the action that needs it. Two ranks have one process group for hidden states and
+one for gradients, and, with interleaving, two more for messages that wrap around between the last stage and the first. All
 messages of a group go in one direction and in the order of the plan, so that the streams on which NCCL runs them cannot wait for
 each other.
 """
@@ -49,8 +49,9 @@ class Place:
 class Links:
     """Process groups of one rank for messages between stages and for sums over stages.
 
-    lanes: one group per lane and rank at its other end. pipe: the ranks at this position of all stages, for the gradient norm.
-    ends: those of the first and the last stage, for the gradients of tied embeddings; None for ranks of other stages.
+    lanes: one group for each lane and rank at its other end. pipe: the ranks at this position of all stages, for the gradient
+    norm. ends: the ranks at this position of the first and the last stage, for the gradients of tied embeddings; None on other
+    stages.
     """
 
     place: Place
@@ -60,7 +61,7 @@ class Links:
 
     @classmethod
     def create(cls, place: Place, timeout: timedelta, device: torch.device) -> Links:
-        """Creates the links. Collective over all ranks, which create every group in one order. `device`: where messages are."""
+        """Creates the links. Collective over all ranks, which create groups in the same order. `device`: holds the messages."""
         lanes: dict[_Way, dist.ProcessGroup] = {}
         for lane in _LANES:
             for pair in _pairs(place, is_wrap=lane[1]):
@@ -80,11 +81,11 @@ class Links:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every group that this rank is in, for closing them."""
+        """Every group that this rank is in, so that the caller can destroy them."""
         return (*self.lanes.values(), self.pipe, *([self.ends] if self.ends is not None else []))
 
     def _join(self, device: torch.device) -> None:
-        """Sends one message over every link: NCCL connects two ranks at their first message, when both must take part."""
+        """Sends one message over every link, because NCCL connects two ranks at their first message and both must take part."""
         for ((kind, is_wrap), peer), group in self.lanes.items():
             # hidden states go to the next stage; where they wrap around, that is the first stage
             is_ahead = (peer < self.place.rank) if is_wrap else (peer > self.place.rank)
@@ -105,7 +106,7 @@ def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
 class RoundMessages:
     """Messages of one rank in one micro-batch. `shape_of(chunk)`: shape of the chunk's hidden states on this rank.
 
-    Fatal: either end runs its actions in an order other than the given one.
+    Both ends must run their actions in the given order; otherwise messages reach the wrong action.
     """
 
     def __init__(

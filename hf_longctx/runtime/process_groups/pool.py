@@ -4,8 +4,9 @@ The trainer makes one `GroupPool`; the executor asks it for the context of every
 
 `rank = stage * ranks_per_stage + position`. A sequence group lies within a stage, at equal positions in all stages.
 
-`dist.new_group` is collective: every rank must create every group in one order, including groups that it is not in. Groups with
-`use_local_synchronization` are not used: they hash the number of earlier groups into their name and hang if ranks differ in it.
+`dist.new_group` is collective: every rank must create every group, also those that it is not in, in the same order. The option
+`use_local_synchronization` would avoid that but is not used: it hashes the number of earlier groups into a group's name, and
+hangs if ranks have created different numbers.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from hf_longctx.runtime.process_groups.links import Links, Place
 class GroupPool:
     """Owns the process groups of a run and makes contexts of chunks. Creates no group after construction.
 
-    A collective that waits longer than `timeout_s` fails on the waiting ranks. Gloo applies this bound only to groups created
+    A collective that waits longer than `timeout_s` fails on the waiting ranks. Gloo applies this limit only to groups created
     with it, so plans, forwards, backwards and the gradient reduction all run on groups of the pool. (The trainer's own gather
     of the logged loss runs on the default group, with its own time-out.) `lends`: stages may lend ranks to slices of other
-    stages; then equal positions of the stages from any one to the last, and from the first to any one, get groups too.
+    stages; then there are also groups of equal positions, for the stages from any one to the last and from the first to any one.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class GroupPool:
             return
         timeout = timedelta(seconds=timeout_s)
         self.everyone = dist.new_group(timeout=timeout)
-        # NCCL connects all ranks at the first use of a group, but rings send messages between some of its ranks only
+        # NCCL connects all ranks at the first use of a group, so use it now: rings send messages between some of its ranks only
         is_on_device = torch.cuda.is_available() and dist.get_backend(self.everyone) != "gloo"
         dist.all_reduce(torch.zeros(1, device="cuda" if is_on_device else "cpu"), group=self.everyone)
         self._groups[tuple(range(self.num_ranks))] = self.everyone
@@ -165,7 +166,7 @@ class GroupPool:
 
 
 def sum_over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Adds `total` up over the ranks of `group`, in place, and returns it; None: this rank alone. Collective over the group."""
+    """Sums `total` over the ranks of `group` (None: this rank alone), in place, and returns it. Collective over the group."""
     if group is not None:
         dist.all_reduce(total, group=group)
     return total

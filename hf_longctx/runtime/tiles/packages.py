@@ -1,11 +1,12 @@
 """Computes tiles with the packages flash-attn (FlashAttention 2) and flash-attn-4, if they are installed and prove correct.
 
 `tiles.tile` lists both among its backends. A backward from merged results needs private functions of these packages, which change
-between releases. So a package is used only after its results for small tiles (with and without a mask, capped and uncapped,
-forward and backward) have been compared with `tiles.plain`, once per device, dtype and head size. A package that is not installed
-is skipped; one that differs or fails is left out, with a warning in the log.
+between releases. So a package is used only after its results for small tiles (with and without a mask, with and without a
+softcap, forward and backward) have been compared with those of `tiles.plain`, once per device, dtype and head size. A package
+that is not installed is skipped; one that differs or fails is left out, with a warning in the log.
 
-Their support for windows and sinks is not used: both are built from tiles and their LSE. Shapes are those of `tiles.plain`.
+The packages' own support for windows and sinks is not used: this package builds both from tiles and their LSE. Shapes are those
+of `tiles.plain`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class PackageTiles:
-    """One package as a tile backend. verdicts: results of the check, filled by `takes`, keyed by all that they depend on."""
+    """One package as a tile backend. verdicts: results of the check, filled by `takes`, with all they depend on as key."""
 
     name: str
     least_capability: tuple[int, int]
@@ -60,7 +61,7 @@ class PackageTiles:
         """Whether small tiles agree with `plain`; warns in the log if not."""
         try:
             error = worst_error(self.forward, self.backward, device, dtype, head_dim)
-        # whatever the foreign function raises, the package is left out
+        # the package is left out whatever its function raises
         except Exception as problem:
             logger.warning(
                 "attention of package %s is not used for heads of %d in %s: its check failed with %s: %s",
@@ -102,7 +103,7 @@ def worst_error(forward: Forward, backward: Backward, device: torch.device, dtyp
 
 
 def _tokens_first(x_HTD: Tensor) -> Tensor:
-    """[1, T, H, D] with a dense last dimension, the layout of these packages; a copy only if it is not dense already."""
+    """Turns [H, T, D] into [1, T, H, D] with a dense last dimension, the layout of these packages; copies only if it must."""
     x = x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()
     return x.transpose(0, 1).unsqueeze(0)
 

@@ -1,12 +1,12 @@
-"""Attention patterns (causal, windows, chunks) cut into tiles that are either fully visible or causal squares.
+"""Attention patterns (causal, windows, chunks), cut into tiles that are either fully visible or causal squares.
 
-`attention.rows` asks a pattern for the tiles of its rows; `tiles.tile` then computes each exactly, without masked work except in
-the causal squares.
+`attention.rows` asks a pattern for the tiles of its rows; `tiles.tile` then computes each tile exactly. Only causal squares
+compute scores that are masked.
 
-Query i sees key j of its document if j <= i and, with a window W, j > i - W; with attention chunks of C, if both lie between the
-same two multiples of C. The band of a window is cut into causal squares on the diagonal, squares on the far edge of the window,
-and fully visible rectangles for the rest. A far-edge square is causal too once its queries and keys are reversed: if its keys
-start at i - W + 1 for its first query i, row r sees keys r and later.
+Query i sees key j of its document if j <= i. With a window W, j > i - W must hold too; with attention chunks of C, both i and j
+must lie between the same two multiples of C. The band of a window is cut into causal squares on the diagonal, squares on the far
+edge of the window, and fully visible rectangles for the rest. A far-edge square becomes causal if its queries and keys are
+reversed: with keys from i - W + 1 on for its first query i, its row r sees keys r and later.
 
 Squares of W (or C) tokens at regular distances form one tile of several blocks, computed as if each block were a set of heads.
 """
@@ -22,7 +22,7 @@ Mask = Literal["full", "causal", "reversed"]
 
 @dataclass(frozen=True, slots=True)
 class PatternTile:
-    """Queries `rows`, keys `keys`, and which of the keys the queries see; tiles with a mask are square.
+    """A tile's queries (`rows`), its keys, and the mask that says which keys the queries see; tiles with a mask are square.
 
     With several blocks, `rows` and `keys` are those of the first; each further block starts `stride` tokens after the one before.
     """
@@ -59,7 +59,7 @@ class AttentionPattern:
             raise ValueError(f"{self} has a negative setting; use 0 for no window or no chunks")
 
     def first_seen(self, position: int) -> int:
-        """First key that the query at `position` of its document sees; later queries see no earlier key."""
+        """First key that the query at `position` in its document sees; later queries see no earlier key."""
         if self.chunk:
             return position - position % self.chunk
         return max(0, position - self.window + 1) if self.window else 0
@@ -67,7 +67,7 @@ class AttentionPattern:
     def tiles(self, start: int, num_tokens: int, first_key: int, num_keys: int) -> tuple[PatternTile, ...]:
         """Tiles of `num_tokens` queries from position `start` with `num_keys` keys from position `first_key`; may be empty.
 
-        The keys are either the queries' own tokens or all earlier than these.
+        The keys are either those of the queries' own tokens, or all of them come before the queries.
         """
         if first_key == start:
             return self.own_tiles(start, num_tokens)

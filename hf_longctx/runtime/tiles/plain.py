@@ -3,8 +3,8 @@
 This is the last backend of `tiles.tile`, correct for every head size and every kind of score, and the reference that
 `tiles.packages` checks others against.
 
-Rows per block are chosen so that the matrix of scores over all heads has at most 2^25 elements, or one row. At most three such
-matrices exist at once: 384 MiB in fp32.
+A block has as many query rows as the matrix of scores over all heads can hold in 2^25 elements, and at least one row. At most
+three such matrices exist at once: 384 MiB in fp32.
 
 Shapes: H query heads, G KV heads (H is a multiple of G; neighbouring query heads read one KV head), T query tokens, U key tokens,
 R = H/G * T query rows per KV head, D head size of queries and keys, E of values.
@@ -24,7 +24,7 @@ _BLOCK_VALUES = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How queries and keys are scored: s = scale * (q . k), and c * tanh(s / c) with a softcap c (0: none)."""
+    """Formula for scores of queries and keys: s = scale * (q . k); with a softcap c it is c * tanh(s / c) (c = 0: none)."""
 
     scale: float
     softcap: float = 0.0
@@ -87,7 +87,7 @@ def plain_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor)
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(queries, keys) of every block: a range of queries, and the keys that at least one of them sees."""
+    """(queries, keys) of every block: a range of queries, and the range of keys that at least one of these queries sees."""
     num_rows = max(1, _BLOCK_VALUES // max(1, q.shape[0] * k.shape[1]))
     for start in range(0, q.shape[1], num_rows):
         stop = min(start + num_rows, q.shape[1])
@@ -97,7 +97,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]
 def _scored(q: Tensor, k: Tensor, scores: Scores, rows: slice | None) -> tuple[Tensor, Tensor | None]:
     """Scores of a block of queries [G, H/G * rows, U], and the derivative of the softcap by the raw scores (None: no cap).
 
-    rows: where these queries are in a causal tile; None for a tile without a mask.
+    rows: the range of these queries in a causal tile; None for a tile without a mask.
     """
     per_kv, wide = q.shape[0] // k.shape[0], torch.promote_types(q.dtype, torch.float32)
     found = (as_queries(q, per_kv).to(wide) @ k.to(wide).transpose(1, 2)).mul_(scores.scale)

@@ -1,8 +1,8 @@
 """Attention of one tile (a piece of queries times a piece of keys) with its log-sum-exp, and its gradients.
 
-`attention.rows` and `attention.chunk` compose every attention of a plan from tiles. Merging tiles needs what torch's autograd
-hides: the gradient of one tile, given the merged output and LSE of all tiles of its queries. `BACKENDS` lists the operators that
-offer it, the fastest first; the first that accepts a tile computes it, forward and backward:
+`attention.rows` and `attention.chunk` compose every attention of a plan from tiles. Merging tiles needs a function that torch's
+autograd does not expose: the gradient of one tile, given the merged output and LSE of all tiles of its queries. `BACKENDS` lists
+the operators that offer it, the fastest first; the first that accepts a tile computes it, forward and backward:
 
     cudnn              bf16 and fp16 on CUDA from compute capability 9.0, head sizes of 8, 16 ... 128, two keys or more
     flash_attention_2  bf16 and fp16 on CUDA from compute capability 8.0, head sizes of 8, 16 ... 256
@@ -14,8 +14,8 @@ offer it, the fastest first; the first that accepts a tile computes it, forward 
 The two packages take part where they are installed and agree with `plain` (`tiles.packages`).
 
 Every backend returns its LSE as a natural logarithm, so results of different backends can be merged. Values may have a head size
-other than that of queries and keys: a backend that needs one size gets the narrower tensors padded with columns of zeros, which
-change nothing.
+other than that of queries and keys: for a backend that needs one size, the narrower tensors are padded with columns of zeros,
+which do not change the result.
 
 Shapes: H query heads, G KV heads (H is a multiple of G; neighbouring query heads read one KV head), T query tokens, U key tokens,
 D head size of queries and keys, E of values; inside the backends' own functions E = D.
@@ -43,9 +43,9 @@ _HALF = (torch.bfloat16, torch.float16)
 class TileBackend:
     """One operator that computes tiles.
 
-    groups_heads: it reads one KV head for several query heads; other backends get KV heads repeated, one per query head.
-    min_keys: fewest keys of a tile that it accepts. caps: it supports a softcap. any_width: it accepts values whose head size
-    differs from that of queries and keys.
+    groups_heads: several query heads may read one KV head; other backends get KV heads repeated, one per query head.
+    min_keys: fewest keys of a tile that the operator accepts. caps: it supports a softcap. any_width: it accepts values whose
+    head size differs from that of queries and keys.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TileBackend:
 def choose_backend(
     device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, num_keys: int = 2, is_capped: bool = False
 ) -> TileBackend:
-    """First backend that accepts such a tile. `head_dim`: the larger of the head sizes of queries and values."""
+    """First backend that accepts a tile with these properties. head_dim: the larger of the head sizes of queries and values."""
     for backend in BACKENDS:
         is_possible = num_keys >= backend.min_keys and (backend.caps or not is_capped)
         if is_possible and backend.takes(device_type, capability, dtype, head_dim):
@@ -70,7 +70,7 @@ def choose_backend(
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, is_capped: bool = False) -> str:
-    """Name of the backend for tiles of such queries; tiles of a single key may need another one."""
+    """Name of the backend for tiles of queries of this dtype and head size; tiles with a single key may need another one."""
     return choose_backend(device.type, _capability(device), dtype, head_dim, is_capped=is_capped).name
 
 
@@ -89,7 +89,7 @@ def tile_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one tile's q, k and v, given the merged output and LSE of all tiles of these queries.
 
-    Gradients of k and v are summed over the query heads that read a KV head, in at least fp32 where the sum is made here.
+    Gradients of k and v are summed over the query heads that read a KV head, in at least fp32 unless the backend itself sums.
     """
     chosen = _backend_for(tile, backend)
     padded = _of_one_width(chosen, tile)
@@ -173,15 +173,15 @@ def _summed(x_HUD: Tensor, per_kv: int) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """`x` with a dense last dimension, all that the operators require.
+    """Makes the last dimension dense, which is all that the operators require of a layout.
 
-    Keys and values may be views of a long buffer with heads at strides; those are not copied.
+    Views of a long buffer in which only the heads are strided, such as keys and values, are not copied.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _takes_cudnn(device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
-    # AMD devices report capabilities from 9.0 too; torch's own attention also refuses cuDNN under these two switches
+    # AMD devices report capabilities from 9.0 on too; torch's own attention also refuses cuDNN under these two conditions
     is_offered = torch.version.hip is None and torch.backends.cuda.cudnn_sdp_enabled()
     is_allowed = is_offered and not torch.are_deterministic_algorithms_enabled()
     return is_allowed and device_type == "cuda" and capability >= (9, 0) and _is_half(dtype, head_dim, 128)
@@ -261,10 +261,10 @@ def _cpu_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) 
 BACKENDS = (
     TileBackend("cudnn", _takes_cudnn, _cudnn_forward, _cudnn_backward, groups_heads=True, min_keys=2),
     TileBackend("flash_attention_2", _takes_flash, _flash_forward, _flash_backward, groups_heads=True),
-    # the packages come after torch's own operators: until they are measured they compute capped scores only
+    # the packages come after torch's own operators, so they compute capped scores only, until they have been measured
     TileBackend("flash_attn_4", FLASH_4.takes, FLASH_4.forward, FLASH_4.backward, groups_heads=True, caps=True),
     TileBackend("flash_attn_2", FLASH_2.takes, FLASH_2.forward, FLASH_2.backward, groups_heads=True, caps=True),
-    # not groups_heads: the operator would sum over the query heads of a KV head in the dtype of the keys; `_summed` is wider
+    # groups_heads is off: the operator would sum over the query heads of a KV head in the keys' dtype, `_summed` is wider
     TileBackend("cpu_flash", _takes_cpu, _cpu_forward, _cpu_backward),
     TileBackend("plain", _takes_all, plain_forward, plain_backward, groups_heads=True, caps=True, any_width=True),
 )
