@@ -103,8 +103,8 @@ class HostSlab:
         if fitting is None:
             free_bytes = sum(run.num_bytes for run in self._free)
             raise ValueError(
-                f"{size / 2**20:.3f} MiB of saved tensors do not fit into a host slab of {self.capacity_bytes / 2**20:.3f} MiB, "
-                f"of which {free_bytes / 2**20:.3f} MiB are free in smaller pieces; raise host_gib"
+                f"{size / 2**20:.3f} MiB of saved tensors do not fit into the host slab: {free_bytes / 2**20:.3f} of its "
+                f"{self.capacity_bytes / 2**20:.3f} MiB are free, in smaller pieces; raise host_gib"
             )
         self._free.remove(fitting)
         if rest := fitting.num_bytes - size:
@@ -240,7 +240,7 @@ def _pin(memory: Tensor) -> bool:
     if error:
         logger.warning(
             "%.1f GiB of host memory could not be pinned (CUDA error %d): copies from pageable memory are slower and block; "
-            "raise the limit of locked memory (ulimit -l), or lower host_bytes",
+            "raise the limit of locked memory (ulimit -l), or lower host_gib",
             memory.numel() / 2**30,
             error,
         )

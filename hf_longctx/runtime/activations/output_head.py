@@ -108,7 +108,7 @@ class OutputHead:
         if order.num_calls != 1:
             raise RuntimeError(
                 f"the model called its output head {order.num_calls} times in one forward, but a tiled loss needs exactly one "
-                f"call; keep whole logits for this model (no tile_tokens)"
+                f"call; set tile_tokens=0 to keep whole logits for this model"
             )
 
 
@@ -126,7 +126,7 @@ def check_untouched(loss: Tensor) -> None:
         elif node.name() not in _PASSING:
             raise ValueError(
                 f"the model changes its logits after the output head ({node.name()}), which a loss in tiles would leave out; "
-                f"keep whole logits for this model (no tile_tokens)"
+                f"set tile_tokens=0 to keep whole logits for this model"
             )
         node = node.next_functions[0][0]
 

@@ -259,7 +259,7 @@ class KVBook:
         entry = self._entries.get((layer, slice_.sequence))
         if entry is None:
             raise RuntimeError(
-                f"{slice_} ran backward, but the K/V book has closed its sequence; a backward of slices cannot be repeated"
+                f"{slice_} ran backward, but the K/V book has already freed its sequence; run each slice backward only once"
             )
         if entry.num_waiting != slice_.stop:
             raise RuntimeError(

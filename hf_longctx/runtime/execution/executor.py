@@ -237,23 +237,24 @@ class StepExecutor:
         for group, stage in plan.rounds:
             if (planned := (len(group.stages), len(stage.parts))) != held:
                 raise ValueError(
-                    f"the plan has {planned[0]} pipeline stage(s) of {planned[1]} part(s), the model was cut into {held[0]} of "
-                    f"{held[1]}; plan with stages={held[0]}"
+                    f"the plan has {planned[0]} pipeline stage(s) of {planned[1]} layer range(s) each, but the model was cut "
+                    f"into {held[0]} of {held[1]}; plan with stages={held[0]} and interleave={held[1]}"
                 )
             layers = tuple(part.num_layers for part in stage.parts)
             if held[0] > 1 and layers != self.stage.attention_layers:
                 raise ValueError(
-                    f"the plan has {layers} layers on stage {stage.stage}, part by part, where the model has "
-                    f"{self.stage.attention_layers}; plan with the layers that the model was cut into"
+                    f"the layer ranges of stage {stage.stage} have {layers} layers in the plan, but "
+                    f"{self.stage.attention_layers} in the model; plan with the layers that the model was cut into"
                 )
             if len(stage.parts) > 1 and plan.parameters != "replicated":
                 raise ValueError(
-                    f"{len(stage.parts)} interleaved parts of a stage need replicated parameters, not {plan.parameters}"
+                    f"the plan interleaves {len(stage.parts)} layer ranges per stage with parameters={plan.parameters!r}; "
+                    f"interleaving needs parameters='replicated'"
                 )
         if self.routers is not None and self.all_stages:
             raise ValueError(
-                "a balance of experts is not executed together with helpers; set output_router_logits=False in the model's "
-                "config, or plan without helpers"
+                "the model balances its experts and the plan may lend ranks, which cannot be executed together; set "
+                "output_router_logits=False in the model's config, or lend_stages=False"
             )
         refuse_unsupported(plan, engine, has_all_stages=bool(self.all_stages))
 

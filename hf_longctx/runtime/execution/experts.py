@@ -100,7 +100,7 @@ class RouterBalance:
     def slopes(self) -> Tensor:
         """[E] derivative of the step's loss by each expert's probability; known after `settle`."""
         if self._slopes_E is None:
-            raise RuntimeError("a router's backward ran before the loads of the whole step were known")
+            raise RuntimeError("a router's backward ran before the loads of the whole step were known; call settle() first")
         return self._slopes_E
 
     def _routing(self, run: Callable[..., Any]) -> Callable[..., Any]:

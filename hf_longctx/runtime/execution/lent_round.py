@@ -74,7 +74,7 @@ class Phases:
             found = {f"{chunk}": list(stages) for chunk, stages in enumerate(forward)}
             raise ValueError(
                 f"the chunks of stage {stage} are shared by stages {found}; the first chunks must be shared with later stages, "
-                f"the last ones with earlier stages, with the same ones forward and backward; let the planner lend stages"
+                f"the last ones with earlier stages, with the same ones forward and backward; let the planner choose them"
             )
         return phases
 
@@ -94,38 +94,42 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
     """
     if not has_all_stages:
         raise ValueError(
-            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `all_stages`, or "
-            "plan without helpers"
+            "the plan lends ranks to other stages, so every rank needs the weights of all stages; give the executor "
+            "`all_stages`, or plan with lend_stages=False"
         )
     if plan.parameters != "replicated":
         raise ValueError(
-            f"helpers need all weights on every rank, but the plan's parameters are {plan.parameters}; use 'replicated'"
+            f"the plan lends ranks, so every rank needs all weights, but parameters={plan.parameters!r}; use 'replicated'"
         )
     if any(stage.activations for stage in group.stages):
         raise ValueError(
-            "activation policies (recompute, offload, tiles) are not executed together with helpers; plan without one of them"
+            "the plan lends ranks and has activation policies (recompute, offload, tiles), which cannot be executed together; "
+            "plan without one of the two"
         )
     if group.shape.num_blocks != 1 or any(len(stage.parts) != 1 for stage in group.stages):
         raise ValueError(
-            f"helpers are not executed in {group.method} groups nor with stages of {len(group.stages[0].parts)} parts; use local "
-            f"or ulysses groups and a schedule of one part"
+            f"a {group.method} group with {len(group.stages[0].parts)} layer range(s) per stage lends ranks, but only local and "
+            f"ulysses groups with one layer range per stage can; plan such groups, or set lend_stages=False"
         )
     if any(len(chunk.spans) != 1 or chunk.spans[0].sequence != group.chunks[0].spans[0].sequence for chunk in group.chunks):
-        raise ValueError("helpers are not executed for packs and hybrids; give one sequence a group of its own")
+        raise ValueError(
+            "a group lends ranks, but its chunks hold several sequences; only slices of one sequence can be shared, so give the "
+            "sequence a group of its own"
+        )
     phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
     for chunk in range(len(group.chunks)):
         found = [of_stage.phase(chunk) for of_stage in phases]
         if found != sorted(found):
             raise ValueError(
-                f"chunk {chunk} is shared in an order of stages in which ranks would wait for each other for ever; let the "
-                f"planner lend stages"
+                f"the stages that share chunk {chunk} would wait for each other forever: some share it as one of their first "
+                f"chunks after stages that share it as one of their last; let the planner choose the shared chunks"
             )
     for row, stage in zip(lent_order(group), group.stages, strict=True):
         own = [action for action in row if action.stage == stage.stage]
         planned = [action for action in stage.actions if action.kind in ("F", "B")]
         if own != planned:
             raise ValueError(
-                f"stage {stage.stage} is planned to run {' '.join(map(str, planned))}; with helpers all forwards must come "
+                f"stage {stage.stage} is planned to run {' '.join(map(str, planned))}; with lent ranks all forwards must come "
                 f"first, then all backwards: {' '.join(map(str, own))}"
             )
         for action in planned:
@@ -182,7 +186,7 @@ class LentRound(Round):
         self.host.parameters.after_backward()
         if action.stage:
             gradient = self.received.pop(key).grad
-            assert gradient is not None, f"{action}: no gradient of what came in"
+            assert gradient is not None, f"{action}: the hidden states that it received got no gradient"
             self._collect("SB", action, rows, gradient)
         if action.chunk == self._first_chunk(action.stage):
             self.books[action.stage].close(self.group.chunks[0].spans[0].sequence)

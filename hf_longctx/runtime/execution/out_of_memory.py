@@ -39,4 +39,4 @@ def _held(device: torch.device) -> str:
     held = [torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)]
     total = torch.cuda.get_device_properties(device).total_memory
     now, peak, have = (num_bytes / _GIB for num_bytes in (*held, total))
-    return f"; {device} holds {now:.2f} GiB in tensors of {have:.2f} GiB, {peak:.2f} GiB at most so far"
+    return f"; {device} has {have:.2f} GiB, tensors now take {now:.2f} GiB and have taken {peak:.2f} GiB at most"

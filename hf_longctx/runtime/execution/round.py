@@ -167,7 +167,7 @@ class Round:
     def _send_gradient(self, action: Action, following: Action | None) -> None:
         assert self.messages is not None
         gradient = self.received.pop((action.part, action.chunk)).grad
-        assert gradient is not None, f"{action}: no gradient of what came in"
+        assert gradient is not None, f"{action}: the hidden states that the stage received got no gradient"
         self.messages.send(action, gradient)
 
     def _post_messages(self, actions: Sequence[Action]) -> RoundMessages | None:

@@ -133,14 +133,14 @@ def refused() -> dict[str, tuple[StepPlan, str]]:
     tail = replace(group.chunks[3], spans=(group.chunks[3].spans[0], Span(1, 0, 3)))
     back_first = replace(first, actions=tuple(sorted(first.actions, key=lambda action: (action.chunk < 2, action.kind == "B"))))
     return {
-        "sharded": (replace(plan, parameters="sharded"), "helpers need all weights on every rank"),
+        "sharded": (replace(plan, parameters="sharded"), "so every rank needs all weights, but parameters='sharded'"),
         "policies": (changed(stages=(replace(first, activations=(policy,)), last)), "activation policies"),
-        "ring": (replace(plan, micro_batches=(MicroBatch((ring,)),)), "helpers are not executed in ring groups"),
-        "hybrid chunk": (changed(chunks=(*group.chunks[:3], tail)), "not executed for packs and hybrids"),
+        "ring": (replace(plan, micro_batches=(MicroBatch((ring,)),)), "a ring group with 1 layer range"),
+        "hybrid chunk": (changed(chunks=(*group.chunks[:3], tail)), "only slices of one sequence can be shared"),
         "backward alone": (swapped({"0F0@1:0": "0F0"}), "the chunks of stage 0 are shared by stages"),
         "in the middle": (swapped({"0F1": "0F1@1:0", "0B1": "0B1@1:0", "0F0@1:0": "0F0", "0B0@1:0": "0B0"}), "are shared by"),
         "a position": (swapped({"0F0@1:0": "0F0@1:1", "0B0@1:0": "0B0@1:1"}), "must be shared by the group's positions"),
-        "another order": (changed(stages=(back_first, last)), "with helpers all forwards must come first, then all backwards"),
+        "another order": (changed(stages=(back_first, last)), "with lent ranks all forwards must come first, then all backwards"),
         "few tokens": (one_sequence([1, 20, 1], 2), "1 tokens cannot be shared by 2 stages"),
     }
 

@@ -184,7 +184,9 @@ def test_freed_neighbours_are_merged_when_nothing_fits() -> None:
 def test_a_full_slab_says_what_is_missing() -> None:
     tier = HostTier(1024, PlainCopies())
     held = tier.store(torch.zeros(1000, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"do not fit into a host slab of 0.001 MiB.*are free in smaller pieces; raise host_gib"):
+    with pytest.raises(
+        ValueError, match=r"do not fit into the host slab: .* of its 0.001 MiB are free, in smaller pieces; raise host_gib"
+    ):
         tier.store(torch.zeros(100, dtype=torch.uint8))
     assert tier.stored_bytes == held.num_bytes
 

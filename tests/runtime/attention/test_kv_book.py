@@ -256,7 +256,7 @@ def test_a_backward_cannot_be_repeated() -> None:
     book = KVBook()
     out = slice_attention(heads, heads, heads, lone_readers(2, 2), 0.3, book, Slice(0, 0, 0, 5, 5))
     out.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="K/V book has closed its sequence; a backward of slices cannot be repeated"):
+    with pytest.raises(RuntimeError, match="K/V book has already freed its sequence; run each slice backward only once"):
         out.sum().backward()
 
 

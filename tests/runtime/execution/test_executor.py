@@ -44,7 +44,7 @@ def fixture(name: str, **changes: Any) -> StepPlan:
 
 # plan -> (changes, what the refusal says)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "lent": ({"method": "ulysses"}, "the plan has helpers, for which every rank needs the weights of all stages"),
+    "lent": ({"method": "ulysses"}, "the plan lends ranks to other stages, so every rank needs the weights of all stages"),
     "interleaved": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
     "infinipipe": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
     "sppo": ({}, "the plan has activation policies (recompute, offload, tiles), which need an activation engine"),
@@ -98,7 +98,7 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "helpers": (
             {"actions": actions("0F0@1:0 0B0@1:0")},
-            "the plan has helpers, for which every rank needs the weights of all stages; give the executor `all_stages`",
+            "the plan lends ranks to other stages, so every rank needs the weights of all stages; give the executor `all_stages`",
         ),
     }
 
@@ -147,10 +147,10 @@ def test_nothing_runs_before_the_refusal(method: str) -> None:
 @pytest.mark.parametrize(
     "planned, message",
     [
-        ((2, 1, 4), "the plan has 2 pipeline stage(s) of 1 part(s), the model was cut into 1 of 1; plan with stages=1"),
-        ((2, 1, 6), "the plan has (3,) layers on stage 0, part by part, where the model has (2,)"),
-        ((2, 2, 4), "the plan has 2 pipeline stage(s) of 2 part(s), the model was cut into 2 of 1; plan with stages=2"),
-        ((4, 1, 4), "the plan has 4 pipeline stage(s) of 1 part(s), the model was cut into 2 of 1"),
+        ((2, 1, 4), "the plan has 2 pipeline stage(s) of 1 layer range(s) each, but the model was cut into 1 of 1"),
+        ((2, 1, 6), "the layer ranges of stage 0 have (3,) layers in the plan, but (2,) in the model"),
+        ((2, 2, 4), "2 layer range(s) each, but the model was cut into 2 of 1; plan with stages=2 and interleave=1"),
+        ((4, 1, 4), "the plan has 4 pipeline stage(s) of 1 layer range(s) each, but the model was cut into 2 of 1"),
     ],
 )
 def test_a_plan_of_other_stages_than_the_model_s_is_refused(planned: tuple[int, int, int], message: str) -> None:
