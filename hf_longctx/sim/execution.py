@@ -17,8 +17,8 @@ from hf_longctx.timeline import TimelineEvent
 class Execution:
     """The predicted run of a plan.
 
-    once_s: seconds of the optimizer and of everything else that is not part of a chunk. events: F and B without their
-    communication, which follows each of them as "exchange". peak_bytes, host_bytes: predicted memory of every rank, on its
+    once_s: seconds of the optimizer and of everything else that is not part of a chunk. events: computation of each F and B,
+    followed by its communication as an event of kind "exchange". peak_bytes, host_bytes: predicted memory of every rank, on its
     device and on the host.
     """
 

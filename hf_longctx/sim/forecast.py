@@ -1,4 +1,4 @@
-"""Forecast a workload on a scenario: plans of some steps, what other systems would do with them, and rejected alternatives.
+"""Forecast a workload on a scenario: plans of some steps, the same steps under other systems, and rejected alternatives.
 
 Called by `hf-longctx plan`; `sim/output` writes the result as text, JSON and pictures.
 """
@@ -76,8 +76,8 @@ class Forecast:
     """Everything that the report says. Without lengths there are no steps, but memory and the longest sequence are known.
 
     alternatives: other degrees and methods for the first step. remedies: changes that would allow longer sequences. longest: the
-    longest sequence for each setting of the activation engine. context_limit: tokens that a run with one degree for all steps
-    must be able to hold. ablation: the first step as each of the four systems alone would plan it, if asked for.
+    longest sequence for each setting of the activation engine. context_limit: length of sequence that every step of a run must
+    hold if all steps use one degree. ablation: the first step as each of the four systems alone would plan it, if asked for.
     """
 
     scenario: Scenario
@@ -235,7 +235,7 @@ def _static_degrees(lengths: Sequence[int], scenario: Scenario) -> tuple[Choice,
 
 
 def _judged(name: str, lengths: Sequence[int], layout: Layout, problem: GroupingProblem, costs: CostModel) -> Choice:
-    """The seconds of a layout, predicted in the same way as those of the plan."""
+    """Seconds of a layout, predicted by the same function as the plan's."""
     placed = place_layout(layout, problem.num_ranks, costs.cluster.ranks_per_node, node_aligned=True)
     plan = build_plan(0, lengths, placed, problem.shapes, costs)
     return Choice(name, execute_plan(plan, costs).step_s, plan.folded_layout)
@@ -251,7 +251,7 @@ def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
             continue
         name, forced = f"these groups by {method} alone", replace(costs, method=method)
         if has_policies(plan):
-            # slices and shares of policies are chosen for a method and cannot be transferred
+            # slices and policies are chosen for one method and would be wrong for another
             reason = f"does not fit: the plan's groups recompute or offload to hold more than {scenario.kept_tokens:,}"
             choices.append(Choice(name, detail=f"{reason} tokens per rank, which fits one method only"))
             continue
@@ -265,7 +265,7 @@ def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
 
 
 def _shapes(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> dict[int, GroupShape]:
-    """The cheapest shape that the method allows for every degree of the plan, at an even share of the step's tokens."""
+    """For every degree of the plan, the cheapest shape that the method allows, judged at an even share of the step's tokens."""
     share = min(sum(plan.lengths) / plan.num_ranks, config.tokens_per_rank)
     documents = len(plan.lengths) * share / sum(plan.lengths)
     degrees = {group.degree for micro_batch in plan.micro_batches for group in micro_batch.groups}

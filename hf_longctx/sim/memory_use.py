@@ -22,11 +22,11 @@ from hf_longctx.sim.execution import Execution
 class MemoryUse:
     """Counts of groups with sequences by how they treat saved tensors, and bytes of the fullest rank.
 
-    num_kept, num_tiled, num_chosen: groups that keep everything, everything but the logits, or have layers under policies.
-    num_sliced: groups under policies that cut a sequence; most_slices: most slices of one sequence. recomputed: recomputed share
-    of each tensor class in groups under policies; on_host: share of their saved bytes on the host. peak_bytes, host_bytes: bytes
-    of the fullest rank. added_s: seconds that policies add to all their groups, forward and backward. reason: why the fullest
-    group keeps, offloads and recomputes as it does.
+    num_kept, num_tiled, num_chosen: numbers of groups that keep everything, that keep everything but the logits, and that have
+    layers under policies. num_sliced: groups under policies that cut a sequence; most_slices: most slices of one sequence.
+    recomputed: share of each tensor class that groups under policies recompute; on_host: share of their saved bytes that waits on
+    the host. peak_bytes, host_bytes: bytes of the fullest rank. added_s: seconds that policies add to forward and backward of all
+    their groups. reason: why the fullest group keeps, offloads and recomputes as it does.
     """
 
     num_kept: int

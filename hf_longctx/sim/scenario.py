@@ -30,7 +30,7 @@ from hf_longctx.sim.capacity import MemoryModel, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 _GIB = 2**30
-# fewest tokens per rank with which replicated parameters are chosen
+# parameters are replicated by choice only if a rank still has room for this many tokens
 _LEAST_TOKENS = 512
 
 

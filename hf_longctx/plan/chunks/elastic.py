@@ -5,11 +5,11 @@ The pipeline planner calls this for every number of slices that it tries. The me
 bounds (the mesh), and put short sequences into buckets. The last slice of every long sequence, its tail, starts a bucket. No
 bucket gets a second tail, because that would keep two long sequences in flight at once.
 
-Two things differ from the paper's listing. It raises its limit on the time of a bucket whenever a sequence fits nowhere, opens
-new buckets only for lack of token capacity, and does not say with how many buckets or which limit to begin; buckets with many
-short sequences get overloaded. Here the search begins with the fewest buckets that the work and tokens need and with an even
-share of the work as the limit, and opens a bucket rather than raise the limit above `_MOST_LOAD` times the time of a slice.
-Every chunk also costs fixed seconds; they are the same for all chunks and change no bound.
+The paper's listing raises its limit on the time of a bucket whenever a sequence fits nowhere, and opens a new bucket only for
+lack of token capacity, so buckets with many short sequences get overloaded. It does not say with how many buckets and with which
+limit to begin. Here the search begins with the fewest buckets that the work and the tokens need, and with an even share of the
+work as the limit; it opens a new bucket before it raises the limit above `_MOST_LOAD` times the time of a slice. Every chunk also
+costs fixed seconds, but they are equal for all chunks and change no bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_longctx.plan.chunks.slices import slice_bounds
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.types import Chunk, Span
 
-# most time of a bucket, in times of a slice
+# longest time that a bucket may take, as a multiple of the time of a slice
 _MOST_LOAD = 1.05
 
 
@@ -52,9 +52,9 @@ def elastic_chunks(
     """Cut the longest sequence into `num_slices` slices of equal time, and make chunks of similar time from all others.
 
     lengths: sequence number -> tokens. rates: seconds of forward plus backward. capacity_tokens: most tokens of a chunk; there
-    are more, shorter slices if needed. target_s: seconds that a pack may take, if more than a slice takes. Slices of a sequence
-    are consecutive, and sequences come longest first. One slice means whole sequences and packs only. Raises ValueError for
-    sequences without tokens and for numbers below 1.
+    are more slices if they would exceed it. target_s: seconds that a pack may take, if more than a slice takes. Slices of a
+    sequence are consecutive, and sequences come longest first. If `num_slices` is 1, there are only whole sequences and packs.
+    Raises ValueError for sequences without tokens and for numbers below 1.
     """
     _check(lengths, num_slices=num_slices, capacity_tokens=capacity_tokens)
     if not lengths:
@@ -82,8 +82,8 @@ def elastic_chunks(
 def fixed_chunks(lengths: Mapping[int, int], chunk_tokens: int) -> tuple[Chunk, ...]:
     """Make chunks of about equal tokens, as Seq1F1B (arXiv 2406.03488) does: the baseline for `elastic_chunks`.
 
-    Sequences longer than a chunk are cut evenly into the fewest slices; the others go, longest first, into the first pack with
-    room.
+    Sequences longer than a chunk are cut evenly into as few slices as possible. Each of the others, longest first, goes into the
+    first pack with room for it.
     """
     _check(lengths, chunk_tokens=chunk_tokens)
     slices: list[list[Span]] = []
@@ -119,7 +119,7 @@ def _numbered(chunks: Iterable[Sequence[Span]]) -> tuple[Chunk, ...]:
 
 
 def _mesh(longest: int, num_slices: int, rates: SpanRates, capacity_tokens: int) -> tuple[int, ...]:
-    """Bounds of slices of equal time of the longest sequence; more slices than asked for if these would exceed the capacity."""
+    """Bounds that cut the longest sequence into slices of equal time; more slices than asked for if the capacity needs it."""
     # the first slice has the most tokens, because its tokens see the fewest tokens before them
     largest_s = rates.of_span(0, min(capacity_tokens, longest))
     fewest = math.ceil(rates.of_span(0, longest) / largest_s * (1 - 1e-9))
@@ -135,8 +135,9 @@ def _slices(sequence: int, length: int, mesh: Sequence[int]) -> list[Span]:
 def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], target_s: float, capacity_tokens: int) -> list[_Bucket]:
     """Put short sequences (number, tokens, seconds), longest first, after tails and into new buckets; return the new buckets.
 
-    Each goes into the bucket with the fewest seconds per token that has time and tokens left. So sequences with many seconds
-    per token go into buckets with time to spare, and tails with many earlier tokens, the densest buckets, are filled last.
+    Each sequence goes into the bucket with the fewest seconds per token among those that have time and tokens left. So sequences
+    with many seconds per token meet buckets with time to spare, and tails with many earlier tokens, whose buckets have the most
+    seconds per token, are filled last.
     """
     work_s = sum(seconds for *_, seconds in short) + sum(tail.seconds for tail in tails)
     tokens = sum(length for _, length, _ in short) + sum(tail.num_tokens for tail in tails)

@@ -1,9 +1,10 @@
 """Pack whole sequences into bins by best fit decreasing: `pack_sequences`, a public function for offline data preparation.
 
-Best fit decreasing takes sequences longest first and puts each into the fullest bin that still has room for it. A bin that
-just took one of several equal sequences is then the fullest bin with room for the next, as long as it has room at all. So bins
-with equal space take a whole run of equal sequences at once, each as many as fit, and the work grows with the number of
-distinct lengths instead of sequences. The choice between bins with equal space does not change how full bins get.
+Best fit decreasing takes sequences longest first and puts each into the fullest bin that still has room for it. If several
+sequences have equal lengths, the bin that just took one of them is the fullest bin with room for the next, as long as it has room
+at all. So a whole run of equal sequences is placed at once into bins with equal space, as many sequences per bin as fit, and the
+work grows with the number of distinct lengths instead of the number of sequences. The choice between bins with equal space does
+not change how full bins get.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates) -> tuple[in
 
 
 def sliced_group(group: SequenceGroup, num_slices: int, rates: SpanRates) -> SequenceGroup:
-    """Cut the longest sequence of the group's only chunk into slices, and its other sequences into packs no larger than these.
+    """Cut the longest sequence of the group's only chunk into slices; put the others into packs no larger than the largest slice.
 
     All slices run forward, then backward in reverse order; after them each pack runs forward and backward.
     """
@@ -68,9 +68,9 @@ def _packs(spans: list[Span], room: int) -> list[tuple[Span, ...]]:
 
 
 def slice_counts(num_tokens: int, degree: int) -> range:
-    """Numbers of slices with which an evenly cut sequence has 2K to 16K tokens per slice on each of `degree` ranks.
+    """Numbers of equal slices that give each of `degree` ranks 2K to 16K tokens per slice of the sequence.
 
-    A sequence that is too short for one such slice is not cut.
+    A sequence too short for that is not cut.
     """
     if num_tokens < 1 or degree < 1:
         raise ValueError(f"{num_tokens} tokens cannot be cut for {degree} ranks; both must be at least 1")

@@ -1,9 +1,14 @@
-"""Predicts a step under each of four systems alone and under all together, with one cost model and one memory limit.
+"""Predicts a step as each of four systems alone would run it, and as all together do, with one cost model and memory limit.
 
-FlexSP (arXiv 2412.01523): groups of different sizes, whole sequences, everything kept. Seq1F1B (2406.03488): equal groups, equal
-chunks of a quarter of the longest sequence, the window of 1F1B, everything kept. InfiniPipe (2509.21275): equal groups, elastic
-chunks, that window, layers recomputed where memory needs it. SPPO (2503.10377): equal groups, every sequence alone in slices of
-2K to 16K tokens a rank, offloaded by the link's rate. Each runs at its best number of stages that fits.
+    FlexSP (arXiv 2412.01523)      groups of different sizes, whole sequences, everything kept
+    Seq1F1B (arXiv 2406.03488)     equal groups, equal chunks of a quarter of the longest sequence, as many chunks in flight as
+                                   1F1B allows, everything kept
+    InfiniPipe (arXiv 2509.21275)  equal groups, elastic chunks, as many in flight as 1F1B allows, layers recomputed if memory
+                                   is short
+    SPPO (arXiv 2503.10377)        equal groups, every sequence alone in slices of 2K to 16K tokens per rank, as much offloaded as
+                                   the link to the host can hide
+
+Each system with stages runs at the best number of stages that fits.
 """
 
 from __future__ import annotations
@@ -36,13 +41,13 @@ _SLICES = (2, 4, 8, 16)
 _SEQ1F1B_SLICES = 4
 # stage counts in a row that may be slower than the best before the search stops
 _GIVEN_UP = 2
-# layer ranges of interleaved stages
+# layer ranges per stage in interleaved plans
 _INTERLEAVE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One system alone, or all of them: seconds of the step, 0 where nothing fits, and how it was run or why not."""
+    """One system alone, or all together: seconds of the step (0 if nothing fits), and how the step is run or why it cannot."""
 
     name: str
     step_s: float
@@ -55,7 +60,7 @@ class AblationRow:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A plan that keeps everything, its costs, the memory it may use, and its predicted run."""
+    """A plan that keeps everything, with its costs, the memory that it may use, and its predicted run."""
 
     plan: StepPlan
     costs: CostModel
@@ -122,9 +127,9 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 
 
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
-    """All four in one plan, at the best number of stages: they are tried one after the other until two in a row are slower.
+    """All four systems in one plan, at the best number of stages; numbers are tried in turn until two in a row are slower.
 
-    Stages may be interleaved only where a run may do so: with parameters that are replicated on every rank of a stage.
+    Stages are interleaved only if parameters are replicated on every rank of a stage, as in a run.
     """
 
     def setup_of(count: int, num_parts: int) -> StageSetup:
@@ -139,9 +144,9 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
 
 
 def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
-    """All four in one plan whose idle stages lend their ranks, as `lend_stages=True` runs it, at the best number of stages.
+    """All four systems in one plan whose idle stages lend ranks (`lend_stages=True`), at the best number of stages.
 
-    None without adapters or stages, where a run refuses the setting.
+    None for a job without adapters or without stages, since a run refuses the setting for it.
     """
     if machine.costs.model.adapters.is_empty or not machine.stage_counts():
         return None
@@ -184,7 +189,7 @@ def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
 
 
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:
-    """Plans of equal groups at every number of stages, with everything kept; or the reason why a number has none."""
+    """Plans of equal groups that keep everything, one for each number of stages; or the reason why there is none for a number."""
     for num_stages in machine.stage_counts():
         costs, ranges = machine.staged_costs(num_stages), stage_parts(machine.costs.model, num_stages)
         per_stage = costs.cluster.num_ranks // num_stages
@@ -210,7 +215,7 @@ def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host
 
 
 def _quickest(name: str, options: Iterator[_Option | str], has_policies: bool) -> AblationRow:
-    """The fastest option that fits; policies only add seconds, so options that are slower without any are not tried."""
+    """The fastest option that fits. Policies only add seconds, so an option that is slower without them is not fitted."""
     found = list(options)
     best, reason = AblationRow(name, 0.0, ""), "there is no number of stages of two or more"
     for text in (each for each in found if isinstance(each, str)):
@@ -239,7 +244,7 @@ def _elastic(
 
 
 def _sliced(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:
-    """Every sequence on its own, in the fewest slices that SPPO's bounds allow, of equal tokens."""
+    """Every sequence alone, cut into the fewest slices of equal tokens that SPPO's bounds allow."""
     families = [
         fixed_chunks({sequence: length}, -(-length // slice_counts(length, shape.degree)[0]))
         for sequence, length in sorted(members.items(), key=lambda item: (-item[1], item[0]))

@@ -1,10 +1,15 @@
 """Layouts that other systems would make of the same sequences, priced with the same costs and memory as our own.
 
-Compared with our plans in forecasts and benchmarks. static: best-fit packing with one degree for the whole run that holds its
-context limit (DeepSpeed-Ulysses). BatchAda: static with the best degree for each batch (named in FlexSP, arXiv 2412.01523,
-section 6.1). Megatron hybrid-CP: the greedy method of Megatron-Core's `BalancedCPScheduler`. FCP: the two-stage planner of arXiv
-2602.21788. If an original would exceed memory or leaves a choice open, the version here makes the choice that favours it, and its
-docstring says so.
+Forecasts and benchmarks compare them with our plans:
+
+    static              best-fit packing into groups of one degree, the same for the whole run, which must hold the run's context
+                        limit (DeepSpeed-Ulysses)
+    BatchAda            static with the best degree for each batch (named in FlexSP, arXiv 2412.01523, section 6.1)
+    Megatron hybrid-CP  the greedy method of Megatron-Core's `BalancedCPScheduler`
+    FCP                 the two-stage planner of arXiv 2602.21788
+
+If an original would exceed memory or leaves a choice open, the version here makes the choice that favours it, and its docstring
+says so.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ _FILL = 0.9
 # Megatron's limits: imbalance of a micro-batch as a share, and work of a queue in multiples of an even share
 _BALANCE_SLACK = 0.05
 _QUEUE_SLACK = 1.1
-# numbers of micro-batches that FCP tries, from the fewest that fit
+# how many numbers of micro-batches FCP tries, starting at the fewest that fit
 _FCP_TRIALS = 5
 
 BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP")
@@ -32,7 +37,7 @@ BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP")
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """One layout of a step with its seconds; if it cannot run: no layout, infinite seconds and the reason in `detail`."""
+    """One layout of a step and its seconds; if it cannot run, the layout is empty, seconds are infinite, `detail` says why."""
 
     name: str
     layout: tuple[tuple[Group, ...], ...]
@@ -100,8 +105,9 @@ def best_static_layout(problem: GroupingProblem, limit: int) -> Layout:
 def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) -> Layout:
     """Groups of one degree: best-fit-decreasing packs of at most `fill` of a group's tokens, as many at once as ranks allow.
 
-    A longer sequence fills a group alone. The last micro-batch may have too few packs, so its sequences are also dealt out anew,
-    longest first to the group that is done first, if that is faster. Raises CannotRunError if the longest sequence fits no group.
+    If the longest sequence has more tokens than that, packs may be as long as it. The last micro-batch may have too few packs, so
+    its sequences are also dealt out anew, longest first, each to the group that finishes first; the faster of both is kept.
+    Raises CannotRunError if the longest sequence fits no group.
     """
     longest, room = max(problem.lengths), degree * problem.capacity
     if longest > room:
@@ -116,7 +122,7 @@ def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) ->
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Put sequences, longest first, each into the fullest pack with room for it; packs of their numbers, in order of opening."""
+    """Packs of sequence numbers, in order of opening: each sequence, longest first, goes into the fullest pack with room."""
     packs: list[list[int]] = []
     left: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -132,7 +138,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _deal_out(problem: GroupingProblem, degree: int, members: Sequence[int]) -> list[Group]:
-    """One micro-batch with groups of one degree, longest sequence first into the group done first; empty if one fits nowhere."""
+    """One micro-batch of equal groups: each sequence, longest first, joins the first group to end; empty if one fits nowhere."""
     seconds = problem.seconds[problem.degrees.index(degree)]
     num_groups = problem.num_ranks // degree
     loads, left = [0.0] * num_groups, [degree * problem.capacity] * num_groups
@@ -150,7 +156,7 @@ def _deal_out(problem: GroupingProblem, degree: int, members: Sequence[int]) -> 
 
 @dataclass(slots=True)
 class _Team:
-    """Ranks that share sequences in one micro-batch of Megatron's method; work is in its own unit, tokens^2 per rank."""
+    """Ranks that share sequences in one micro-batch of Megatron's method, which counts work in tokens^2 per rank."""
 
     degree: int
     work: float = 0.0
@@ -161,9 +167,9 @@ class _Team:
 def hybrid_cp_layout(problem: GroupingProblem) -> Layout:
     """Megatron-Core's hybrid context parallelism (`BalancedCPScheduler`), with one micro-batch for each of its rounds.
 
-    A sequence gets the smallest power of two of ranks that holds it, and its work is tokens^2 per rank. Megatron runs the
-    sequences of a team one by one and does not count their tokens. Here they are packed, which saves the fixed cost of each, and
-    a team takes no more than its memory holds. Raises CannotRunError for a sequence that needs a degree that is not allowed.
+    A sequence runs on the smallest power of two of ranks that holds it, and its work is tokens^2 per rank. Megatron runs the
+    sequences of a team one by one and does not count their tokens. Here they are packed, which saves their fixed costs, and a
+    team takes no more tokens than its memory holds. Raises CannotRunError if a sequence needs a degree that is not allowed.
     """
     powers = [degree for degree in problem.degrees if degree & (degree - 1) == 0 and degree <= problem.num_ranks]
     needed = []
@@ -187,7 +193,7 @@ def hybrid_cp_layout(problem: GroupingProblem) -> Layout:
 def _hybrid_cp_micro_batch(
     problem: GroupingProblem, needed: Sequence[int], waiting: Sequence[int]
 ) -> tuple[list[_Team], list[int]]:
-    """Teams filled until their work is balanced, and the sequences left for later micro-batches."""
+    """Fill teams until their work is balanced; return them and the sequences left for later micro-batches."""
     work = {i: problem.lengths[i] ** 2 / needed[i] for i in waiting}
     queues = _queues(waiting, work, len({needed[i] for i in waiting}))
     teams: list[_Team] = []
@@ -229,7 +235,7 @@ def _queues(waiting: Sequence[int], work: dict[int, float], number: int) -> list
 def _place_next(
     problem: GroupingProblem, needed: Sequence[int], queues: list[list[int]], teams: list[_Team]
 ) -> tuple[int, _Team] | None:
-    """Take the first sequence of the first queue whose head fits somewhere; return it with its team, a new one if possible."""
+    """Take the head of the first queue whose head fits somewhere; return it with its team, a new one if enough ranks are free."""
     free = problem.num_ranks - sum(team.degree for team in teams)
     for queue in queues:
         if not queue:
@@ -282,9 +288,9 @@ def _widen(problem: GroupingProblem, teams: list[_Team]) -> None:
 def fcp_layout(problem: GroupingProblem, trials: int = _FCP_TRIALS) -> Layout:
     """FCP's two-stage planner: pack sequences by memory alone, then choose degrees for the packs by dynamic programming.
 
-    The paper does not say how a batch becomes micro-batches. Here sequences, longest first, are cut into runs of similar tokens,
-    for `trials` numbers of runs starting at the fewest that fit, and the fastest layout is kept. A run whose packs need too many
-    ranks is cut in two. Raises CannotRunError for a sequence that fits no degree.
+    The paper does not say how a batch becomes micro-batches. Here the sequences, ordered longest first, are cut into consecutive
+    runs of similar numbers of tokens. `trials` numbers of runs are tried, starting at the fewest that fit, and the fastest layout
+    is kept. A run whose packs need too many ranks is cut in two. Raises CannotRunError for a sequence that fits no degree.
     """
     longest, room = max(problem.lengths), problem.degrees[-1] * problem.capacity
     if longest > room:
@@ -309,13 +315,13 @@ def _fcp_micro_batches(problem: GroupingProblem, run: Sequence[int]) -> Layout:
 
 
 def even_runs(lengths: Sequence[int], order: Sequence[int], number: int) -> list[list[int]]:
-    """Cut `order` into at most `number` consecutive runs with the least maximum of tokens."""
+    """Cut `order` into at most `number` consecutive runs so that the largest run has as few tokens as possible."""
     ends = micro_batch_ends([lengths[i] for i in order], number)
     return [list(order[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def fcp_groups(problem: GroupingProblem, run: Sequence[int]) -> list[Group]:
-    """One micro-batch of FCP: packs with the degrees that end soonest, after idle ranks are handed out; empty if none fit."""
+    """One micro-batch of FCP: packs with the degrees that end soonest, then given the idle ranks; empty if they do not fit."""
     packs = pack_by_memory(problem, run)
     degrees = soonest_degrees(problem, packs)
     if not degrees:
@@ -345,7 +351,7 @@ def pack_by_memory(problem: GroupingProblem, run: Sequence[int]) -> list[tuple[i
 
 
 def soonest_degrees(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """A degree for every pack, at least its least, so that the last pack ends soonest; empty if they do not fit the ranks.
+    """Degrees of the packs, none below a pack's least, with which the last pack ends soonest; empty if they exceed the ranks.
 
     best[j]: least makespan of the packs so far on exactly j ranks.
     """

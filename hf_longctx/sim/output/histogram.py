@@ -1,4 +1,4 @@
-"""Histogram of the planned sequences: bins of a factor of two in length, with the degrees that each bin runs on.
+"""Histogram of the planned sequences: each bin spans a factor of two in length and lists the degrees that its sequences run on.
 
 Used by the report, the JSON record and the picture of a forecast.
 """

@@ -28,7 +28,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 
 
 def forecast_record(forecast: Forecast) -> dict[str, Any]:
-    """The forecast as plain data; "plan", "estimate" and "baselines" are of the first step, "mean" is over all steps."""
+    """The forecast as plain data; "plan", "estimate" and "baselines" describe the first step, "mean" averages all steps."""
     scenario, first = forecast.scenario, forecast.steps[0] if forecast.steps else None
     return {
         "hf_longctx": __version__,
@@ -155,7 +155,7 @@ def cost_model_record(costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A saved plan. A file of `hf-longctx plan` also has names and cost model; any other has empty names and None."""
+    """A saved plan. A file of `hf-longctx plan` also has names and a cost model; for a bare plan they are empty and None."""
 
     plan: StepPlan
     model_name: str = ""
