@@ -51,9 +51,9 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
 
 
 def check_trained_alike(stage: StageModel, pool: GroupPool, has_all_stages: bool = False) -> None:
-    """Raises ValueError on every rank unless the ranks of each stage train the same weights, and both ends a tied one or none.
+    """Raises ValueError on every rank unless all ranks of a stage train the same weights, and both stages of a tied weight agree.
 
-    Users may freeze and unfreeze weights between steps. Done on some ranks alone, it would add up gradients of different weights.
+    Users may freeze and unfreeze weights between steps. If only some ranks did, gradients of different weights would be summed.
     has_all_stages: whether every rank holds all stages. Collective over the pool; waits for the device.
     """
     if pool.everyone is None:
@@ -62,7 +62,7 @@ def check_trained_alike(stage: StageModel, pool: GroupPool, has_all_stages: bool
     trains = [parameter.requires_grad for _, parameter in weights]
     device = weights[0][1].device
     num_stages, own, group = (1, 0, pool.everyone) if has_all_stages else (pool.num_stages, pool.stage, pool.stage_group)
-    # a column for each stage and one for the tied weight; a row of values and one of their negatives: largest and smallest
+    # columns: one for each stage, and one for the tied weight; rows: values, and their negatives, whose maximum gives the minimum
     marks = torch.full((2, num_stages + 1), -(2**40), dtype=torch.int64)
     columns = [(own, zlib.crc32(bytes(trains)))]
     if stage.tied and not has_all_stages:

@@ -42,7 +42,7 @@ class StepExecutor:
     (`shard_model`), and its attention must be the registered `longctx` function.
     fp32_gradients: gradients of weights in half precision add up in fp32.
     all_stages: for plans that lend ranks, every stage of a model that has the weights of all of them, `stage` among them.
-    Gradients are then summed over all ranks and end equal on each; a weight without a gradient gets zeros.
+    Gradients are then summed over all ranks and end equal on each.
     routers: balances the experts of a mixture of experts, if their balance is part of the loss (`execution/experts.py`). If some
     forward of a plan comes after a backward, all forwards first run once without gradients to count the routed tokens.
     """

@@ -30,9 +30,9 @@ class TiedWeight:
 
 
 class GradientSum:
-    """Accumulates the gradients of a model's parameters over one step, of those that require a gradient at that time.
+    """Accumulates over one step the gradients of those parameters of a model that require a gradient in this step.
 
-    Parameters may be frozen and unfrozen between steps, alike on all ranks (`check_trained_alike`). As in a plain training, a
+    Parameters may be frozen and unfrozen between steps, alike on all ranks (`check_trained_alike`). As in plain training, a
     weight that is frozen, or that no forward of the step used on any rank, ends without a gradient, so no optimizer moves it.
 
     Each half-precision weight gets an fp32 buffer (4 bytes per parameter, kept between steps), because adding the gradients
@@ -88,7 +88,7 @@ class GradientSum:
         return parameter in self._absorbed or parameter.grad is not None
 
     def _sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor in which this rank's gradient of the step adds up, zeros where the rank has none."""
+        """The tensor in which this rank's gradient of the step adds up; it is made of zeros if the rank has no gradient yet."""
         if parameter not in self._absorbed:
             if parameter.grad is not None:
                 return parameter.grad
