@@ -14,9 +14,9 @@ from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_parameters
 
 @torch.no_grad()
 def load_adapters(model: Any, folder: str) -> None:
-    """Copies the adapters saved in `folder` into those of `model`, which may be sharded or one pipeline stage.
+    """Copies the adapters saved in `folder` into the adapters of `model`, which may be sharded or one pipeline stage.
 
-    Every rank reads its own weights. Raises ValueError if the folder has no adapters in safetensors, or lacks a weight.
+    Every rank reads its own weights. Raises ValueError if the folder has no adapters in safetensors, or not all weights.
     """
     targets, file = adapter_parameters(model), Path(folder) / ADAPTER_FILE
     if not file.exists():

@@ -1,8 +1,8 @@
 """Checkpoints of sharded models: weights as one ordinary Hugging Face checkpoint, optimizer states as shards.
 
-The trainer calls it to save and resume; `checkpoints.staged` builds on it. Both can be read on any number of ranks. Sharded
-optimizer states are written by torch.distributed.checkpoint under parameter names, one file per rank in the folder
-`optimizer_shards`, which every rank must be able to read on resume.
+The trainer calls these functions to save and resume; `checkpoints.staged` builds on them. Weights and states can be read on any
+number of ranks. torch.distributed.checkpoint writes sharded optimizer states under parameter names, one file per rank in the
+folder `optimizer_shards`, which every rank must be able to read on resume.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter] | None = None) -> dict[str, Tensor]:
-    """Whole weights by name on the CPU of ranks with `is_kept`, an empty mapping on others; tied weights are one tensor.
+    """Gathers whole weights by name, on the CPU of ranks with `is_kept`; returns an empty mapping on other ranks.
 
-    `only`: gather these parameters and nothing else. Collective over all ranks; one weight at a time is whole on every device.
+    Tied weights are one tensor. `only`: gather these parameters and nothing else. Collective over all ranks; only one weight at a
+    time is whole on every device.
     """
     owners = dict(model.named_parameters(remove_duplicate=False))
     wanted = None if only is None else {id(parameter) for parameter in only}
@@ -50,10 +51,10 @@ def gather_weights(model: nn.Module, is_kept: bool, only: Iterable[nn.Parameter]
 
 
 def load_weights(model: nn.Module, folder: str) -> None:
-    """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads them and keeps its shards.
+    """Copies the weights of a Hugging Face checkpoint into `model`; every rank reads all weights and keeps its shards.
 
-    If some weights have other names or shapes in files, transformers reads them into a whole second model on every rank's CPU.
-    Raises ValueError for a folder without safetensors or with weights of another model.
+    If some weights have other names or shapes in files, transformers reads the checkpoint into a second, whole model on every
+    rank's CPU. Raises ValueError for a folder without safetensors or with weights of another model.
     """
     if renamed_weights(model):
         _copy_converted(model, folder)
@@ -62,7 +63,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
 
 
 def renamed_weights(model: Any) -> list[str]:
-    """Weights of `model` that transformers fuses or renames when it reads them from files, such as those of experts."""
+    """Names of the weights that transformers fuses or renames when it reads them from files, such as those of experts."""
     weights = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in model.state_dict().items()}
     return sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys())
 
@@ -84,10 +85,11 @@ def _copy_converted(model: Any, folder: str) -> None:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part: bool) -> None:
-    """Copies weights by name from a checkpoint into `model`, as `load_weights` does.
+    """Copies weights by name from a checkpoint into `model`.
 
-    `also`: name in the checkpoint to name in the model, for weights whose names differ. `is_part`: `model` is one pipeline stage,
-    so tensors that it does not have are skipped. Raises ValueError for missing weights, and without `is_part` for unknown ones.
+    `also`: name in the checkpoint -> name in the model, for weights whose names differ. `is_part`: whether `model` is one
+    pipeline stage, so that tensors of other stages are skipped. Raises ValueError for missing weights and, unless `is_part`, for
+    unknown ones.
     """
     targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     targets.update((name, targets[own]) for name, own in also.items())
@@ -132,7 +134,7 @@ def has_optimizer_shards(folder: str) -> bool:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Reads what `save_optimizer` wrote, on any number of ranks, sharded or not. Collective over all ranks."""
+    """Reads what `save_optimizer` wrote, on any number of ranks, for sharded or whole parameters. Collective over all ranks."""
     states = optimizer_states(model, optimizer)
     load_shards(states, checkpoint_id=Path(folder) / SHARDS_FOLDER)
     set_optimizer_states(model, optimizer, states)
@@ -153,7 +155,7 @@ def set_optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer, sta
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hides groups without parameters (such as norms under adapters), which states by parameter name cannot describe."""
+    """Context that hides parameter groups without parameters, such as frozen norms, since states by name cannot describe them."""
     empty = [(index, group) for index, group in enumerate(optimizer.param_groups) if not group["params"]]
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     try:
@@ -176,7 +178,7 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, file: str) -> None:
 
 
 def sharded_like(target: Tensor, whole: Tensor) -> Tensor:
-    """Cuts `whole` like `target`, on its device; every rank holds the whole tensor already, so nothing is sent."""
+    """Shards `whole` like `target`, on its device; nothing is sent, since every rank has the whole tensor already."""
     if not isinstance(target, DTensor):
         return whole
     return distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -1,8 +1,8 @@
-"""Loads one pipeline stage of a checkpoint: built on the meta device, cut, and filled by transformers with its own tensors only.
+"""Loads one pipeline stage of a checkpoint: builds the model on the meta device, cuts it, and reads this stage's tensors only.
 
-`load_pipeline_stage` of the package calls it. The loader of transformers builds a model from its class, so it is given a class
-whose constructor cuts the model. Tensors of other stages are then unknown to the loader and never read, while renamed and fused
-weights, dtypes and buffers are handled as usual.
+The package's `load_pipeline_stage` calls this. The loader of transformers builds a model from its class, so it is given a class
+whose constructor cuts the model. Tensors of other stages are then unknown to the loader, which never reads them. It handles
+renamed and fused weights, dtypes and buffers as usual.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def checkpoint_config(folder: str) -> PretrainedConfig:
 
 
 def load_stage(folder: str, parts: Ranges, stage: int, dtype: torch.dtype | str = "auto", **settings: Any) -> PreTrainedModel:
-    """Loads stage `stage` of the checkpoint in `folder`, cut as by `cut_model`, in evaluation mode on the CPU.
+    """Loads stage `stage` of the checkpoint in `folder`, cut as `cut_model` does it, in evaluation mode on the CPU.
 
     This rank never reads or holds weights of another stage, except the embedding to which the head of the last stage is tied.
-    `settings` go to `from_pretrained`. Four-bit weights, stored in the checkpoint or asked for by a `quantization_config`, are
-    read or made for this stage only. Not collective. Raises ValueError for a folder without safetensors, a model that cannot be
-    cut, and weights of the stage that the checkpoint lacks.
+    `settings` go to `from_pretrained`. Four-bit weights are read from the checkpoint, or made if a `quantization_config` asks for
+    them, for this stage only. Not collective. Raises ValueError for a folder without safetensors, for a model that cannot be
+    cut, and if the checkpoint lacks weights of the stage.
     """
     config = checkpoint_config(folder)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -67,9 +67,9 @@ def _cutting(model_class: type[PreTrainedModel], parts: Ranges, stage: int) -> A
     def build(self: Any, *args: Any, **keywords: Any) -> None:
         model_class.__init__(self, *args, **keywords)
         whole = set(self.state_dict())
-        # keeps the embedding, to which the loader ties the head of the last stage
+        # the last stage keeps the embedding for now, since the loader ties the head to it
         cut_model(self, parts, stage, keeps_tie=stage == len(parts) - 1)
-        # tells the loader to expect weights of other stages; in checkpoints of a base model they have no prefix
+        # tell the loader to expect weights of other stages; in checkpoints of a base model these have no prefix
         prefix = f"{self.base_model_prefix}."
         dropped = {re.escape(name.removeprefix(prefix)) for name in whole - set(self.state_dict())}
         # the pattern also covers the scales next to a four-bit weight

@@ -2,10 +2,10 @@
 
 The trainer calls it to save and resume runs with stages.
 
-The first rank of every stage writes its weights, named and shaped as transformers does in files, into a folder of its own. Rank 0
-then moves the files to their final names under one index. Until the last rename the previous checkpoint can still be loaded, so a
-rank that dies while writing destroys nothing. Tied embeddings are saved once, with the weight and optimizer state of the first
-stage.
+The first rank of every stage writes the stage's weights into a folder of its own, with the names and shapes that transformers
+uses in files. Rank 0 then moves the files to their final names under one index. Until the last rename the previous checkpoint
+can still be loaded, so a rank that dies while writing destroys nothing. Tied embeddings are saved once, with the weight and the
+optimizer state of the first stage.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHARD = re.compile(r"model(-new)?-\d{5}-of-\d{5}\.safetensors")
 def save_stages(
     stage: StageModel, folder: str, ranks_per_stage: int, control: dist.ProcessGroup | None, max_shard_size: str = "5GB"
 ) -> None:
-    """Writes the model of all stages to `folder`, readable by `from_pretrained`; for a model with adapters only these.
+    """Writes the model of all stages to `folder`, where `from_pretrained` can read it; of a model with adapters, only these.
 
     Collective over all ranks, which must see one shared folder. Raises RuntimeError on every rank if some rank could not write;
     the previous checkpoint in the folder is then unchanged.
@@ -77,10 +77,10 @@ def save_stages(
 
 
 def load_stage_weights(stage: StageModel, folder: str) -> None:
-    """Copies this stage's weights from a checkpoint of a whole model, or of adapters, into its model.
+    """Copies this stage's weights into its model, from a checkpoint of a whole model or of adapters.
 
-    Every rank reads its own. Raises ValueError for a folder without safetensors or without a weight of this stage, and for a
-    model whose weights have other names or shapes in files.
+    Every rank reads its own weights. Raises ValueError for a folder without safetensors, for one that lacks a weight of this
+    stage, and for a model whose weights have other names or shapes in files.
     """
     if is_adapted(stage.model):
         return load_adapters(stage.model, folder)
@@ -99,7 +99,7 @@ def _check_shapes(model: Any) -> None:
 
 
 def save_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
-    """Writes the optimizer states of all stages by parameter name, each once. Collective over all ranks."""
+    """Writes the optimizer states of all stages by parameter name, each state once. Collective over all ranks."""
     states = optimizer_states(stage.model, optimizer)
     if stage.tied and stage.stage:
         # the first stage writes equal states of the tied weight
@@ -108,7 +108,7 @@ def save_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None
 
 
 def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None:
-    """Reads optimizer shards of `save_stage_optimizer`, or of a run without stages, on any number of stages and ranks.
+    """Reads optimizer shards from `save_stage_optimizer` or from a run without stages, on any number of stages and ranks.
 
     Collective over all ranks.
     """
@@ -124,7 +124,10 @@ def load_stage_optimizer(stage: StageModel, optimizer: Any, folder: str) -> None
 
 
 def _embedding_name(stage: StageModel) -> str:
-    """Name of the tied weight on the first stage, which has one class and so equal names; empty without a tied weight."""
+    """Name that the tied weight has on the first stage; empty without a tied weight.
+
+    All stages have one class, so this stage knows the names of the first one.
+    """
     if not stage.tied:
         return ""
     pieces = find_pieces(stage.model)
@@ -138,7 +141,7 @@ def _is_of(key: str, parameter: str) -> bool:
 
 
 def _partial(folder: str, stage: int) -> Path:
-    """Folder that a stage writes to, on the checkpoint's file system, so that renames suffice."""
+    """Folder that a stage writes to; it is on the checkpoint's file system, so that files can be renamed instead of copied."""
     return Path(folder) / f"stage-{stage}.partial"
 
 
@@ -163,7 +166,7 @@ def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_s
 
 def _raise_everywhere(error: str, control: dist.ProcessGroup | None, folder: str) -> None:
     if control is not None:
-        # writing may take longer than the control group waits; the default group is patient
+        # writing may take longer than the control group's time-out, so wait on the default group, whose time-out is long
         dist.barrier()
     if errors := [found for found in gather_objects(error, control) if found]:
         raise RuntimeError(
@@ -184,13 +187,13 @@ def _join(partials: list[Path], folder: Path) -> None:
 
 
 def _join_weights(partials: list[Path], folder: Path) -> None:
-    """Writes one index over the files of all stages, after the configs, which are unchanged unless the model has changed."""
+    """Moves the files of all stages, then the configs, and last writes the index over all files."""
     files = [file for partial in partials for file in sorted(partial.glob("*.safetensors"))]
     width = len(files)
     names = [f"model-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
     index_file = folder / INDEX_FILE
     if index_file.exists() and {*json.loads(index_file.read_text())["weight_map"].values()} & {*names}:
-        # do not overwrite shards of the existing checkpoint; shards under other names are left over from an unfinished one
+        # do not overwrite shards of the existing checkpoint; shards outside its index are left over from an unfinished save
         names = [f"model-new-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)]
     weight_map: dict[str, str] = {}
     num_bytes = 0
@@ -204,7 +207,7 @@ def _join_weights(partials: list[Path], folder: Path) -> None:
     index = partials[0] / "index.tmp"
     index.write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": weight_map}, indent=2) + "\n")
     index.replace(index_file)
-    # a single file takes precedence over an index; if there was one, removing it is the decisive step
+    # a single weights file takes precedence over an index, so if there was one, removing it switches to the new checkpoint
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)
     for file in folder.glob("model*.safetensors"):
         if _SHARD.fullmatch(file.name) and file.name not in names:
@@ -224,7 +227,7 @@ def _join_adapters(partials: list[Path], folder: Path) -> None:
 
 
 def _join_targets(files: list[Path]) -> None:
-    """Gives the first adapter config the target modules of all stages: for "all-linear" a stage names only its own layers."""
+    """Gives the first adapter config the target modules of all stages, since for "all-linear" a stage names only its own."""
     configs = [json.loads(file.read_text()) for file in files]
     targets = [config["target_modules"] for config in configs]
     if all(isinstance(names, list) for names in targets):
@@ -233,6 +236,6 @@ def _join_targets(files: list[Path]) -> None:
 
 
 def _tensor_bytes(file: Path) -> int:
-    """Bytes of the tensors in a safetensors file: all after the header, whose length is in the first eight bytes."""
+    """Bytes of the tensors in a safetensors file: all bytes after the header, whose length is in the first eight bytes."""
     with file.open("rb") as opened:
         return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")

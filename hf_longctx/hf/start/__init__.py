@@ -1,1 +1,1 @@
-"""Start of a run: arguments, versions and models checked, memory and stages set up."""
+"""Starts a run: checks arguments, versions and models, and sets up memory and pipeline stages."""

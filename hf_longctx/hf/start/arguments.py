@@ -1,4 +1,4 @@
-"""Problems with settings, found before any work starts: each names the value, the limit and the remedy."""
+"""Finds problems with settings before any work starts; each problem names the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "dataloader_in_order": ((True,), "leave it True: plans must be used in order on every rank"),
 }
 
-# argument -> its default; others have no effect where evaluation runs under plans, which return losses only
+# argument -> its default; other values have no effect on evaluation under plans, which returns losses only
 _EVALUATION_ARGUMENTS: dict[str, Any] = {
     "eval_accumulation_steps": None,
     "eval_do_concat_batches": True,
@@ -50,10 +50,10 @@ _EVALUATION_ARGUMENTS: dict[str, Any] = {
     "include_for_metrics": [],
 }
 
-# arguments without effect, since the executor sums gradients, and not DDP
+# arguments without effect, since the executor, not DDP, sums gradients
 _DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
-# optimizers that update element by element, so that every rank may step its shards alone
+# optimizers that update element by element, so that every rank can update its shards alone
 _SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 _TRAINER_ARGUMENTS = {
@@ -66,7 +66,7 @@ _TRAINER_ARGUMENTS = {
 
 
 def argument_problems(args: TrainingArguments, trainer_arguments: dict[str, Any], draws_batches: bool = True) -> list[str]:
-    """Problems with trainer settings that do not work yet or would change their meaning.
+    """Problems with trainer settings that do not work under plans yet, or would mean something else there.
 
     draws_batches: whether plans draw the batches and sum the gradients, instead of the trainer's own loader and DDP.
     """
@@ -117,7 +117,7 @@ def run_problems(
 
 
 def evaluation_problems(args: TrainingArguments) -> list[str]:
-    """Problems with trainer settings about predictions, which an evaluation under plans does not make."""
+    """Problems with trainer settings about predictions, since an evaluation under plans makes none."""
     return [
         f"{name}={getattr(args, name)!r} has no effect here, since evaluation returns the loss only; leave it out"
         for name, default in _EVALUATION_ARGUMENTS.items()
@@ -126,7 +126,7 @@ def evaluation_problems(args: TrainingArguments) -> list[str]:
 
 
 def launch_problems(launch: LaunchEnvironment, args: TrainingArguments) -> list[str]:
-    """Problems with the launcher's own configuration, which would change the run without the trainer knowing."""
+    """Problems with the launcher's own configuration, which would change the run without the trainer's knowledge."""
     problems = []
     if launch.num_ranks != args.world_size:
         problems.append(
@@ -180,9 +180,9 @@ _REPLACED_IN_EVALUATION = {
 
 
 def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> list[str]:
-    """Problems with methods of a Trainer subclass that would never be called and are not known to mean the same as plans.
+    """Problems with methods of a Trainer subclass that would never be called, although plans may not do the same work.
 
-    plans_evaluation: whether methods for evaluation are among these; false where a callback lends the mixin to a trainer.
+    plans_evaluation: whether methods for evaluation count too; false if a callback lends the mixin to a trainer.
     """
     replaced = [_REPLACED_IN_TRAINING] + ([_REPLACED_IN_EVALUATION] if plans_evaluation else [])
     mro = [cls for cls in trainer.__mro__ if not is_replaced(cls)]
@@ -190,7 +190,7 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
     behind = [cls for cls in mro[mro.index(mixin) + 1 :] if not any(issubclass(base, cls) for base in known)]
     problems: list[str] = []
     if trl_class(trainer) is not None and not is_planned(trainer):
-        # refused as a whole
+        # `trainer_problems` refuses this class as a whole
         return problems
     for name in (name for names in replaced for name in names["anywhere"]):
         owner = next((cls for cls in mro if name in vars(cls)), None)
@@ -214,7 +214,7 @@ def override_problems(trainer: type, mixin: type, plans_evaluation: bool) -> lis
 
 
 def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[str]:
-    """Problems with settings that would have no effect beside each other."""
+    """Problems with settings that exclude each other, so that one of them would have no effect."""
     problems = []
     if config.tokens_per_step is not None and args.dataloader_drop_last:
         problems.append(
@@ -236,7 +236,7 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
 def placement_problems(
     model: Any, config: LongContextConfig, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
-    """Problems with sharded parameters and with weights that stages would leave on other ranks."""
+    """Problems with sharded parameters, and with optimizers that hold weights of other ranks' stages."""
     if is_sharded(model):
         return ["the model is sharded already (fully_shard); pass a plain one and set LongContextConfig(parameters='sharded')"]
     if config.parameters == "replicated":
@@ -263,12 +263,12 @@ def placement_problems(
 
 
 def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
-    """Most ranks that a stage may have."""
+    """The most ranks that a stage may have."""
     return num_ranks if config.stages == "auto" else max(1, num_ranks // config.stages)
 
 
 def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
-    """Problems with pipeline stages; none where there are no stages."""
+    """Problems with the settings of pipeline stages; without stages, problems with settings that need them."""
     loaded = loaded_ranges(model)
     num_loaded = len(loaded or ())
     differs = f"the model was loaded as one of {num_loaded} stages, but stages is {config.stages!r}; load it with the same number"
@@ -313,7 +313,7 @@ def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int
 
 
 def _interleave_problems(config: LongContextConfig, num_layers: int, loaded: Ranges | None) -> list[str]:
-    """Problems with several layer ranges per stage, where there are stages."""
+    """Problems with several layer ranges per stage, for a run with stages."""
     problems = []
     if config.interleave > 1 and config.parameters == "gathered_per_round":
         problems.append(
@@ -364,7 +364,7 @@ def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | No
 def setup_problems(
     model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
 ) -> list[str]:
-    """Problems between model, tokenizer, config and world size."""
+    """Problems with the model, and with how model, tokenizer, config and world size fit together."""
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         return [f"model is {type(model).__name__}; pass a loaded transformers model (PreTrainedModel)"]
     problems = model_problems(model)

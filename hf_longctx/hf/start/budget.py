@@ -17,7 +17,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
-# share of a machine's memory that its ranks may fill with saved tensors, unless `host_gib` says otherwise
+# share of a machine's host memory that its ranks may fill with saved tensors, unless `host_gib` is set
 _HOST_SHARE = 0.5
 
 

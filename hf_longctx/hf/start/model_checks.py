@@ -17,11 +17,11 @@ from hf_longctx.hf.models.routers import router_problems
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# classes whose masks know chunks
+# classes whose masks support attention chunks
 _CHUNKED = ("Llama4ForCausalLM",)
-# words in names of config fields that draw random numbers in every forward, and so for other tokens under every plan
+# words in names of config fields that make forwards draw random numbers, which plans would apply to other tokens
 _CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
-# fields with such a word that are checked elsewhere, or that only heads for other tasks read
+# fields with such a word that are checked elsewhere, or that only task heads other than the language model's read
 _UNUSED_CHANCES = (
     "router_jitter_noise",
     "classifier_dropout",
@@ -49,7 +49,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             f"model class {name} comes from {type(base).__module__}, but only the class of transformers is tested; use that one"
         ]
     if quantised := quantised_problems(model):
-        # other problems would only follow from these
+        # all other problems would only be consequences of these
         return quantised
     problems = [*adapter_problems(model), *_pattern_problems(base), *router_problems(base)]
     problems += _setting_problems(config)
@@ -92,9 +92,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
 
 
 def _pattern_problems(model: PreTrainedModel) -> list[str]:
-    """Problems with attention patterns that the attention function would not be told of, and so would ignore."""
+    """Problems with attention patterns of which the attention function is not told, so that it would ignore them."""
     config = model.config.get_text_config()
-    # "vision" lets tokens of images see each other, and there are no images
+    # "vision" lets tokens of images see each other; without images it has no effect
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
         return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
@@ -140,7 +140,7 @@ def _setting_problems(config: PretrainedConfig) -> list[str]:
 
 
 def _all_fields(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The fields of a config and of its parts, by their names with dots."""
+    """The fields of a config and of its nested parts, under dotted names."""
     parts = [_all_fields(value, f"{prefix}{name}.") for name, value in values.items() if isinstance(value, dict)]
     own = [(f"{prefix}{name}", value) for name, value in values.items() if not isinstance(value, dict)]
     return own + [field for part in parts for field in part]

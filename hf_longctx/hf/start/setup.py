@@ -1,4 +1,4 @@
-"""Setup of a run before its first step: checks on every rank, then the limits and costs that planning starts from."""
+"""Sets up a run before its first step: checks on every rank, then the limits and costs with which planning starts."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _ROOM_PRECISION = 100
 class RunSetup:
     """Basis of a run's plans: the cost model before anything is measured, the planner's limits, the longest sequence.
 
-    ranges: layers of every pipeline stage, of one stage where there is no pipeline. room_tokens: tokens of the longest
-    sequence that memory holds.
+    ranges: layer ranges of every pipeline stage; without a pipeline there is one stage. max_length: the most tokens of a
+    sequence by the settings. room_tokens: the most tokens of a sequence that memory holds.
     """
 
     costs: CostModel
@@ -71,16 +71,16 @@ def checked_degrees(
     problems: list[str],
     control: dist.ProcessGroup | None,
 ) -> tuple[int, ...]:
-    """The sizes that groups may have; raises ValueError on every rank if settings, model or ranks do not fit together.
+    """The degrees that sequence groups may have; raises ValueError on every rank for settings, models or ranks that do not fit.
 
-    problems: those that the caller found. Collective over the ranks of `control`.
+    problems: problems that the caller has found already. Collective over the ranks of `control`.
     """
     heads = getattr(getattr(model, "config", None), "num_attention_heads", args.world_size)
     degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads)
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
     problems += _hardware_problems(config.hardware)
     problems += setup_problems(model, processing_class, config, args.world_size, degrees)
-    # settings before problems: a rank with other settings may be the only one with a problem
+    # compare settings before raising: a rank with other settings may be the only one with a problem
     problems += differing_settings({**asdict(config), **_shared_arguments(args)}, control)
     raise_together(problems, control)
     return (config.static_degree,) if config.static_degree else degrees
@@ -100,17 +100,18 @@ def choose_setup(
     control: dist.ProcessGroup | None,
     dataset: Any = None,
 ) -> RunSetup:
-    """Chooses cost model, limits and stages for `model` on the ranks of `control`; collective over them.
+    """Chooses cost model, limits and stages for `model` on the ranks of `control`; collective over these ranks.
 
-    dataset: the training set, whose lengths decide on pipeline stages. Raises ValueError if the model's states leave no room
-    for a token.
+    dataset: the training set, whose lengths decide on pipeline stages. Raises ValueError if the model's states leave no room for
+    a single token.
     """
     launch = LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
-    # nodes may differ; blocks of a common divisor of their ranks lie inside nodes, and every rank makes the same groups
+    # nodes may have different numbers of ranks; with a common divisor of these, blocks lie inside nodes and every rank makes
+    # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
-    # a stage that was loaded alone does not know the adapters and four-bit weights of the others
+    # a rank that loaded only its own stage does not know the adapters and four-bit weights of other stages
     everyone = gather_objects((spec.adapters, spec.packed), control)
     adapters, packed = (list(each) for each in zip(*everyone, strict=True))
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
@@ -123,7 +124,7 @@ def choose_setup(
     setups: dict[tuple[int, int], RunSetup] = {}
 
     def setup_of(num_stages: int, num_parts: int) -> StageSetup:
-        # ranks of other devices may count on other costs
+        # ranks may have different devices and so different costs, so rank 0's ranges hold for all
         ranges = gather_objects(balanced_ranges(costs, num_stages, lengths, num_parts), control)[0]
         setups[num_stages, num_parts] = setup = basis.with_stages(ranges)
         return StageSetup(setup.costs, setup.planner, setup.room_tokens)
@@ -136,13 +137,13 @@ def choose_setup(
     is_auto = config.stages == "auto"
     counts = stage_counts(args.world_size, spec.num_layers, degrees) if is_auto else [int(config.stages)]
     best = stage_options(batch, counts, setup_of, interleave=config.interleave)[0]
-    # one rank decides for all: planning is deterministic, but costs nothing to agree on
+    # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
     return setups[gather_objects((best.num_stages, best.num_parts), control)[0]]
 
 
 @dataclass(frozen=True)
 class _SetupBasis:
-    """The part of a run's setup that does not depend on its pipeline stages; `costs` do not know yet how parameters live."""
+    """The part of a run's setup that does not depend on pipeline stages; `costs` leave open how parameters live on the ranks."""
 
     config: LongContextConfig
     model: PreTrainedModel
@@ -153,7 +154,7 @@ class _SetupBasis:
     max_length: int
 
     def with_stages(self, ranges: Ranges) -> RunSetup:
-        """The setup with these layers on the stages. Collective."""
+        """The setup with these layer ranges on the stages. Collective."""
         config, is_pipeline = self.config, len(ranges) > 1
         ranks_per_stage = self.args.world_size // len(ranges)
         degrees = tuple(degree for degree in self.degrees if degree <= ranks_per_stage)
@@ -162,7 +163,7 @@ class _SetupBasis:
         costs = replace(
             self.costs,
             model=replace(self.costs.model, keeps_all_stages=lend_stages),
-            # rings do not run slices
+            # rings cannot run slices, which pipelines need
             method="ulysses" if is_pipeline else config.method,
             parameters=parameters,
             shard_ranks=shard_ranks,
@@ -193,7 +194,10 @@ class _SetupBasis:
     def _tokens_per_rank(
         self, costs: CostModel, budget: ActivationBudget, activations: ActivationBudget | None, is_shared: bool
     ) -> int:
-        """Most tokens of a micro-batch on a rank: the setting's or, where that is less or left out, as many as memory holds."""
+        """Most tokens of a micro-batch on a rank: the setting, or what memory holds if that is less or nothing is set.
+
+        With activations="keep" the setting is trusted.
+        """
         config, fitting = self.config, budget.kept_tokens
         if activations is not None:
             room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
@@ -218,9 +222,9 @@ class _SetupBasis:
 
 
 def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
-    """Tokens of the longest sequence that a pipeline has room for, up to `most_tokens` and to 1 %, found by planning it.
+    """Tokens of the longest sequence that a pipeline has room for, at most `most_tokens`; found by planning sequences, to 1 %.
 
-    Raises ValueError where there is no room for a single token.
+    Raises ValueError if there is no room for a single token.
     """
     fits, too_long = 0, most_tokens + 1
     tried = most_tokens
@@ -237,7 +241,7 @@ def _longest_in_stages(most_tokens: int, costs: CostModel, planner: PlannerConfi
 
 
 def _has_activation_problem(model: PreTrainedModel, control: dist.ProcessGroup | None) -> bool:
-    """Whether nothing of `model` can be recomputed or offloaded; warns about it once."""
+    """Whether nothing in `model` can be recomputed or offloaded; if so, rank 0 logs a warning."""
     problem = activation_problem(model)
     if problem and (control is None or dist.get_rank() == 0):
         logger.warning("activations='auto' keeps everything: %s", problem)
@@ -247,9 +251,9 @@ def _has_activation_problem(model: PreTrainedModel, control: dist.ProcessGroup |
 def starting_costs(
     hardware: str, spec: ModelSpec, cluster: ClusterSpec, control: dist.ProcessGroup | None
 ) -> tuple[ClusterSpec, CostCoefficients]:
-    """The cluster and the coefficients of `spec` before anything is measured, from a hardware profile if one is named.
+    """The cluster and the cost coefficients of `spec` before anything is measured, from the hardware profile if one is named.
 
-    Rank 0's file holds for all; devices keep their own memory. Raises ValueError for a file that cannot be read.
+    Rank 0's profile holds for all ranks; each device keeps its own memory size. Raises ValueError for a file that cannot be read.
     """
     if not hardware:
         return cluster, default_coefficients(spec, cluster)
@@ -275,7 +279,7 @@ def _hardware_problems(hardware: str) -> list[str]:
 
 
 def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parameters, int]:
-    """How parameters live on so many ranks, and how many ranks share one copy; a single rank has the whole model."""
+    """How parameters live on `num_ranks` ranks, and how many ranks share one copy; a single rank has the whole model."""
     if config.parameters == "replicated" or num_ranks == 1:
         return "replicated", 1
     return config.parameters, config.shard_ranks or num_ranks
@@ -288,18 +292,18 @@ def open_plan_source(
     blocks = block_sizes(setup.planner.degrees, setup.costs)
     lends = setup.planner.lend_stages
     pool = GroupPool(blocks, config.collective_timeout_s, control, setup.num_stages, lends=lends)
-    # one more than are fitted, since the first step pays for start-up and is left out
+    # explore one step more than are fitted, since the first step includes start-up costs and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     source = PlanSource(pool, setup.costs, setup.planner, explore_steps, alive_s=config.collective_timeout_s / 3)
     budget = setup.planner.activations
     if budget is not None and budget.host_bytes and not setup.costs.cluster.hardware.source:
-        # the link was never measured: all ranks copy at once, as they do in a step
+        # no profile gives the speed of the link, so measure it, with all ranks copying at once as they do in a step
         source.set_copy_rate(copy_rate(pool, device))
     return source
 
 
 def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
-    """The line that a run prints once: the attention operator of tiles, and from how many tokens on it recomputes or offloads."""
+    """The line that a run prints once: its attention operators, and above how many tokens it recomputes or offloads."""
     dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
     spec = setup.costs.model
     name = attention_backend(args.device, dtype, max(spec.head_dim, spec.value_head_dim), spec.caps_scores)

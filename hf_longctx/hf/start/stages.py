@@ -1,4 +1,4 @@
-"""Layers of every pipeline stage, decided once, before the first step, and loading of one stage alone."""
+"""Decides the layers of every pipeline stage, once, before the first step; also loads one stage alone."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _SAMPLED_ROWS = 256
 
 
 def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Tokens of up to 256 rows spread over the set, none above `max_length`, as rank 0 found them; collective.
+    """Lengths of up to 256 rows spread over the set, cut to `max_length`, as rank 0 reads them; collective.
 
-    For a stream, or without a set: one sequence of `max_length`.
+    For a stream, or without a set: one sequence of `max_length` tokens.
     """
     lengths = [max_length]
     is_reader = control is None or dist.get_rank() == 0
@@ -49,14 +49,14 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
 
 
 def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], num_parts: int = 1) -> Ranges:
-    """Layers of every stage, in `num_parts` ranges each, balanced for sequences of such lengths.
+    """Layers of every stage, in `num_parts` ranges each, balanced for sequences of these lengths.
 
-    The head with the loss counts as the layers that take as many seconds. Raises ValueError where there are too few layers.
+    The head with the loss counts as the number of layers that takes as many seconds. Raises ValueError for too few layers.
     """
     if num_stages == 1:
         return ((LayerRange(0, costs.model.num_layers),),)
     chunk, shape = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths))), GroupShape(1)
-    # the constant cost of a chunk does not count per layer: a run has fewer chunks than sequences
+    # leave the constant cost of a chunk out of the cost of a layer, since a run has fewer chunks than sequences
     per_token = replace(
         costs,
         coefficients=replace(
@@ -68,7 +68,7 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
     layer_s = sum(per_token.part_s(chunk, shape, is_backward, 1, has_head=False) for is_backward in (False, True))
     head_s = sum(per_token.part_s(chunk, shape, is_backward, 0, has_head=True) for is_backward in (False, True))
     if layer_s <= 0:
-        # a fit to very small chunks may find nothing but constants
+        # a fit to very small chunks may find constant costs only
         return layer_ranges(costs.model.num_layers, num_stages, num_parts)
     return layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=head_s / layer_s)
 
@@ -76,12 +76,12 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
 def load_pipeline_stage(
     folder: str, config: LongContextConfig, dtype: torch.dtype | str = "auto", **settings: Any
 ) -> PreTrainedModel:
-    """Loads this rank's stage of the checkpoint in a local `folder`, or all of it for one stage, for a trainer with `config`.
+    """Loads this rank's stage of the checkpoint in a local `folder`, for a trainer with `config`; with stages=1, the whole model.
 
-    No rank reads or holds the weights of another stage, but for an embedding that the head is tied to. Layers are split by
+    No rank reads or holds the weights of another stage, except an embedding that is tied to the head. Layers are split by
     operation counts for sequences of `max_length`, into `interleave` ranges per stage. `settings` go to `from_pretrained`. Not
-    collective, but every rank must call it. Raises ValueError for stages "auto", which a trainer chooses by its data, and as
-    `load_stage`.
+    collective, but every rank must call this. Raises ValueError for stages="auto", since a trainer chooses that number by its
+    data, and where `load_stage` does.
 
     Example:
 
@@ -122,6 +122,6 @@ def own_stage(num_stages: int) -> int:
 
 
 def loaded_ranges(model: nn.Module) -> Ranges | None:
-    """The layers of all stages where `model` is one stage that was loaded alone; None for a whole model."""
+    """The layer ranges of all stages if `model` was loaded as one stage alone; None for a whole model."""
     ranges: Ranges | None = getattr(model, RANGES, None)
     return ranges

@@ -1,8 +1,8 @@
 """Support for TRL's trainers: some run under full plans, some under the callback alone, the others are refused with a reason.
 
-`SFTTrainer` prepares model and dataset inside its own constructor, so a mixin in front of it checks them afterwards. Its loss
-is the token mean of the cross-entropy, as that of plans, which replace its `compute_loss`, `training_step` and
-`prediction_step`; these would only add entropy and token accuracy to the log. `DPOTrainer` needs log-probabilities of pairs of
+`SFTTrainer` prepares model and dataset inside its own constructor, so a mixin in front of it checks them afterwards. Its loss is
+the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its `compute_loss`, `training_step` and
+`prediction_step`, which would only add entropy and token accuracy to the log. `DPOTrainer` needs log-probabilities of pairs of
 whole sequences, which an exchange around each forward gives it (`stock/exchange.py`). TRL is never imported here.
 """
 
@@ -17,26 +17,26 @@ from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.hf.start.versions import trl_problems
 
-# a trainer is added together with its runs in tests/hf/trainer/test_trl_trainers.py, never without
+# add a trainer only together with its runs in tests/hf/trainer/test_trl_trainers.py
 _PLANNED = "SFTTrainer"
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
-# columns that the collator of SFTTrainer reads; SFTTrainer writes others, which nobody uses
+# columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
 _READ = ("input_ids", "labels", "seq_lengths")
 
 
 def trl_class(cls: type) -> type | None:
-    """The class of TRL that `cls` is or comes from, if any."""
+    """The class of TRL that `cls` is or inherits from; None if there is none."""
     return next((base for base in cls.__mro__ if base.__module__.split(".", 1)[0] == "trl"), None)
 
 
 def is_planned(cls: type) -> bool:
-    """Whether `cls` is TRL's trainer whose loss is that of plans, or a subclass outside of TRL."""
+    """Whether `cls` is the trainer of TRL whose loss plans compute too, or a subclass of it outside of TRL."""
     found = trl_class(cls)
     return found is not None and found.__name__ == _PLANNED
 
 
 def is_replaced(cls: type) -> bool:
-    """Whether methods of exactly this class are known to mean what plans do in their place."""
+    """Whether plans are known to do the same work as the methods of exactly this class."""
     return cls.__name__ == _PLANNED and trl_class(cls) is cls
 
 
@@ -82,7 +82,7 @@ def alone_problems(args: Any) -> list[str]:
 
 
 def offloading_problems(args: Any) -> list[str]:
-    """Problems with hooks on saved tensors, which would see what plans offload and recompute."""
+    """Problems with hooks on saved tensors, which would interfere with what plans offload and recompute."""
     if not getattr(args, "activation_offloading", False):
         return []
     return [

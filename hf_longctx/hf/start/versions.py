@@ -10,7 +10,7 @@ from transformers import __version__
 _MINIMUM = "5.17"
 
 
-# version of TRL whose trainers are tested; later ones may do other things in methods of the same names
+# version of TRL whose trainers are tested; in later versions, methods of the same names may do other things
 _TRL = "1.16"
 
 
@@ -22,7 +22,7 @@ def version_problems() -> list[str]:
 
 
 def trl_problems() -> list[str]:
-    """Problems with the installed version of TRL, where one of its trainers is used."""
+    """Problems with the installed version of TRL, for runs that use one of its trainers."""
     installed = version("trl")
     if Version(installed).release[:2] != Version(_TRL).release:
         return [f"trl {installed} is installed, but its trainers are tested with {_TRL}; pip install 'trl=={_TRL}.*'"]
