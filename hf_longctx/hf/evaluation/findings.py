@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_longctx.hf.trainer.row_scores import RowScores
 
-# number of position buckets: each is twice as wide as the one before, so these cover any document
+# number of position buckets; each is twice as wide as the one before, so that these cover any document
 _NUM_BUCKETS = 64
 
 
@@ -31,9 +31,9 @@ class LossBucket:
 
 @dataclass(frozen=True, slots=True)
 class NeedleCell:
-    """The result of all documents of one length and depth, over their answer tokens.
+    """The result of all documents of one length and depth.
 
-    `share_right` is the share of them that the model found likeliest, `loss` their mean loss.
+    share_right: share of answer tokens that the model found likeliest. loss: mean loss of the answer tokens.
     """
 
     length: int
@@ -80,7 +80,7 @@ class EvaluationRun:
 def bucket_sums(scores: RowScores, first_bucket: int) -> NDArray[np.float64]:
     """Summed loss and number of tokens of every bucket of positions, shape [buckets, 2].
 
-    The first bucket holds the positions below `first_bucket`, each other one those from a power of two to the next.
+    The first bucket holds the positions below `first_bucket`; each other bucket holds those from one power of two to the next.
     """
     # frexp's exponent of 2^k is k + 1
     numbers = np.frexp(scores.positions.astype(np.float64))[1] - int(math.log2(first_bucket))
@@ -88,7 +88,7 @@ def bucket_sums(scores: RowScores, first_bucket: int) -> NDArray[np.float64]:
 
 
 def cell_sums(scores: RowScores, num_documents: int, num_cells: int) -> NDArray[np.float64]:
-    """Right tokens, summed loss and number of tokens of every cell, shape [cells, 3]; rows must come cell by cell."""
+    """Number of right tokens, summed loss and number of tokens of every cell, shape [cells, 3]; rows must come cell by cell."""
     columns = [scores.is_right.astype(np.float64), scores.losses, np.ones_like(scores.losses)]
     return _sums(scores.rows // num_documents, columns, num_cells)
 

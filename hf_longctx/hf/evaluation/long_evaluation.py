@@ -1,8 +1,8 @@
 """`LongContextEvaluation`, a callback that measures the loss by position and a needle grid while a trainer trains.
 
-Both come from one forward per document that returns the loss of every token. Under `LongContextTrainer` this forward runs
-under plans, with the run's groups, slices and stages; under a stock `Trainer` it runs the plain model. Nothing is generated:
-an answer token counts as right if the model found it likeliest after the true tokens before it.
+Both come from one forward per document that returns the loss of every token. With `LongContextTrainer` this forward runs under
+plans, with the run's sequence groups, slices and stages; with a stock `Trainer` it runs the plain model. Nothing is generated: an
+answer token counts as right if the model found it likeliest, given the true tokens before it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _RECORD, _NEEDLES, _LOSS = "long_evaluation.json", "needles.png", "loss_by_posit
 class LongContextEvaluation(TrainerCallback):
     """Logs the loss of held-out rows by position and the needle grid; writes both, with pictures, into `output_dir`.
 
-    It runs when training begins and ends, and after every `every_steps`th step; `run()` does it at any time. Positions count
-    from 1 in every document and are grouped into buckets: one below `first_bucket`, then one per power of two. `held_out`
+    It evaluates when training begins and ends, and after every `every_steps`th step; `run()` evaluates at any time. Positions
+    count from 1 in every document and are grouped into buckets: one below `first_bucket`, then one per power of two. `held_out`
     has rows like an evaluation dataset. Raises ValueError for a trainer or for lengths that it cannot measure.
 
-    A resumed run continues the evaluations it finds in `output_dir`; those of another training, or with other cells, are
-    kept there under another name. Collective over all ranks.
+    A resumed run continues the record of evaluations that it finds in `output_dir`. A record of another training, or with other
+    cells, is kept there under another name. Collective over all ranks.
 
     Example:
 
@@ -93,7 +93,7 @@ class LongContextEvaluation(TrainerCallback):
         return metrics
 
     def measure(self, model: PreTrainedModel, name: str) -> dict[str, float]:
-        """Evaluates another model for comparison, whole on every rank; its results go to files and pictures, not to logs."""
+        """Evaluates another model for comparison, which every rank holds whole; results go to files and pictures, not to logs."""
         self.runs.append(self._evaluated(model, name))
         self._write_and_wait()
         return self.runs[-1].metrics()
@@ -159,12 +159,12 @@ class LongContextEvaluation(TrainerCallback):
         assert model is not None
         model.to(args.device)
         scores = plain_scores(model, dataset, args.process_index, args.world_size, args.device)
-        # ranks may finish minutes apart: wait here, on the group with the long time-out, before the short ones apply
+        # ranks may finish minutes apart, so wait here, on the group with the long time-out, before short time-outs apply
         PartialState().wait_for_everyone()
         return scores
 
     def _over_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums over ranks, in the order of ranks, so that all get exactly the same result."""
+        """Sums over ranks, in the order of ranks, so that all ranks get exactly the same result."""
         return np.sum(self._of_ranks(sums), axis=0)
 
     def _of_ranks(self, value: Any) -> list[Any]:
@@ -185,7 +185,7 @@ class LongContextEvaluation(TrainerCallback):
         return {"first_bucket": None if self.held_out is None else self.first_bucket, "cells": cells}
 
     def _read(self) -> list[EvaluationRun]:
-        """Reads the earlier evaluations in the folder (as rank 0 sees it); a record with other settings is set aside."""
+        """Reads the earlier evaluations in the folder, as rank 0 sees them; renames a record with other settings."""
         path = self._folder / _RECORD
         text = self._of_ranks(path.read_text() if self.trainer.args.process_index == 0 and path.exists() else "")[0]
         if not text:
@@ -201,7 +201,10 @@ class LongContextEvaluation(TrainerCallback):
         return []
 
     def _leave_other_trainings(self, step: int) -> None:
-        """Drops the evaluations read that are not of this training: those after `step`, where it goes on, or all at step 0."""
+        """Drops the evaluations from the file that are not of this training: those after `step`, or all if `step` is 0.
+
+        `step`: optimizer step at which this training goes on.
+        """
         read, own = self.runs[: self._num_read], self.runs[self._num_read :]
         kept = [run for run in read if run.step <= step] if step else []
         self._num_read = 0
@@ -242,7 +245,7 @@ class LongContextEvaluation(TrainerCallback):
             save_png_loss(self.runs, self._folder / _LOSS)
 
     def _write_record(self) -> None:
-        """Writes the record, completely or not at all: a training that stops here will read it when it resumes."""
+        """Writes the record, completely or not at all, since a training that stops here will read it when it resumes."""
         if not self.trainer.args.should_save:
             return
         self._folder.mkdir(parents=True, exist_ok=True)

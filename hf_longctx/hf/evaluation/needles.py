@@ -1,4 +1,4 @@
-"""Needle tasks: documents that hide a fact somewhere and ask for it at the end, over a grid of lengths and depths.
+"""Needle tasks: documents that hide a fact somewhere and ask for that fact at the end, over a grid of lengths and depths.
 
 The documents are the same in every run. `LongContextEvaluation` measures how well the model answers.
 """
@@ -23,7 +23,7 @@ _FILLER = (
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A grid of documents: `num_documents` for every length in tokens and every depth, from 0 (the start) to 1 (the end).
+    """A grid of documents: `num_documents` for each pair of a length in tokens and a depth, from 0 (start) to 1 (end).
 
     `make` writes one document; `passkeys` makes such a function from a tokenizer.
 
@@ -76,9 +76,9 @@ class NeedleTask:
 
 
 def passkeys(tokenizer: Any, num_digits: int = 5) -> MakeDocument:
-    """Returns a function that writes filler documents which state a pass key at the given depth and ask for it at the end.
+    """Returns a function that writes filler documents, which state a pass key at the given depth and ask for it at the end.
 
-    Works with any tokenizer; a document begins with its beginning-of-sequence token, if it has one.
+    Works with any tokenizer; a document begins with the tokenizer's beginning-of-sequence token, if there is one.
     """
 
     def tokens(text: str) -> list[int]:

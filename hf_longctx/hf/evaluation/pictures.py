@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_longctx.hf.evaluation.findings import EvaluationRun, LossBucket, NeedleCell
 
-# line colours: models with a name, the first evaluation of the training, its last one, and those between
+# line colours: named models, the first evaluation of the training, the last one, and those in between
 _NAMED, _FIRST, _LAST, _BETWEEN = "#d1495b", "#f58518", "#4c78a8", "#c8c8c8"
 _DPI = 110
 
@@ -59,7 +59,7 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
     axes = figure.subplots()
     axes.set_title("held-out loss by position in the document", fontsize=11, loc="left")
     shown = _shown(runs)
-    # last evaluation of the trained model; a named model's may come after it
+    # last evaluation of the trained model; an evaluation of a named model may come after it
     last = [run for run in shown if not run.name][-1:]
     for run in runs:
         colour = _BETWEEN if run not in shown else _NAMED if run.name else _LAST if run in last else _FIRST
@@ -85,18 +85,18 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
 
 
 def _shown(runs: Sequence[EvaluationRun]) -> list[EvaluationRun]:
-    """Selects the runs that pictures name: those with a name, and the first and the last of the training."""
+    """Selects the runs that pictures label: those with a name, and the first and the last of the training."""
     steps = [run for run in runs if not run.name]
     return [run for run in runs if run.name or run in steps[:1] + steps[-1:]]
 
 
 def _left(bucket: LossBucket) -> int:
-    """Left edge of a bucket in the picture, where the first bucket is drawn as wide as the next."""
+    """Left edge of a bucket in the picture, which draws the first bucket as wide as the second."""
     return max(bucket.first, (bucket.last + 1) // 2)
 
 
 def _ticks(bucket: LossBucket) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Positions of a bucket's two edges in the picture, each with the position it is labelled with."""
+    """Positions of a bucket's two edges in the picture, each with the position that labels it."""
     return (_left(bucket), bucket.first), (bucket.last + 1, bucket.last + 1)
 
 

@@ -1,1 +1,1 @@
-"""A step's plan made ahead, its samples, and predictions held against measurements."""
+"""Plans every step ahead, takes samples from finished steps, and compares predictions with measurements."""

@@ -1,9 +1,9 @@
-"""Solves plans ahead of their step on rank 0, for `PlanSource`: a fast plan first, and a slow solver's if it is done in time.
+"""Solves plans ahead of their step on rank 0, for `PlanSource`: a fast plan first, and a slow solver's plan if it comes in time.
 
-A step never waits longer for a better plan than that plan could save. Whichever plan runs, loss and gradients are the same up
-to rounding; only the time differs. A slow solver runs in a thread while training goes on: HiGHS releases the interpreter lock,
-and CBC is a process of its own. A thread cannot be stopped, so a solve that nobody waits for any more continues until the
-solver's own time limit; until then, later steps run under the fast planner's plans.
+A step never waits longer for a better plan than that plan could save. Whichever plan runs, loss and gradients are the same up to
+rounding; only the time differs. A slow solver runs in a thread while training continues, since HiGHS releases the interpreter
+lock, and CBC is a process of its own. A thread cannot be stopped, so a solve that nobody waits for any more continues until the
+solver's own time limit. Until then, later steps run under the fast planner's plans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # signature of `plan_step`
 Planner = Callable[[int, list[int], CostModel, PlannerConfig], StepPlan]
 
-# solvers that finish soon; any other one gets a stand-in plan from the fast planner
+# solvers that finish soon; for any other solver, the fast planner makes a stand-in plan too
 FAST_SOLVERS = ("auto", "greedy", "static")
 
 # shortest wait for a slow solver's plan, even if that plan could save less
@@ -40,7 +40,7 @@ def is_slow(config: PlannerConfig) -> bool:
 
 @dataclass(frozen=True)
 class Draft:
-    """The plans that a step may run: the fast planner's (or the error it raised), and the future of the slow solver's, if any."""
+    """The plans that a step may run: the fast planner's plan or error, and the future of the slow solver's plan, if any."""
 
     fast: StepPlan | Exception
     slow: Future[StepPlan] | None = None
@@ -49,8 +49,8 @@ class Draft:
 class DraftPlanner:
     """Solves the drafts of steps in order, in threads, and chooses each step's plan.
 
-    Counts the slow solver's plans that were late or failed. `late_s`: seconds that a step waits for the slow solver. None:
-    as long as its plan could save, which is the fast plan's time minus the lower bound.
+    Counts the slow solver's plans that were late or failed. `late_s`: seconds that a step waits for the slow solver. None: a step
+    waits as long as the slow solver's plan could save, which is the fast plan's time minus the lower bound.
     """
 
     def __init__(self, planner: Planner, late_s: float | None) -> None:
@@ -62,7 +62,7 @@ class DraftPlanner:
         self._given_up: Future[StepPlan] | None = None
 
     def submit(self, draft: Callable[[], Draft]) -> Future[Draft]:
-        """Runs `draft` in the fast planner's thread, after those submitted before."""
+        """Runs `draft` in the fast planner's thread, after all drafts submitted before it."""
         return self._fast_thread.submit(draft)
 
     def draft(self, step: int, lengths: list[int], costs: CostModel, config: PlannerConfig) -> Draft:
@@ -77,7 +77,7 @@ class DraftPlanner:
         return Draft(fast, self._slow_thread.submit(lambda: self.planner(step, lengths, costs, config)))
 
     def patience_s(self, draft: Draft) -> float:
-        """Seconds that the step may wait for the slow solver; 0 while that is still busy with an abandoned solve."""
+        """Seconds that the step may wait for the slow solver; 0 while the solver is still busy with an abandoned solve."""
         if isinstance(draft.fast, Exception):
             return inf
         if self._given_up is not None and not self._given_up.done():
@@ -139,9 +139,9 @@ def _as_stand_in(plan: StepPlan, reason: str) -> StepPlan:
 
 
 class _DaemonThread:
-    """Runs functions in order, in a thread that lives while there are some.
+    """Runs functions in order, in a thread that ends when no function is left.
 
-    Unlike the thread of a `ThreadPoolExecutor`, it does not keep the process alive.
+    Unlike the thread of a `ThreadPoolExecutor`, this thread does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:

@@ -18,7 +18,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, fit_coefficients, scaled_coefficients
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
-# plans that a refit uses: few, to follow a machine whose speed changes; what they do not show keeps its earlier coefficients
+# plans that a refit uses: few, to follow a machine whose speed changes; costs that they do not show keep earlier coefficients
 _WINDOW_PLANS = 8
 _CHECK_EVERY_PLANS = 2
 # last plans whose prediction errors decide whether to refit
@@ -27,7 +27,7 @@ _RECENT_PLANS = 4
 _LEAST_PREDICTIONS = 3
 # largest median of |predicted / measured - 1| that needs no refit
 _TOLERATED_ERROR = 0.1
-# bounds of measured / predicted step seconds; a ratio beyond them has another cause than the plan's chunks
+# bounds of measured / predicted step seconds; a ratio beyond them is not caused by the plan's chunks
 _FACTORS = (0.7, 1.5)
 
 # number of the micro-batch, positions of the group, and the forward's name, which says stage, layer range and chunk
@@ -51,9 +51,9 @@ class MeasuredPlan:
 
 
 class CostRefit:
-    """Replaces the cost coefficients of `source`: first after `first_plans` plans, later when predictions are off.
+    """Replaces the cost coefficients of `source`: first after `first_plans` plans, later when predictions are wrong.
 
-    A source that starts with measured coefficients is refitted only when they are off. `first_plans=0`: never refit.
+    A source that starts with measured coefficients is refitted only when its predictions are wrong. `first_plans=0`: never refit.
     """
 
     def __init__(self, source: PlanSource, first_plans: int) -> None:
@@ -76,7 +76,7 @@ class CostRefit:
         return self._fit() if self._is_off() else ""
 
     def _is_off(self) -> bool:
-        """Whether the present coefficients are guesses or have predicted the last plans badly; rank 0 decides for all."""
+        """Whether the present coefficients are guesses, or predicted the last plans badly; rank 0 decides for all ranks."""
         present = self.source.costs.coefficients
         if not present.is_measured:
             return True
@@ -92,13 +92,13 @@ class CostRefit:
         mine = [(plan.samples, plan.reduce_s, plan.measured_s) for plan in self._window]
         everyone = gather_objects(mine, self.source.pool.control)
         samples = [sample for plans in zip(*everyone, strict=True) for sample in without_waiting([p[0] for p in plans])]
-        # the rank that came last did not wait, so its reduction is the transfer alone
+        # the last rank to start a reduction did not wait in it, so its seconds are those of the transfer alone
         reductions = [min(plan[1] for plan in plans) for plans in zip(*everyone, strict=True) if plans[0][1] >= 0]
         self.num_fits += 1
         name = "measured" if self.num_fits == 1 and not costs.coefficients.is_measured else f"measured, fit {self.num_fits}"
         fit = fit_coefficients(samples, median(reductions), name, costs.coefficients)
         fitted = replace(costs, coefficients=fit.coefficients)
-        # the rank that started last measured the least; how late it started has nothing to do with costs
+        # take the rank that measured the least, which started last; how late it started has nothing to do with costs
         seconds = [min(plan[2] for plan in plans) for plans in zip(*everyone, strict=True)]
         factor = whole_step_factor(list(self._window), seconds, fitted)
         self.source.costs = replace(fitted, coefficients=scaled_coefficients(fit.coefficients, factor))
@@ -106,9 +106,9 @@ class CostRefit:
 
 
 def whole_step_factor(plans: Sequence[MeasuredPlan], seconds: Sequence[float], costs: CostModel) -> float:
-    """Median ratio of the measured `seconds` of whole plans to their prediction, which is made from chunks; within bounds.
+    """Median ratio of the measured `seconds` of whole plans to their prediction from single chunks, kept within bounds.
 
-    Whole plans take longer than typical chunks suggest: ranks wait for the slowest of them, and for the host between chunks.
+    Whole plans take longer than typical chunks suggest: ranks wait for the slowest rank, and for the host between chunks.
     """
     ratios = []
     for plan, measured_s in zip(plans, seconds, strict=True):
@@ -121,7 +121,7 @@ def whole_step_factor(plans: Sequence[MeasuredPlan], seconds: Sequence[float], c
 
 
 def without_waiting(ranks: Sequence[Samples]) -> list[ChunkSample]:
-    """Merges all ranks' samples of a plan into one per chunk and stage: the passes of the rank that waited least.
+    """Merges all ranks' samples of a plan into one sample per chunk and stage, from the passes of the rank that waited least.
 
     Ranks enter a micro-batch at different times, and the early ones wait inside their first exchange.
     """

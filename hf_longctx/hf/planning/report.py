@@ -1,4 +1,4 @@
-"""Reports of a run: one line per step, metrics for the log, samples for the cost model, the timeline files."""
+"""Reports on a run: one line per step, metrics for the log, samples for the cost model, and the timeline files."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class RunReport(TrainerCallback):
         self._refit = CostRefit(source, config.calibration_steps)
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
-        """Takes a finished plan of a step from the trainer; reads it at the step's end, when that no longer delays the step."""
+        """Takes a finished plan from the trainer; its results are read when the step ends, so that reading delays no work."""
         self._pending.append((plan, result))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # a training that stopped inside a step may have left plans here
         self._pending = []
-        # ranks read checkpoints and open trackers at their own pace, so all wait, as in on_save
+        # ranks need different times to read checkpoints and open trackers, so all of them wait here, as in on_save
         PartialState().wait_for_everyone()
         if self.config.report_steps and state.is_world_process_zero and self.opening:
             tqdm.write(self.opening)
@@ -75,8 +75,8 @@ class RunReport(TrainerCallback):
                 tqdm.write(record.line(state.global_step) + (f"\n{fitted}" if fitted else ""))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # one rank writes the checkpoint, which may take longer than a step's collectives may wait: all wait for it here,
-        # on the default group with its patient time-out
+        # one rank writes the checkpoint, which may take longer than the time-out of a step's collectives; so all ranks wait
+        # for it here, on the default group, whose time-out is long
         PartialState().wait_for_everyone()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -92,9 +92,9 @@ class RunReport(TrainerCallback):
             self._write_timeline(Path(args.output_dir), measured, state.global_step)
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the steps since the last call, for the trainer's log; empty where no step ran.
+        """Means over the steps since the last call, for the trainer's log; empty if no step ran.
 
-        Plans that were replaced are counted from the start.
+        The numbers of replaced plans count from the start of the run.
         """
         records = list(self._since_log)
         self._since_log.clear()
@@ -129,7 +129,7 @@ class RunReport(TrainerCallback):
         return {**metrics, **self._replaced_plans()}
 
     def _replaced_plans(self) -> dict[str, float]:
-        """Number of plans of the run that were replaced so far, by each reason that occurred. Known on rank 0."""
+        """Number of plans of the run that were replaced so far, for each reason that occurred; only rank 0 knows it."""
         drafts = self.source.drafts
         counts = {"late_plans": drafts.late_plans, "failed_plans": drafts.failed_plans}
         return {name: float(count) for name, count in counts.items() if count}
@@ -142,10 +142,13 @@ class RunReport(TrainerCallback):
         )
 
     def _write_timeline(self, folder: Path, measured: list[list[list[TimelineEvent]]], last_step: int) -> None:
-        """timeline.svg (predicted above measured, if predictions were measured) and timeline.json (Chrome trace)."""
+        """Writes timeline.svg, a .png if matplotlib is there, and timeline.json (Chrome trace).
+
+        The pictures show the prediction above the measurement, if the cost model was fitted to measurements.
+        """
         plans = [record.plan for record in self._last]
         steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
-        # waiting for messages is not drawn as work, as in the prediction
+        # leave out the wait for messages, since the prediction does not draw it as work either
         drawn = [[event for event in events if event.kind not in ("SF", "RF", "SB", "RB")] for events in steps]
         panels = {"measured": _in_a_row(drawn)}
         if self.source.costs.coefficients.is_measured:
@@ -180,7 +183,7 @@ def _predicted(record: StepRecord, costs: CostModel) -> list[TimelineEvent]:
 
 
 def _in_a_row(steps: list[list[TimelineEvent]]) -> list[TimelineEvent]:
-    """Timelines of several steps one after the other, each starting where the slowest rank of the last one ended."""
+    """Joins the timelines of several steps; each step starts when the slowest rank of the step before it ended."""
     row: list[TimelineEvent] = []
     offset_s = 0.0
     for events in steps:

@@ -1,6 +1,7 @@
 """Turns one rank's measured forwards and backwards into samples for the cost model.
 
-A sample is a whole chunk, or what one pipeline stage runs of it. `StepRecord` calls this; `CostRefit` fits to the result.
+A sample is a whole chunk, or the part of a chunk that one pipeline stage runs. `StepRecord` calls `pass_samples`; `CostRefit`
+fits the cost model to the result.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hf_longctx.runtime.core.clock import Interval
 def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> Samples:
     """This rank's measured chunks, each with the work and traffic that `costs` counts for it.
 
-    All ranks of a group use the same keys for a chunk. The time that activation policies add (recomputing, waiting for
-    copies) is subtracted: it is predicted, then scaled by measured / predicted seconds of the chunk's forward.
+    All ranks of a group use the same keys for a chunk. The time that activation policies add (recomputing, waiting for copies) is
+    subtracted. That time is predicted, and then scaled by measured / predicted seconds of the chunk's forward.
     """
     seconds = _without_policies(plan, rank, intervals, costs)
 
@@ -37,7 +38,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         num_pairs = costs.model.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
         return PassSample(chunk.num_tokens, num_pairs, group.degree, traffic, seconds_of, tiles, part)
 
-    # nested plans leave ranks out of some micro-batches, so a rank's n-th one is not everybody's: use the plan's numbers
+    # number micro-batches as the plan does: nested plans leave ranks out of some, so ranks would count differently
     _, position = plan.place(rank)
     micro_batches = [
         number
@@ -49,7 +50,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
             sample(group, index, forward), sample(group, index, replace(forward, kind="B"))
         )
         for index, (group, stage) in enumerate(plan.for_rank(rank).rounds)
-        # passes that several stages share are no samples of a chunk on its own group
+        # a forward that ranks of several stages share is not a sample of a chunk on its own group
         if not is_lent(group)
         for forward in stage.actions
         if forward.kind == "F"
@@ -57,7 +58,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
 
 
 def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> dict[tuple[int, str], float]:
-    """Seconds of every (rank's micro-batch, action), without the time that activation policies add."""
+    """Seconds by (micro-batch of this rank, action), without the time that activation policies add."""
     seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in intervals}
     for index, (group, stage) in enumerate(plan.for_rank(rank).rounds):
         for forward, (forward_s, backward_s) in _added_by_policies(plan, costs, group, stage).items():
@@ -67,7 +68,7 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
             pairs = costs.model.attention_pairs(_layers_of(group, forward))
             expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head, pairs=pairs) + forward_s
             rate = seconds[names[0]] / max(expected_s, 1e-12)
-            # keep a tenth at least: the added time is only predicted, and a pass cannot take no time
+            # keep at least a tenth of the pass, since the added time is only predicted and a pass must take some time
             for name, added_s in zip(names, (forward_s, backward_s), strict=True):
                 seconds[name] = max(seconds[name] - added_s * rate, seconds[name] / 10)
     return seconds
@@ -80,7 +81,7 @@ def _added_by_policies(
     policies = [policy for policy in stage.activations if policy.layers]
     if not policies:
         return {}
-    # copies are hidden while a stage waits, so run the group with and without policies and compare
+    # a wait of the stage may hide copies, so predict the group's run with and without policies and compare
     with_s, without_s = (
         _action_seconds(run_pipeline(plan, each, costs, [0.0] * len(group.stages))[stage.stage])
         for each in (group, replace(group, stages=tuple(replace(other, activations=()) for other in group.stages)))

@@ -1,7 +1,7 @@
-"""Source of a run's plans: rank 0 solves one step ahead in threads, broadcasts JSON, and all ranks compare digests.
+"""Source of a run's plans: rank 0 solves them one step ahead, in threads, and broadcasts JSON; all ranks compare digests.
 
-No other rank ever solves: the planner is deterministic for equal inputs, but its cost model is refitted from measurements that
-differ between ranks.
+Only rank 0 solves. The planner gives equal plans for equal inputs, but the moment at which a refitted cost model or a slow
+solver's plan becomes available differs between ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Lengths = list[int] | Callable[[], list[int]]
 
 
 class PlanSource:
-    """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new one.
+    """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new costs.
 
     The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
-    samples. Lengths and the fast planner may take as long as they need: rank 0 tells the others every `alive_s` seconds that it
-    is still waiting for them, which must be less than the control group's time-out. `DraftPlanner` limits the wait for a slow
-    solver, and counts the plans that it replaced on rank 0: `late_plans` and `failed_plans`.
+    samples. Lengths and the fast planner may take as long as they need: while rank 0 waits for them, it tells the other ranks so
+    every `alive_s` seconds, which must be less than the control group's time-out. `DraftPlanner` limits the wait for a slow
+    solver, and counts on rank 0 the plans of that solver that were replaced: `late_plans` and `failed_plans`.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class PlanSource:
         self._explore_steps = explore_steps
 
     def plans(self, steps: Iterable[tuple[int, Lengths]], explore: bool) -> Iterator[StepPlan]:
-        """One plan per (step number, lengths), in order. Collective over all ranks: every rank must draw equally often.
+        """Yields one plan per (step number, lengths), in order. Collective over all ranks: every rank must draw equally often.
 
-        An error of the planner is raised on every rank.
+        If the planner raises an error, every rank raises it.
         """
         waiting = iter(steps)
         pending = self._submit(next(waiting, None), explore)
@@ -67,7 +67,7 @@ class PlanSource:
             yield self._share(current)
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
-        """The plan of one step, on this rank alone, however long it takes."""
+        """Plans one step on this rank alone, however long that takes."""
         costs, config, planner = self.costs, self.config, self.drafts.planner
         if not self._explores(explore):
             return planner(step, lengths, costs, config)
@@ -77,11 +77,11 @@ class PlanSource:
         solver = "greedy" if is_slow(config) else config.solver
         config = replace(config, degrees=tuple(d for d in config.degrees if d >= degree), solver=solver)
         plan = planner(step, lengths, replace(costs, favoured_degree=degree), config)
-        # costs that were raised on purpose say nothing about the step
+        # the costs of other degrees were raised on purpose, so their estimate says nothing about the step
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
     def set_copy_rate(self, bytes_per_s: float) -> None:
-        """Sets the speed of copies between device and host that plans count on from now on."""
+        """Sets the speed of copies between device and host for all plans from now on."""
         cluster = self.costs.cluster
         hardware = replace(cluster.hardware, copy_bytes_per_s=bytes_per_s)
         self.costs = replace(self.costs, cluster=replace(cluster, hardware=hardware))
@@ -91,7 +91,7 @@ class PlanSource:
         return explore and self._explore_steps > 0 and not is_known
 
     def _submit(self, step: tuple[int, Lengths] | None, explore: bool) -> Future[Draft] | int | None:
-        """The future of a draft on rank 0, a stand-in on other ranks, None after the last step."""
+        """The future of a draft on rank 0; the step's number on other ranks; None after the last step."""
         if step is None:
             return None
         number, lengths = step
@@ -125,7 +125,7 @@ class PlanSource:
         return plan
 
     def _wait(self, pending: Future[Any], limit_s: float) -> None:
-        """Waits until `pending` is done, at most `limit_s`; tells other ranks every `alive_s` that rank 0 still waits."""
+        """Waits until `pending` is done, at most `limit_s`; tells other ranks every `alive_s` seconds that rank 0 still waits."""
         stop_s = time.monotonic() + limit_s
         while (left_s := stop_s - time.monotonic()) > 0 and wait([pending], timeout=min(left_s, self.alive_s)).not_done:
             if left_s > self.alive_s and self.pool.control is not None:

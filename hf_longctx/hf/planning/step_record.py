@@ -1,4 +1,4 @@
-"""Holds what was predicted and what was measured of one plan side by side, as the line that training prints for it.
+"""Holds the predictions and the measurements of one plan side by side, and makes the line that training prints for the plan.
 
 `report.py` makes a `StepRecord` after every plan; `refit.py` learns from it, and timelines are drawn from its events.
 """
@@ -26,10 +26,11 @@ from hf_longctx.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished plan on rank `rank`: number `place` of the `count` plans in an optimizer step.
+    """One finished plan on rank `rank`: number `place` (from 0) of the `count` plans in an optimizer step.
 
     `loss` is the loss of the whole optimizer step. `predicted_memory` predicts `memory`, and `predicted_idle` predicts
-    `idle_share` (None before anything was measured to predict from). `router_loss` and `router_load` are as in `StepResult`.
+    `idle_share`; `predicted_idle` is None until the cost model was fitted to measurements. `router_loss` and `router_load` are
+    those of `StepResult`.
     """
 
     plan: StepPlan
@@ -63,8 +64,8 @@ class StepRecord:
     def idle_share(self) -> float | None:
         """Share of the time that a pipeline's first stage spends outside forwards and backwards.
 
-        Only that stage's last backward ends the pipeline: on the others the reduction begins with a wait for it. So the share
-        is None there, and if there is only one stage.
+        Only the first stage can measure it: its last backward ends the pipeline, and on all other stages the reduction begins
+        with a wait for that backward. So the share is None on other stages, and if there is only one stage.
         """
         if self.plan.num_stages == 1 or self.plan.place(self.rank)[0]:
             return None
@@ -73,7 +74,7 @@ class StepRecord:
 
     @property
     def error(self) -> float | None:
-        """predicted / measured - 1; None before anything was measured to predict from."""
+        """predicted / measured - 1; None until predictions come from measured costs."""
         estimate = self.plan.estimate
         return None if estimate.cost_source == "default" else estimate.step_s / self.measured_s - 1
 
@@ -106,7 +107,7 @@ class StepRecord:
 
     @property
     def gap(self) -> float | None:
-        """Predicted seconds above the lower bound of any plan, as a share of that bound; None before calibration."""
+        """Predicted seconds above the lower bound of any plan, as a share of that bound; None until costs are measured."""
         estimate = self.plan.estimate
         if estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
             return None
@@ -126,7 +127,7 @@ class StepRecord:
 
     @property
     def _bytes(self) -> str:
-        """Predicted and measured memory: of the device on CUDA, else of saved activations and K/V book, if there are any."""
+        """Predicted and measured memory: device memory on CUDA; elsewhere saved activations and K/V book, if there are any."""
         now, then = self.memory, self.predicted_memory
         if now.device_peak:
             text = f" | memory {then.device_peak / 2**30:.2f} GiB predicted, {now.device_peak / 2**30:.2f} GiB measured"
@@ -163,7 +164,7 @@ class StepRecord:
 
 
 def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:
-    """Predicts `StepRecord.idle_share` of this rank; None if the rank has none, or if costs are guesses."""
+    """Predicts `StepRecord.idle_share` of this rank; None if that share is None, or if costs are guesses."""
     if plan.num_stages == 1 or plan.place(rank)[0] or not costs.coefficients.is_measured:
         return None
     run = evaluate_plan(plan, costs, with_events=False)
@@ -176,13 +177,13 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
     _, position = plan.place(rank)
     for group, stage in plan.for_rank(rank).rounds:
         if is_lent(group):
-            # a rank that helps other stages holds parts of their chunks too
+            # a lent rank also holds parts of other stages' chunks, so take the plan's estimate
             memory = memory.most(StepMemory(device_peak=plan.estimate.peak_bytes))
             continue
         place = group.positions.index(position)
         policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
         held: dict[tuple[int, int], tuple[int, int]] = {}
-        # whole chunks on one stage, the common case, have neither K/V book nor messages to count
+        # a single chunk on one stage, the common case, has neither a K/V book nor messages to count
         is_plain = len(group.chunks) == 1 and plan.num_stages == 1
         found = None if is_plain else ByteModel(model).round(group, stage, place)
         for action in stage.actions:
@@ -199,7 +200,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
             saved, host = (sum(column) for column in zip(*held.values(), strict=True))
             memory = memory.most(StepMemory(saved, host, found.book if found else 0))
         if found and plan.num_stages > 1:
-            # the plan's estimate is that of the fullest stage, but this rank's stage may hold less
+            # the plan's estimate is for the stage with the most bytes, but this rank's stage may hold fewer
             most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
             messages = message_bytes(model, stage, plan.num_stages, most_tokens)
             memory = memory.most(StepMemory(device_peak=ByteModel(model).stage_states(stage, plan) + found.peak + messages))

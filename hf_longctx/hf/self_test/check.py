@@ -1,24 +1,25 @@
 """The parity self-test at start: runs a reduced copy of the user's model under small plans and as plain transformers.
 
-Everything is real except the depth: the model's own class, config, adapters and weights at full width, one layer of every kind
-(`reduced_copy`), placed as the model will be (replicated, sharded, in stages), through collator, group pool, executor and
-activation engine, on the largest groups that plans may use in every shape, and on slices where plans may have them
-(`probe_plans`). The plain side is the copy's forward on one document at a time, as transformers runs it, and autograd.
+Everything is real except the depth. The copy has the model's own class, config, adapters and weights at full width, with one
+layer of every kind (`reduced_copy`). It is placed as the model will be (replicated, sharded, in stages) and runs through
+collator, group pool, executor and activation engine. Its plans (`probe_plans`) use the largest groups that a run's plans may
+have, in every shape, and slices if plans may have them. The plain side is the copy's own forward and autograd, one document at a
+time, as transformers runs it.
 
-In fp64 everything must agree to 5e-5 of a norm: what transformers computes in fp32 inside (norms, rotary embeddings, softmax
-of eager attention) is rounded at 6e-8, and some hundred roundings may differ. Where memory is short the copy is in fp32 and the
-limit 2e-3: two fp32 sums of some thousand terms in different orders, TF32 included. The bugs that the test looks for are larger.
-Weights in other precisions (four bits too) and autocast are also run as they are: the yardstick is how far the plain model is
-then from the fp64 one, and plans may be four times as far (for the loss, which may be right by chance, the yardstick is that of
-hidden states).
+In fp64 everything must agree to 5e-5 of a norm. Parts that transformers always computes in fp32 (norms, rotary embeddings,
+softmax of eager attention) are rounded at 6e-8, and some hundred roundings may differ. If memory is short, the copy is in fp32
+and the limit is 2e-3, since two fp32 sums add some thousand terms in different orders, perhaps in TF32. The bugs that the test
+looks for give larger errors. Autocast, and weights in other precisions such as four bits, are also run as they are. Then the
+yardstick is the distance of the plain model in that precision from the fp64 model, and plans may be four times as far away. The
+loss may be right by chance, so its yardstick is that of hidden states.
 
-Rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") scale, in the copies, beyond half of
-the long document, so that documents on both sides of that limit, and slices that are shorter than it, are compared.
+Rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") are set, in the copies, to scale beyond
+half of the long document. So documents on both sides of that limit are compared, and slices shorter than the limit.
 
-These are compared, each by name: the loss; hidden states after the embedding and every layer and their gradients, token by token,
-which names the layer; the gradient of every layer's weights; the gradient of a long document's last token at its token 0; that
-this token has no gradient at other documents, exactly, nor at tokens beyond what all windows together let through. The real
-model is never run or written to.
+The test compares, each by name: the loss; hidden states after the embedding and after every layer, and their gradients, token by
+token, which tells the layer; the gradient of every layer's weights; and the gradient of a long document's last token at token 0
+of the document. That last token must have exactly no gradient at other documents, nor at tokens that all windows together hide
+from it. The real model is never run or written to.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ logger = logging.getLogger(__name__)
 
 _EXACT = {torch.float64: 5e-5, torch.float32: 2e-3}
 _WORKING_FLOOR, _WORKING_FACTOR = 1e-5, 4.0
-# tokens of the long document: fewest, fewest per rank of a group, and most that are spent on filling a window (else shortened)
+# tokens of the long document: the fewest, the fewest per rank of a group, and the most that may be needed to fill a window;
+# windows that would need more are shortened
 _LEAST_TOKENS, _TOKENS_PER_RANK, _MOST_TOKENS = 64, 6, 256
-# bytes per weight: weight and gradient, both sides' gradients in fp64, and, beside an fp64 copy, one in the run's precision
+# bytes per weight: the weight and its gradient, the gradients of both sides in fp64 and, for an fp64 copy, also a copy in the
+# run's precision
 _BYTES_PER_ELEMENT = {torch.float64: 8 + 8 + 2 * 8 + 4, torch.float32: 4 + 4 + 2 * 8}
 # words in class names of routers and experts
 _OF_EXPERTS = ("Experts", "Router", "TopK")
@@ -66,10 +69,11 @@ _MASKED_SHARE = 0.2
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Everything the test takes from the model before it is cut into stages or placed.
+    """Everything that the test takes from the model before the model is cut into stages or placed.
 
-    exact, working: copies of the model in two precisions. is_packed: whether the model has four-bit weights, which the exact copy
-    holds unpacked. rope_limit: the longest document whose rotary frequencies are not scaled; 0 if they do not depend on length.
+    exact: copy in fp64 or fp32. working: copy in the run's own precision, if that differs. is_packed: whether the model has
+    four-bit weights, which the exact copy holds unpacked. rope_limit: length of the longest document whose rotary frequencies are
+    not scaled; 0 if they do not depend on length.
     """
 
     exact: ReducedCopy
@@ -86,9 +90,9 @@ class SelfTest:
     def of(
         cls, model: Any, setup: RunSetup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
     ) -> SelfTest | None:
-        """Copies of `model`, which runs on plans of `setup`; None, with a logged line, where the test cannot run.
+        """Copies `model`, which will run under plans of `setup`; returns None, and logs why, if the test cannot run.
 
-        `model` has its attention switched already. Collective over the ranks of `control`.
+        The attention of `model` is switched already. Collective over the ranks of `control`.
         """
         if loaded_ranges(model) is not None:
             _left_out("every rank loaded its own pipeline stage, so that no rank has the plain model to compare with", control)
@@ -97,7 +101,7 @@ class SelfTest:
         name = type(base_of(model)).__name__
         boundaries = sorted(layers.first_layer for ranges in setup.ranges for layers in ranges)
         elements = num_elements(model, boundaries)
-        # a stage is cut from a second copy
+        # a stage is cut from a second copy, which also takes memory
         num_cut = int(setup.num_stages > 1)
         needed = {each: elements * (own + num_cut * each.itemsize) for each, own in _BYTES_PER_ELEMENT.items()}
         free_bytes = min(gather_objects(_free_bytes(model, device, setup), control))
@@ -114,14 +118,14 @@ class SelfTest:
         long_tokens = min(most, max(_LEAST_TOKENS, _TOKENS_PER_RANK * degree))
         longest_window = min(most, max(long_tokens, _MOST_TOKENS)) * 2 // 3
         exact = reduced_copy(model, boundaries, longest_window, dtype)
-        # long enough that the window cuts off tokens for a third of the document
+        # make the document so long that, for its last third, the window hides tokens
         long_tokens = max(long_tokens, max(exact.windows.values(), default=0) * 3 // 2)
         is_packed = bool(four_bit_layers(model))
         is_rounded = is_autocast or is_packed or model.dtype != dtype
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
         working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
-        # the limit is longer than the document's slices and than the other documents
+        # half of the long document is longer than its slices, and longer than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
         return cls(exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
 
@@ -133,9 +137,10 @@ class SelfTest:
         fp32_gradients: bool,
         count: Callable[[int], int],
     ) -> str:
-        """Compares plans with the plain model, frees copies, returns a log line; raises ValueError on every rank if one fails.
+        """Compares plans with the plain model, frees the copies and returns a line for the log.
 
-        mesh: parameters are sharded over it. count: sums a number over all ranks. Collective over all ranks of the pool.
+        Raises ValueError on every rank if a plan fails. mesh: the ranks over which parameters are sharded; None if they are not.
+        count: sums a number over all ranks. Collective over all ranks of the pool.
         """
         start_s = time.monotonic()
         try:
@@ -165,9 +170,9 @@ class SelfTest:
     def _compare(
         self, specimen: Callable[[ReducedCopy, bool], Specimen], pool: GroupPool
     ) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
-        """Findings for each plan that fails, the largest error of the exact copy, and all plans.
+        """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans.
 
-        specimen: places a copy, under autocast or not.
+        specimen: function that places a copy; its second argument says whether the copy runs under autocast.
         """
         exact = specimen(self.exact, False)
         rows = _rows(self.lengths, self.exact.num_token_ids)
@@ -195,7 +200,7 @@ class SelfTest:
         pool: GroupPool,
         has_probes: bool = True,
     ) -> tuple[dict[str, list[Finding]], float]:
-        """Findings for each plan that fails, by the plan's name, and the largest error of all plans; equal on every rank."""
+        """The findings for each plan that fails, by plan name, and the largest error of all plans; equal on every rank."""
         bad: dict[str, list[Finding]] = {}
         worst = 0.0
         last = _only_last(rows, LONG)
@@ -204,7 +209,7 @@ class SelfTest:
         for probe in probes:
             measured = differences(specimen.planned(probe.plan, rows), plain, self.exact.windows)
             if alone is not None:
-                # the group's micro-batch only
+                # run only the first micro-batch, which has the group
                 packed = replace(probe.plan, micro_batches=probe.plan.micro_batches[:1])
                 measured.errors.update(self._sight(specimen.planned(packed, last).trace, alone))
             errors = agreed_errors(measured, pool.control)
@@ -214,7 +219,7 @@ class SelfTest:
         return bad, worst
 
     def _sight(self, found: HiddenTrace, plain: HiddenTrace) -> Errors:
-        """Errors in which tokens the last token of the long document sees, read from their gradients."""
+        """Measures which tokens the last token of the long document sees: tokens that it sees get a gradient from its loss."""
         first = plain.whole("gradients", EMBEDDING, LONG)
         assert first is not None
         others = [number for number in PACKED if number != LONG]
@@ -268,7 +273,7 @@ class SelfTest:
 
 
 def _rows(lengths: Sequence[int], num_token_ids: int) -> Rows:
-    """Documents of random tokens, the same on every rank, some without labels, so that ranks have different numbers of them."""
+    """Documents of random tokens, equal on every rank; some tokens have no label, so that ranks have different label counts."""
     generator = random.Random(0)
     rows = []
     for length in lengths:
@@ -287,7 +292,7 @@ def _only_last(rows: Rows, document: int) -> Rows:
 
 
 def _free_bytes(model: Any, device: torch.device, setup: RunSetup) -> int:
-    """Bytes for the copies on this rank."""
+    """Bytes that are free for the copies on this rank."""
     free = host_bytes()[0] // setup.costs.cluster.ranks_per_node
     if device.type != "cuda":
         return free
@@ -298,7 +303,7 @@ def _free_bytes(model: Any, device: torch.device, setup: RunSetup) -> int:
 
 
 def _has_routers(model: Any) -> bool:
-    """Whether rounding may send a token to other experts, so that no yardstick holds."""
+    """Whether the model has routers; rounding may then send a token to other experts, so that no yardstick holds."""
     return any(word in type(module).__name__ for module in model.modules() for word in _OF_EXPERTS)
 
 

@@ -1,6 +1,6 @@
-"""Records hidden states after embedding and layers, and their gradients, per token, wherever a plan puts the tokens.
+"""Records hidden states after the embedding and the layers, and their gradients, for each token on whichever rank it runs.
 
-`self_test.specimen` records both runs and compares them.
+`self_test.specimen` records the planned and the plain run, and compares the two.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 # the two recorded quantities
 Kind = Literal["values", "gradients"]
-# (sequence, start, stop, first): tokens [start, stop) of a sequence, from index `first` on in the row that the model gets
+# (sequence, start, stop, first): tokens [start, stop) of a sequence, which begin at index `first` of the row in a forward
 Part = tuple[int, int, int, int]
 
 
 class HiddenTrace:
-    """Records the outputs of `modules` while `recording` names the tokens that run, and the gradients of these outputs.
+    """Records the outputs of `modules`, and the gradients of these outputs, while `recording` says which tokens run.
 
-    `modules` is keyed by site. Runs outside of `recording`, such as replays, are not recorded; nor are outputs that do not have a
-    vector for every token of one row, [1, T, ...].
+    `modules` is keyed by site. Forwards outside of `recording`, such as replays, are not recorded. Neither are outputs that do
+    not have one vector for every token of one row, [1, T, ...].
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -48,7 +48,7 @@ class HiddenTrace:
             self._parts = None
 
     def whole(self, kind: Kind, site: int, sequence: int) -> Tensor | None:
-        """Record of a sequence that ran in one piece, [tokens, hidden size]; None if there is none."""
+        """The record of a sequence that ran in one piece, [tokens, hidden size]; None if the sequence has no record."""
         pieces = [tensor for key, tensor in self.records.get((kind, site), {}).items() if key[0] == sequence]
         return pieces[0] if pieces else None
 
@@ -77,9 +77,9 @@ class HiddenTrace:
 
 
 def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, stop: int | None = None) -> float:
-    """Largest distance of a token's vector from the plain one, relative to the longest plain vector; for tokens before `stop`.
+    """Largest distance of a token's vector in `found` from its vector in `plain`, relative to the longest vector in `plain`.
 
-    Only tokens in `found` are compared; tokens of which `plain` has no record count as zero there.
+    Only tokens before `stop` that `found` has are compared; the vector of a token without a record in `plain` counts as zero.
     """
     reference = plain.records.get((kind, site), {})
     scale = max((float(tensor.norm(dim=-1).max()) for tensor in reference.values()), default=0.0)
@@ -97,7 +97,7 @@ def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, st
 
 
 def largest(trace: HiddenTrace, kind: Kind, site: int, sequences: Sequence[int], stop: int | None = None) -> float:
-    """Largest absolute element recorded for tokens of `sequences` before `stop`."""
+    """The largest absolute element recorded for those tokens of `sequences` that come before `stop`."""
     tensors = [
         tensor[: None if stop is None else max(0, stop - start)]
         for (sequence, start, _), tensor in trace.records.get((kind, site), {}).items()

@@ -1,8 +1,9 @@
 """Turns the errors that a self-test measured on all ranks into named findings, the likely cause first.
 
-`self_test.check` calls it. In the forward pass, the first site whose hidden states differ is where the error arose; all later
-sites differ too. If all hidden states agree, gradients are followed back from the loss: the first site whose gradient differs is
-the input of the layer whose backward is wrong. If those agree too, only the sum over chunks and ranks can be wrong.
+`self_test.check` calls `findings`. If hidden states differ, the error arose at the first site where they do, since all later
+sites differ as a consequence. If all hidden states agree, gradients are followed back from the loss: the first site whose
+gradient differs is the input of the layer whose backward is wrong. If all of those agree too, only the sum of weight gradients
+over chunks and ranks can be wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# sites: the embedding is -1, layers have their numbers, and all other weights are ENDS
+# sites: the embedding is -1, a layer is its number, and all weights outside the layers are ENDS
 EMBEDDING, ENDS = -1, 10**9
 _ZEROS = ("documents", "window")
 Measure = tuple[str, int]
@@ -27,14 +28,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Largest allowed errors: `floor`, or `factor` times the measure's value in `yardstick` if that is more."""
+    """The largest allowed errors: `floor`, or `factor` times the measure's value in `yardstick` if that is larger."""
 
     floor: float
     factor: float = 0.0
     yardstick: Mapping[Measure, float] | None = None
 
     def of(self, measure: Measure) -> float:
-        """Limit of one measure; zero for measures of masked tokens."""
+        """Limit of one measure; zero for gradients at tokens that must not be seen."""
         return 0.0 if measure[0] in _ZEROS else max(self.floor, self.factor * (self.yardstick or {}).get(measure, 0.0))
 
     def is_kept(self, errors: Errors, measure: Measure) -> bool:
@@ -43,7 +44,7 @@ class Limits:
 
 
 def merged(everyone: Sequence[Errors]) -> Errors:
-    """Largest error of every measure over all ranks."""
+    """The largest error of every measure over all ranks."""
     result: Errors = {}
     for errors in everyone:
         for measure, error in errors.items():
@@ -53,11 +54,11 @@ def merged(everyone: Sequence[Errors]) -> Errors:
 
 
 def findings(errors: Errors, limits: Limits, describe: Callable[[int], str], windows: Mapping[int, int]) -> list[Finding]:
-    """Failed checks, the cause first; empty if every error is within its limit.
+    """Lists failed checks, the cause first; empty if every error is within its limit.
 
-    Measures relative to the reference's norm: "loss", "values" and "gradients" of a site, "early" (values of its first tokens,
-    which a window does not affect), "weights" of a layer; and "token 0", "documents" and "window", see `self_test.check`.
-    describe: names a site in words.
+    These measures are relative to the norm of the plain run: "loss"; "values" and "gradients" of a site; "early", the values of a
+    site's first tokens, which a window does not affect; and "weights" of a layer. `self_test.check` explains the measures
+    "token 0", "documents" and "window". describe: function that names a site in words.
     """
     found = [*_hidden(errors, limits, describe, windows)]
     has_cause = bool(found)
@@ -89,7 +90,7 @@ def _hidden(errors: Errors, limits: Limits, describe: Callable[[int], str], wind
 
 
 def _gradients(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:
-    """Finding for the last site whose gradient differs: the layer after it got a correct gradient and returned a wrong one."""
+    """The finding for the last site whose gradient differs: the layer after it got a right gradient and returned a wrong one."""
     sites = sorted(site for kind, site in errors if kind == "gradients")
     bad = next((site for site in reversed(sites) if not limits.is_kept(errors, ("gradients", site))), None)
     if bad is None:

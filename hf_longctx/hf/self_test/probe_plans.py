@@ -1,7 +1,7 @@
 """Small plans that together cover what a run's plans may use: the largest groups in every shape, slices and recomputation.
 
-They are slow, and nobody would choose them. Each runs a pack of documents on one group and lone documents on single ranks
-(with label counts of their own), so that errors between documents, inside a group and between ranks show.
+These plans are slow, and no planner would choose them. Each runs a pack of documents on one group, and lone documents on single
+ranks with different label counts, so that errors between documents, inside a group and between ranks become visible.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 
-# numbers of the documents in `probe_lengths`: packed by one group, the long one (the last of these), and alone on their ranks
+# numbers of documents in `probe_lengths`: those packed on one group, the long one among these (the last), and the lone ones
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)
 _NUM_SLICES = 3
 _TILE_TOKENS = 16
@@ -39,24 +39,24 @@ _REPLAYED = (TensorShare("qkv", recompute=1.0), TensorShare("mlp", recompute=1.0
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """A plan and the name of the case it covers, such as "ring of 4" or "slices on 2 ranks, recomputed"."""
+    """A plan and the name of the case that it covers, such as "ring of 4" or "slices, ulysses of 2, recomputed"."""
 
     name: str
     plan: StepPlan
 
 
 def probe_lengths(long_tokens: int) -> tuple[int, ...]:
-    """Tokens of the documents of every probe, of which `LONG` has `long_tokens` (at least 8)."""
+    """Number of tokens of each document of a probe; document `LONG` has `long_tokens` of them (at least 8)."""
     return (max(2, long_tokens // 3), max(2, long_tokens // 8), long_tokens, 7, 4)
 
 
 def probe_plans(
     lengths: Sequence[int], costs: CostModel, config: PlannerConfig, num_layers: Sequence[Sequence[int]], has_policies: bool
 ) -> tuple[ProbePlan, ...]:
-    """The plans for documents of `probe_lengths` on a run of these costs and limits.
+    """The plans for documents of `probe_lengths`, for a run with these costs and limits.
 
-    num_layers: layers in every range of every stage of the model that runs them. has_policies: whether activation policies may be
-    planned. Plans with slices are included where a run may have them: under policies, and in pipelines.
+    num_layers: number of layers in every layer range of every stage, for the model that runs the plans. has_policies: whether the
+    run may plan activation policies. Slices are included if a run may have them: with policies, and in pipelines.
     """
     ranks_per_stage = costs.cluster.num_ranks // len(num_layers)
     cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
@@ -79,7 +79,7 @@ def probe_plans(
 
 
 def _layer_ranges(num_layers: Sequence[Sequence[int]]) -> list[tuple[LayerRange, ...]]:
-    """Ranges of these many layers for every stage: the first range of every stage, then the second, and so on."""
+    """Layer ranges of every stage, with these numbers of layers: range 0 of every stage comes first, then range 1, and so on."""
     counts = [of_stage[part] for part in range(len(num_layers[0])) for of_stage in num_layers]
     ranges = [LayerRange(first, count) for first, count in zip([0, *accumulate(counts)], counts, strict=False)]
     return [tuple(ranges[stage :: len(num_layers)]) for stage in range(len(num_layers))]
@@ -93,7 +93,7 @@ def _name(shape: GroupShape) -> str:
 
 
 def _slices(lengths: Sequence[int]) -> tuple[Chunk, ...]:
-    """The long document in slices, the last one together with another document; the third alone."""
+    """Chunks of the packed documents: slices of the long one, the last slice together with document 0; then document 1 alone."""
     cuts = [lengths[LONG] * place // _NUM_SLICES for place in range(_NUM_SLICES + 1)]
     spans = [[Span(LONG, start, stop)] for start, stop in pairwise(cuts)]
     spans[-1].append(Span(0, 0, lengths[0]))
@@ -108,10 +108,13 @@ def _plan(
     parts: Sequence[tuple[LayerRange, ...]],
     costs: CostModel,
 ) -> StepPlan:
-    """The group, then the lone documents on the first and the last rank; ranks without any run dummy chunks in the same order."""
+    """A plan of two micro-batches: the group, then the lone documents on the first and the last rank.
+
+    Ranks without documents run dummy chunks, in the same order of actions.
+    """
     schedule: Schedule = "interleaved" if len(parts[0]) > 1 else "elastic"
     group = pipelined(group, parts, schedule)
-    # under sharded parameters all ranks run the same order of kinds
+    # under sharded parameters all ranks must run the same order of action kinds
     idle = [
         SequenceGroup((position,), "local", tuple(Chunk(chunk.index) for chunk in group.chunks), group.stages)
         for position in range(group.degree, num_ranks)
@@ -139,7 +142,7 @@ def _plan(
 
 
 def _recomputed(plan: StepPlan) -> StepPlan:
-    """The plan with a policy for every chunk: recompute everything, but only half of attention's output, and tile the loss."""
+    """The plan with a policy for every chunk: recompute everything, except half of attention's output, and tile the loss."""
     shares = (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
 
     def with_policies(stage: StagePlan, num_chunks: int) -> StagePlan:

@@ -1,10 +1,10 @@
-"""Makes a copy of a model with few layers and few token ids, at full width: equal to the model in all that plans touch.
+"""Makes a copy of a model with few layers and few token ids, but at full width, which equals the model in all that plans touch.
 
-`self_test.check` runs it. Two layers are of one kind if their modules agree in classes, in every setting and in the shapes of all
-weights. The copy has the first layer of every kind, and at least two layers, under their own numbers; all other layers pass their
-input on. Embedding and head keep the first token ids. Windows and attention chunks too long to be filled are shortened, in the
-config and in every module; so are the position steps by which queries are scaled. In a copy of another precision, four-bit
-weights are unpacked. The model itself is left unchanged.
+`self_test.check` runs the copy. Two layers are of one kind if their modules have equal classes, equal settings and weights of
+equal shapes. The copy has the first layer of every kind, and at least two layers, under their own numbers; in place of every
+other layer it passes hidden states on. Embedding and head keep the first token ids. Windows and attention chunks that the test's
+documents would not fill are shortened, in the config and in every module; so are the position steps by which queries are scaled.
+In a copy of another precision, four-bit weights are unpacked. The model itself stays unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_ty
 
 # number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
-# setting: number of positions that share one scale of queries; its largest value in a copy
+# setting with the number of positions that share one scale of queries, and the largest value it may have in a copy
 _STEP, _LONGEST_STEP = "floor_scale", 8
 # settings that differ between layers without changing the computation
 _NUMBERS = ("layer_idx", "training")
@@ -35,7 +35,7 @@ _NOISE = 0.02
 
 
 class SkippedLayer(Identity):
-    """Replaces a layer that the copy leaves out; keeps its plain settings, which decoders read."""
+    """Replaces a layer that the copy leaves out; keeps the layer's plain settings, since decoders read them."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -44,11 +44,12 @@ class SkippedLayer(Identity):
 
 @dataclass
 class ReducedCopy:
-    """The copy, its layers by their numbers in the whole model, and what each of them attends to, in words.
+    """The copy of a model, with its layers by their numbers in the whole model.
 
-    windows: of every layer of the copy, the tokens that attention sees at most, 0 for all. num_token_ids: ids below it may be
-    used. whole_layers: of the model. was_shortened: whether windows are shorter than the model's. attention_calls: of one
-    forward. is_cut: false where the copy has all layers, since the model cannot do without some.
+    patterns: what each layer attends to, in words. windows: the most tokens that each layer's attention sees; 0: all.
+    num_token_ids: token ids below this number may be used. whole_layers: number of layers of the whole model. was_shortened:
+    whether windows are shorter than the model's. attention_calls: attention calls in one forward. is_cut: false if the copy has
+    all layers, because the model cannot run without some of them.
     """
 
     model: Any
@@ -62,7 +63,7 @@ class ReducedCopy:
     is_cut: bool
 
     def give_up(self) -> None:
-        """Drops the model; what is known about its layers stays."""
+        """Drops the model and its layers; keeps what is known about them."""
         self.model, self.layers = None, {}
 
     @property
@@ -75,10 +76,10 @@ class ReducedCopy:
 def reduced_copy(
     model: Any, boundaries: Sequence[int], longest_window: int, dtype: torch.dtype | None, seed: int = 0
 ) -> ReducedCopy:
-    """A reduced copy of `model` in `dtype` (None: the model's own), sharing no memory with its weights.
+    """Makes a reduced copy of `model` in `dtype` (None: the model's own), which shares no memory with the model's weights.
 
-    boundaries: numbers of layers at which pipeline stages begin, each of which keeps a layer. longest_window: longer windows
-    are shortened to it. Weights that are all zero, which would hide what passes through them, get noise.
+    boundaries: numbers of the layers at which the layer ranges of stages begin; each range keeps a layer. longest_window: tokens
+    to which longer windows are shortened. Weights that are all zero get noise, since zeros would hide what passes through them.
     """
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): SkippedLayer(layer) for place, layer in enumerate(layers) if place not in kept}
@@ -111,14 +112,14 @@ def reduced_copy(
         num_token_ids,
         len(layers),
         was_shortened,
-        # calls per forward, equal for all layers: some classes call attention twice in each
+        # all layers call attention equally often, in some classes twice
         num_attention_layers(base_of(copied)) * len(kept) // len(layers),
         is_cut,
     )
 
 
 def num_elements(model: Any, boundaries: Sequence[int]) -> int:
-    """Elements of the weights that a copy has, with four-bit weights unpacked."""
+    """Number of elements in the weights of a copy, with four-bit weights unpacked."""
     _, layers, kept = _layers_and_kept(model, boundaries)
     left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
     memo: dict[int, Any] = {}
@@ -135,7 +136,7 @@ def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[
 
 
 def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the layers to keep: the first of every kind, one of every range of a stage, at least two if possible."""
+    """Numbers of the layers to keep: the first of every kind, one in every layer range of a stage, and two if there are two."""
     kinds: dict[Any, int] = {}
     for place, layer in enumerate(layers):
         kinds.setdefault((types[place], _kind(layer)), place)
@@ -149,7 +150,7 @@ def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Everything that two layers of one kind have in common; their weights' values and their numbers are left out."""
+    """Everything that two layers of one kind have in common; leaves out layer numbers and the values of weights."""
     parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = [
@@ -171,7 +172,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
-    """Puts the first rows of embedding and head into `memo`, where both are plain modules; how many ids both know."""
+    """Puts the first rows of embedding and head into `memo`, if both are plain modules; returns the number of usable ids."""
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     num_rows = embedding.weight.shape[0], getattr(head, "weight", embedding.weight).shape[0]
     num_ids: int = min(num_rows)
@@ -196,7 +197,10 @@ def _make_plain(base: Any) -> None:
 
 
 def _shorten_windows(model: Any, longest: int) -> bool:
-    """Shortens windows and attention chunks to `longest` tokens, and position steps too; returns if a window or chunk was."""
+    """Shortens windows and attention chunks to `longest` tokens, and also position steps.
+
+    Returns whether a window or an attention chunk was shortened.
+    """
     config = base_of(model).config
     owners = [*model.modules(), *{id(each): each for each in (config, config.get_text_config())}.values()]
     long = [

@@ -1,4 +1,4 @@
-"""Runs the reduced copy of the self-test by plain transformers and under plans, and measures how far the results differ.
+"""Runs the reduced copy of the self-test with plain transformers and under plans, and measures how far the results differ.
 
 `self_test.check` makes one `Specimen` per copy and compares its runs.
 """
@@ -47,7 +47,7 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class CopyRun:
-    """Results of one step: loss, gradients by name (whole or this rank's shards), hidden states, and each weight's layer."""
+    """Results of one step: loss, gradients by name (whole, or this rank's shards), hidden states, and each weight's layer."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -57,7 +57,7 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class MeasuredErrors:
-    """Errors of this rank, and per layer the squared distance and norm of its gradient, to be summed over shards."""
+    """Errors of this rank; and, for each layer, the squared distance and norm of its gradient, which are summed over shards."""
 
     errors: Errors
     squares: dict[int, tuple[float, float]]
@@ -65,7 +65,7 @@ class MeasuredErrors:
 
 
 class Specimen:
-    """A reduced copy placed like the model itself (replicated, sharded, in stages), run by plain transformers and under plans."""
+    """A reduced copy, placed like the model itself (replicated, sharded, in stages), that runs plainly and under plans."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class Specimen:
         self.model, self.layers = reduced.model, reduced.layers
         self._sites: dict[int, Any] = {EMBEDDING: reduced.embedding, **reduced.layers}
         self._own_sites, self.stage = self._sites, whole_model(self.model, reduced.attention_calls)
-        # in the plain run a reduce-scatter sums the equal gradients of all ranks of a shard group
+        # number of equal gradients that a reduce-scatter sums in the plain run: one from each rank of a shard group
         self._copies_summed = 1
         if setup.num_stages > 1:
             self.stage, self._own_sites = self._cut()
         owned = self.stage.model
         if mesh is not None:
-            # moved to the device in shards, like the model itself
+            # moves the copy to the device in shards, like the model itself
             move_scales(owned, device)
             shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, fp32_gradients)
         for model in {id(each): each for each in (self.model, owned)}.values():
@@ -108,7 +108,7 @@ class Specimen:
         return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, self.setup.planner.activations is not None)
 
     def plain(self, rows: Rows, members: Sequence[int] | None = None) -> CopyRun:
-        """Loss, gradients and hidden states of `members` (None: all) of `rows`, one by one, with the model's own code."""
+        """Runs `members` (None: all) of `rows`, one by one, with the model's own code; returns loss, gradients, hidden states."""
         trace = HiddenTrace(self._sites)
         num_labels = sum(label != IGNORE_INDEX for row in rows for label in row["labels"][1:])
         total = 0.0
@@ -127,7 +127,7 @@ class Specimen:
         return CopyRun(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
 
     def planned(self, plan: StepPlan, rows: Rows) -> CopyRun:
-        """Loss, hidden states of this rank's tokens, and gradients of the whole step under a plan. Collective."""
+        """Runs a plan; returns the loss, the hidden states of this rank's tokens, and gradients of the whole step. Collective."""
         trace = HiddenTrace(self._own_sites)
         rank_plan = plan.for_rank(self.pool.rank)
         lengths = np.array([len(row["input_ids"]) for row in rows])
@@ -146,7 +146,7 @@ class Specimen:
         return CopyRun(float(result.loss), self._take_gradients(self.stage.model, 1), trace, self._places(self.stage.model, own))
 
     def _kept_layers(self, stage: int) -> tuple[int, ...]:
-        """Layers of the copy in every layer range of a stage."""
+        """Number of the copy's layers in every layer range of a stage."""
         return tuple(
             sum(place - each.first_layer in range(each.num_layers) for place in self.layers) for each in self.setup.ranges[stage]
         )
@@ -196,7 +196,7 @@ class Specimen:
 
 @dataclass(frozen=True, kw_only=True)
 class _TracedStage(StageModel):
-    """A stage whose forwards tell the trace which tokens run; `waiting`: the tokens of every forward to come."""
+    """A stage whose forwards tell the trace which tokens run; `waiting`: tokens of each forward that is still to come."""
 
     trace: HiddenTrace
     waiting: list[list[Part]]
@@ -214,7 +214,7 @@ class _TracedStage(StageModel):
 
 
 def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> MeasuredErrors:
-    """Errors of a run against the plain one, by measure. Collective if only one of them has shards."""
+    """Errors of a run against the plain run, by measure. Collective if only one of the two runs has sharded gradients."""
     errors: Errors = {("loss", 0): abs(run.loss - plain.loss) / max(abs(plain.loss), 1e-30)}
     for kind, site in run.trace.records:
         errors[kind, site] = difference(run.trace, plain.trace, kind, site)
@@ -239,7 +239,7 @@ def agreed_errors(own: MeasuredErrors, control: dist.ProcessGroup | None) -> Err
     """Largest errors over all ranks, equal on every rank."""
     everyone: list[MeasuredErrors] = gather_objects(own, control)
     for measured in everyone:
-        # each rank has its shard of all gradients, or the whole gradients of its layers
+        # each rank has either its shard of all gradients, or whole gradients of its own layers
         parts = everyone if measured.is_sharded else [measured]
         for place in measured.squares:
             gap, norm = (sum(part.squares[place][column] for part in parts) for column in (0, 1))
