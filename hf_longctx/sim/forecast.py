@@ -18,7 +18,7 @@ from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.sim.capacity import Remedy, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
-from hf_longctx.sim.longest import ENGINE_SHARE, Budget, LongestRow, longest_rows
+from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
 from hf_longctx.sim.others.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_layout
@@ -305,7 +305,7 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     memory, placement = scenario.memory, scenario.placement
     ways = (memory, replace(memory, state_bytes_per_parameter=0))
     states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
-    device_bytes = int(memory.device_bytes * ENGINE_SHARE) - states
+    device_bytes = memory.usable_bytes - states
     return longest_rows(
         scenario.costs, Budget(placement.degrees[-1], device_bytes, memory.host_bytes, trains_weights=not memory.lora_rank)
     )
@@ -313,8 +313,7 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
 
 def _machine(scenario: Scenario) -> Machine:
     """The machine and settings that every row of an ablation uses."""
-    device_bytes = int(scenario.memory.device_bytes * ENGINE_SHARE)
-    return Machine(scenario.costs, scenario.planner_config, device_bytes, scenario.memory.host_bytes)
+    return Machine(scenario.costs, scenario.planner_config, scenario.memory.usable_bytes, scenario.memory.host_bytes)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """Finds the longest sequence that one group of ranks can train, switch by switch of the activation engine, and its step time.
 
-Lengths come from the byte counts of `plan/memory/layer.py`, seconds from the cost model plus the time that policies add. Planned
-steps leave a fifth of the device unused (`USABLE_SHARE`), as runs do unless `device_gib` says otherwise; where everything
-is kept, workspace uses that fifth. Here every row counts its workspace, so only a tenth is left unused (`ENGINE_SHARE`).
+Lengths come from the byte counts of `plan/memory/layer.py`, seconds from the cost model plus the time that policies add. The
+device has the usable bytes of planned steps. Attention in half precision is assumed to read one KV head for many query heads, as
+on GPUs; planned steps leave room for operators that repeat heads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.sim.capacity import TILE_TOKENS
 
-# share of the device for states, saved tensors and workspace; fragmentation, communication and the process take the rest
-ENGINE_SHARE = 0.9
 _GIB = 2**30
 
 
@@ -85,7 +83,7 @@ def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
 
 def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
     degree, load = budget.degree, Load.document(1, costs.model.num_layers, budget.trains_weights)
-    # attention operators of GPUs run in half precision only
+    # operators of GPUs that group heads run in half precision only
     load = replace(load, is_shared=degree > 1, groups_heads=costs.model.bytes_per_element == 2)
     tokens = ByteModel(costs.model).longest(
         budget.device_bytes, budget.host_bytes, lambda count: (switches.policy(costs, count),), load, switches.loss_tile

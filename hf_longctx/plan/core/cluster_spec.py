@@ -36,7 +36,8 @@ class HardwareSpec:
     source: str = ""
 
 
-# share of a device that predicted bytes may fill; the rest is for workspace, fragmentation and the process itself
+# share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process itself, and for
+# the workspace of groups that keep everything: with it, their formula is at most a tenth too low
 USABLE_SHARE = 0.8
 
 

@@ -241,28 +241,31 @@ def _use_lines(use: MemoryUse) -> list[str]:
 
 
 def _longest(forecast: Forecast) -> list[str]:
-    scenario, best = forecast.scenario, forecast.longest_row
+    scenario, memory, best = forecast.scenario, forecast.scenario.memory, forecast.longest_row
     planned, positions = scenario.longest_tokens, scenario.costs.model.max_positions
     degree = scenario.placement.degrees[-1]
     over = "" if scenario.costs.model.packed.is_empty else " over weights of four bits"
-    trained = f"LoRA of rank {scenario.memory.lora_rank}{over}" if scenario.memory.lora_rank else "all weights trained"
+    trained = f"LoRA of rank {memory.lora_rank}{over}" if memory.lora_rank else "all weights trained"
     rows = [(row.switches, f"{row.tokens:,}", _seconds(row.step_s) if row.tokens else "-", "") for row in forecast.longest]
     lines = [
         f"LONGEST SEQUENCE  {best.tokens:,} tokens on {_ranks(degree)}, {trained}; "
         f"a step with one alone takes {_seconds(best.step_s)}",
+        f"  {1 - memory.usable_bytes / memory.device_bytes:.0%} of each device is reserved, here and in planned steps",
         *_table(("what the activation engine does", "tokens", "step", ""), rows),
     ]
     if best.tokens > positions:
         lines.append(
             f"  the model itself has {positions:,} positions; beyond them its RoPE or position embeddings must be extended"
         )
-    if scenario.memory.is_measured:
+    if memory.is_measured:
         how = "as was measured"
-    elif scenario.memory.keeps_everything:
-        how = "everything kept, a fifth of the device reserved"
+    elif memory.keeps_everything:
+        how = "everything kept"
     else:
         kept = min(scenario.kept_tokens, scenario.tokens_per_rank)
-        how = f"everything kept up to {kept:,} on a rank, recomputed as needed above,\n  a fifth of the device reserved"
+        how = f"everything kept up to {kept:,} on a rank, recomputed as needed above"
+        if scenario.costs.model.bytes_per_element == 2:
+            how += ",\n  with room for attention operators that copy heads, which the rows above do not count"
     lines.append(f"  planned steps hold {planned:,} tokens ({_ranks(degree)} of {scenario.tokens_per_rank:,}): {how}")
     rows = [
         (remedy.change, f"{remedy.longest_tokens:,}", f"{remedy.longest_tokens / planned:.1f}x", "")

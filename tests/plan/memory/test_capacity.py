@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.cluster_spec import USABLE_SHARE
 from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.types import (
     Action,
@@ -20,6 +21,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     TensorShare,
 )
+from hf_longctx.plan.cost.catalog import model_names, named_model
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
@@ -178,3 +180,12 @@ def test_an_8b_model_on_one_h200_by_hand() -> None:
     outside = 2 * 2 * 128 + 16
     assert tokens == pytest.approx(device / (32 * d + layer + outside), rel=1e-3)
     assert most_tokens(LLAMA, device, 112 * GIB, 2048, trains_weights=False) > 1.7 * tokens
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_reserved_share_covers_workspace_beside_groups_that_keep_everything(name: str) -> None:
+    """Tokens kept by formula in the usable share of a device, and their workspace, leave a tenth of the device free."""
+    byte_model, device_bytes = ByteModel(named_model(name)), 4096 * GIB
+    num_tokens = byte_model.kept_tokens(int(USABLE_SHARE * device_bytes))
+    found = byte_model.chunk(replace(Load.document(num_tokens, byte_model.model.num_layers), is_shared=True, groups_heads=True))
+    assert 0.7 * device_bytes < found.device + found.workspace < 0.9 * device_bytes
