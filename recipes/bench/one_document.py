@@ -94,7 +94,7 @@ def predicted_bytes(plan: RankPlan, spec: ModelSpec) -> tuple[int, int]:
 def predicted_peak_bytes(plan: RankPlan, spec: ModelSpec, trains_weights: bool = True) -> int:
     """Predicted peak bytes of the plan's chunks on the device, without weights, gradients and optimizer states."""
     group, stage = plan.rounds[0]
-    return ByteModel(spec).round(group, stage, trains_weights=trains_weights).peak
+    return ByteModel(spec).moments(group, stage, trains_weights=trains_weights).most.peak
 
 
 @dataclass(frozen=True)

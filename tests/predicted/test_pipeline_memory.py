@@ -42,7 +42,7 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
     found = ranks(2).run(stage_peak_on_rank, SPEC, plan_to_json(plan), rows)
     (group,) = plan.micro_batches[0].groups
     for (peak, memory), stage in zip(found, group.stages, strict=True):
-        predicted = ByteModel(SPEC).round(group, stage, tiles_loss=False)
+        predicted = ByteModel(SPEC).moments(group, stage, tiles_loss=False).most
         assert predicted.book == memory.kv_book
         assert predicted.host == memory.host
         messages = message_bytes(SPEC, stage, 2, max(chunk.num_tokens for chunk in group.chunks))

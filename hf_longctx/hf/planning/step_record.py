@@ -185,7 +185,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
         held: dict[tuple[int, int], tuple[int, int]] = {}
         # a single chunk on one stage, the common case, has neither a K/V book nor messages to count
         is_plain = len(group.chunks) == 1 and plan.num_stages == 1
-        found = None if is_plain else ByteModel(model).round(group, stage, place)
+        found = None if is_plain else ByteModel(model).moments(group, stage, place).most
         for action in stage.actions:
             key = (action.part, action.chunk)
             if action.kind == "B":

@@ -7,7 +7,7 @@ cached by value: every value gets a number (`_Numbers`), and results are stored 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from hf_longctx.plan.memory.round_bytes import (
     OUTSIDE_NUMBERS,
     ChunkBytes,
     Passes,
-    RoundBytes,
     RoundMoments,
     chunk_load,
     chunk_numbers,
@@ -170,22 +169,6 @@ class ByteModel:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def round(
-        self,
-        group: SequenceGroup,
-        stage: StagePlan,
-        position: int = 0,
-        trains_weights: bool = True,
-        tiles_loss: bool = True,
-        copying: Sequence[int] = (),
-    ) -> RoundBytes:
-        """Most bytes that the rank at `position` of the group holds and works with while the stage runs its F and B.
-
-        copying: for each F and B in order, bytes that are still on the device while they are copied to the host.
-        """
-        moments = self.moments(group, stage, position, trains_weights, tiles_loss, copying)
-        return RoundBytes(*(int(getattr(moments, one.name).max(initial=0)) for one in fields(RoundMoments)))
-
     def moments(
         self,
         group: SequenceGroup,
@@ -195,9 +178,10 @@ class ByteModel:
         tiles_loss: bool = True,
         copying: Sequence[int] = (),
     ) -> RoundMoments:
-        """Bytes in each F and B of the stage in order; arguments as in `round`.
+        """Bytes that the rank at `position` of the group holds and works with in each F and B of the stage, in order.
 
-        Slices run forward in their order and backward in reverse order.
+        Slices run forward in their order and backward in reverse order. copying: for each F and B in order, bytes that are still
+        on the device while they are copied to the host.
         """
         passes, loads = self.passes(stage), self._group_loads(group, position, trains_weights, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)

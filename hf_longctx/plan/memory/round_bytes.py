@@ -9,7 +9,7 @@ action; `byte_model.py` counts both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 import numpy as np
@@ -64,17 +64,6 @@ LAYER_NUMBERS = attrgetter("held", "held_host", "forward", "backward", "input_ho
 OUTSIDE_NUMBERS = attrgetter("shared", "head", "forward", "backward")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoundMoments:
-    """Bytes of each pass of a round; fields as in `RoundBytes`."""
-
-    saved: IntArray
-    host: IntArray
-    book: IntArray
-    workspace: IntArray
-    peak: IntArray
-
-
 @dataclass(frozen=True, slots=True)
 class RoundBytes:
     """Bytes of one round on one rank.
@@ -88,6 +77,22 @@ class RoundBytes:
     book: int
     workspace: int
     peak: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundMoments:
+    """Bytes of each pass of a round; fields as in `RoundBytes`."""
+
+    saved: IntArray
+    host: IntArray
+    book: IntArray
+    workspace: IntArray
+    peak: IntArray
+
+    @property
+    def most(self) -> RoundBytes:
+        """The largest of each over all passes."""
+        return RoundBytes(*(int(getattr(self, one.name).max(initial=0)) for one in fields(RoundBytes)))
 
 
 def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> IntArray:

@@ -158,7 +158,7 @@ def _stage_run(
     when = tuple(times[place] for place in passes.places)
     model, group = seconds.costs.model, seconds.group
     copying = _copying_bytes(seconds, passes.actions, when, copied) if copied else ()
-    found = byte_model.round(group, stage, copying=copying)
+    found = byte_model.moments(group, stage, copying=copying).most
     messages = message_bytes(model, stage, len(group.stages), max(seconds.tokens))
     if plan.num_stages == 1:
         state_bytes = byte_model.states(seconds.costs.parameters, seconds.costs.shard_ranks)

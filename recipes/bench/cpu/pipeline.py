@@ -233,7 +233,7 @@ def row_of(name: str, plan: StepPlan, costs: CostModel, rounds: Sequence[Sequenc
         measured_idle=[median(of_stage) for of_stage in zip(*shares, strict=True)],
         planned_in_flight=list(said.in_flight),
         executed_in_flight=[executed_in_flight(step.record) for step in rounds[0]],
-        planned_kv_book=[ByteModel(costs.model).round(group, stage).book for stage in group.stages],
+        planned_kv_book=[ByteModel(costs.model).moments(group, stage).most.book for stage in group.stages],
         executed_kv_book=[step.record.memory.kv_book for step in rounds[0]],
         loss=rounds[0][0].record.loss,
     )

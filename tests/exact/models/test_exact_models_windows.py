@@ -54,7 +54,7 @@ def check(case: ModelCase, plan: StepPlan) -> int:
     assert all(gradients[name].abs().max() <= 1e-12 for name in expected if name not in loud)
     assert worst_error((float(result.loss), {name: gradients[name] for name in loud}), (loss, loud)) <= TOLERANCE
     ((group, stage),) = plan.for_rank(0).rounds
-    assert ByteModel(spec).round(group, stage).book == result.memory.kv_book
+    assert ByteModel(spec).moments(group, stage).most.book == result.memory.kv_book
     return result.memory.kv_book
 
 

@@ -88,7 +88,7 @@ def check_held_memory(pool, case: ModelCase, plan: StepPlan) -> list:
         own = plan.for_rank(rank).rounds
         assert most_waiting(words) == max(most_in_flight(one.actions) for _, one in own)
         assert judged.in_flight[stage] >= most_waiting(words)
-        book = max(ByteModel(spec).round(group, one, group.positions.index(position)).book for group, one in own)
+        book = max(ByteModel(spec).moments(group, one, group.positions.index(position)).most.book for group, one in own)
         assert memory.kv_book == book
         expected = predicted_memory(plan, rank, spec)
         assert (memory.saved, memory.host, memory.kv_book) == (expected.saved, expected.host, book)

@@ -216,7 +216,7 @@ def test_predicted_memory_of_stages_counts_parts_and_leaves_messages_out() -> No
             most = max(most, sum(group.chunks[chunk].num_tokens for _, chunk in waiting))
         found = predicted_memory(plan, rank, spec)
         assert found.saved == most * 32 * 4
-        assert found.kv_book == ByteModel(spec).round(group, stage).book
+        assert found.kv_book == ByteModel(spec).moments(group, stage).most.book
         # keys and values of four layers and 30 tokens, gradients of the first 20: at most two parts' at once
         assert found.kv_book <= 2 * 4 * 2 * 8 * 4 * (30 + 20)
         run = evaluate_plan(plan, replace(tiny_costs(2), model=spec))

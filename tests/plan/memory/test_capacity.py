@@ -76,10 +76,10 @@ def test_slices_by_hand() -> None:
     # 300 tokens in three slices on four layers; a layer's book: 2 * 32 * 4 bytes a token, as much again in front of the last
     chunks = [[(0, start, start + 100)] for start in (0, 100, 200)]
     group = group_of(chunks, "0F0 0F1 0F2 0B2 0B1 0B0")
-    found = ByteModel(SMALL).round(group, group.stages[0])
+    found = ByteModel(SMALL).moments(group, group.stages[0]).most
     assert found.book == 4 * 256 * (300 + 200)
     single = group_of([[(0, 0, 100)]], "0F0 0B0")
-    alone = ByteModel(SMALL).round(single, single.stages[0])
+    alone = ByteModel(SMALL).moments(single, single.stages[0]).most
     # keys and values expanded to all heads are saved with a sequence that runs whole, those of slices lie in the book
     assert found.saved == 3 * (alone.saved - 100 * 4 * 2 * 4 * 64)
     assert found.peak <= found.saved + found.book + found.workspace
@@ -88,14 +88,14 @@ def test_slices_by_hand() -> None:
 def test_two_ranks_hold_half_each() -> None:
     chunks = [[(0, 0, 128)], [(0, 128, 256)]]
     one, two = (group_of(chunks, "0F0 0F1 0B1 0B0", degree) for degree in (1, 2))
-    whole, half = (ByteModel(SMALL).round(group, group.stages[0]) for group in (one, two))
+    whole, half = (ByteModel(SMALL).moments(group, group.stages[0]).most for group in (one, two))
     assert half.book == whole.book / 2 and half.saved == whole.saved / 2
 
 
 def test_chunks_that_run_one_by_one_are_not_in_flight_together() -> None:
     chunks = [[(0, 0, 100)], [(1, 0, 100)]]
     stages = [group_of(chunks, words) for words in ("0F0 0B0 0F1 0B1", "0F0 0F1 0B1 0B0")]
-    apart, together = (ByteModel(SMALL).round(group, group.stages[0]) for group in stages)
+    apart, together = (ByteModel(SMALL).moments(group, group.stages[0]).most for group in stages)
     assert together.saved == 2 * apart.saved and apart.workspace == together.workspace
     assert together.peak - apart.peak == apart.saved
 

@@ -98,7 +98,7 @@ def test_bytes_of_every_pass_are_those_of_a_walk(seed: int) -> None:
         expected = walked(group, stage)
         moments = byte_model.moments(group, stage)
         assert list(zip(*(getattr(moments, name).tolist() for name in names), strict=True)) == expected
-        most = byte_model.round(group, stage)
+        most = byte_model.moments(group, stage).most
         assert [getattr(most, name) for name in names] == [max(each) for each in zip(*expected, strict=True)]
 
 
@@ -134,10 +134,10 @@ def test_chunks_in_flight_and_on_the_device_are_those_of_a_walk(seed: int) -> No
 @pytest.mark.parametrize("seed", range(10))
 def test_equal_stages_are_counted_once_whatever_objects_they_are(seed: int) -> None:
     group, byte_model = random_group(seed), ByteModel(MODEL)
-    found = [byte_model.round(group, stage) for stage in group.stages]
+    found = [byte_model.moments(group, stage).most for stage in group.stages]
     same = deepcopy(group)
     assert same == group and same.chunks is not group.chunks and same.stages[0].actions is not group.stages[0].actions
     with patch.object(byte_model_file, "LayerBytes", None), patch.object(byte_model_file, "Passes", None):
-        assert [byte_model.round(same, stage) for stage in same.stages] == found
+        assert [byte_model.moments(same, stage).most for stage in same.stages] == found
     wider = replace(MODEL, hidden_size=2 * MODEL.hidden_size)
-    assert ByteModel(wider).round(group, group.stages[0]) != found[0]
+    assert ByteModel(wider).moments(group, group.stages[0]).most != found[0]

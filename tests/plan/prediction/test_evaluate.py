@@ -122,7 +122,7 @@ def test_the_peak_is_the_fullest_micro_batch_of_each_rank() -> None:
     (first,) = plan(lengths, 2, rounds, "sharded").micro_batches[0].groups
     byte_model = ByteModel(model.model)
     states = byte_model.states(model.parameters, model.shard_ranks)
-    walked = states + byte_model.round(first, first.stages[0]).peak
+    walked = states + byte_model.moments(first, first.stages[0]).most.peak
     short, long = (states + num_tokens * saved_token_bytes(model.model) for num_tokens in (20, 200))
     assert short < walked < long
     assert run.peak_bytes == (walked, long)

@@ -260,7 +260,7 @@ def test_keys_and_values_of_slices_wait_for_the_first_slice_and_gradients_come_w
     for stage, num_layers in zip(group.stages, (3, 1), strict=True):
         token_bytes = 2 * num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4
         # keys and values of all 64 tokens, gradients of the 48 before the last slice
-        assert ByteModel(MODEL).round(group, stage).book == token_bytes * (64 + 48)
+        assert ByteModel(MODEL).moments(group, stage).most.book == token_bytes * (64 + 48)
 
 
 def test_parts_hold_their_own_chunks_and_books() -> None:
@@ -269,7 +269,7 @@ def test_parts_hold_their_own_chunks_and_books() -> None:
     group = group_of(chunks_of(lengths, 2), actions, even_parts(4, 2, 2))
     for stage in group.stages:
         # both parts are in flight at once: keys and values of two layers, and gradients of one layer at a time at least
-        found = ByteModel(MODEL).round(group, stage)
+        found = ByteModel(MODEL).moments(group, stage).most
         token_bytes = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
         assert token_bytes * (2 * 64 + 32) <= found.book <= token_bytes * 2 * (64 + 32)
 
@@ -282,9 +282,9 @@ def test_only_the_last_part_holds_logits() -> None:
     # both stages hold two chunks on two parts, of one layer each; logits of one chunk after the other
     load = Load(64, (64,), 1, has_head=False, keeps_gradients=False)
     without, logits = (ByteModel(MODEL).chunk(dataclasses.replace(load, has_head=has)).device for has in (False, True))
-    assert ByteModel(MODEL).round(group, first).saved == 4 * without
+    assert ByteModel(MODEL).moments(group, first).most.saved == 4 * without
     assert [str(a) for a in last.actions if a.kind in "FB"][:5] == ["1F0", "1F1", "1.1F0", "1.1B0", "1.1F1"]
-    assert ByteModel(MODEL).round(group, last).saved == 2 * without + logits
+    assert ByteModel(MODEL).moments(group, last).most.saved == 2 * without + logits
 
 
 HOST = LayerPolicy((TensorShare("mlp", host=0.5, device=0.5), TensorShare("layer_input", host=1.0)))
@@ -319,7 +319,7 @@ def test_what_is_on_its_way_to_the_host_is_still_on_the_device() -> None:
     quick, stuck = evaluate_plan(fast, fast_costs), evaluate_plan(slow, slow_costs)
     state = ByteModel(HEADLESS).stage_states(stage, fast) + message_bytes(HEADLESS, stage, 2, 64)
     # nothing but the copy of the last layer that runs is on its way
-    assert quick.peak_bytes[0] - state == ByteModel(HEADLESS).round(group, stage).peak
+    assert quick.peak_bytes[0] - state == ByteModel(HEADLESS).moments(group, stage).most.peak
     # the first two chunks' copies are not even begun when the second forward ends
     assert stuck.peak_bytes[0] >= quick.peak_bytes[0] + quick.host_bytes[0]
 

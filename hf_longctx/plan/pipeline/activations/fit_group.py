@@ -233,7 +233,7 @@ class RoomMaker:
 
     def _bytes(self, group: SequenceGroup) -> RoundBytes:
         # ranks of a group hold as much as the first, which holds the most
-        return self._byte_model.round(group, group.stages[0])
+        return self._byte_model.moments(group, group.stages[0]).most
 
 
 def _all_or_none(share: TensorShare) -> TensorShare:

@@ -52,7 +52,7 @@ def check_memory(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> 
                 assert max(shard_tokens(group.chunks[0], group.shape)) <= max(1, budget.kept_tokens)
                 continue
             for position in range(group.degree):
-                used = ByteModel(costs.model).round(group, stage, position)
+                used = ByteModel(costs.model).moments(group, stage, position).most
                 assert used.peak <= budget.device_bytes and used.host <= budget.host_bytes
 
 
