@@ -12,7 +12,7 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.pipeline.activations.fit_group import policy_reason
 from hf_longctx.sim.capacity import MemoryModel
 from hf_longctx.sim.execution import Execution
@@ -119,7 +119,7 @@ def _shares(groups: list[SequenceGroup], model: ModelSpec) -> tuple[tuple[tuple[
     if not total:
         return (), 0.0
     shares = tuple((name, again[name] / total) for name in TENSOR_CLASSES if name != "layer_input")
-    return shares, host / (total * sum(class_bytes(model, name) for name in TENSOR_CLASSES))
+    return shares, host / (total * layer_class_bytes(model))
 
 
 def _layers(group: SequenceGroup) -> Iterator[tuple[int, LayerPolicy]]:

@@ -39,6 +39,11 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass) -> int:
     raise KeyError(tensor_class)
 
 
+def layer_class_bytes(model: ModelSpec) -> int:
+    """Bytes of all classes per token and layer, as the activation engine holds them."""
+    return sum(class_bytes(model, name) for name in TENSOR_CLASSES)
+
+
 def plain_layer_bytes(model: ModelSpec) -> int:
     """Bytes per token that one layer saves for backward when nothing is recomputed."""
     e, d, h = model.bytes_per_element, model.hidden_size, model.num_heads

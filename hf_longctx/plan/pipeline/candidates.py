@@ -16,11 +16,11 @@ import numpy as np
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.planner_config import PlannerConfig
-from hf_longctx.plan.core.types import TENSOR_CLASSES, Chunk, GroupShape, MicroBatch, SequenceGroup
+from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.groups.placement import PlacedGroup, place_layout, with_idle_ranks
-from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
 from hf_longctx.plan.pipeline.deal import deal_sequences
 from hf_longctx.plan.pipeline.layouts import StageLayout, promising, stage_layouts
 from hf_longctx.plan.pipeline.orders import Schedule, families, pipelined
@@ -78,10 +78,9 @@ class StageRoom:
         num_layers, budget = costs.model.num_layers, config.activations
         # a stage has only some of the layers, so its ranks can hold proportionally more tokens
         self.longest_tokens = config.tokens_per_rank * num_layers // max(self.layers)
-        layer_bytes = sum(class_bytes(costs.model, name) for name in TENSOR_CLASSES)
         self.can_recompute = budget is not None
         # room of a rank, in tokens times layers
-        self.room = budget.device_bytes / layer_bytes if budget else float(config.tokens_per_rank * num_layers)
+        self.room = budget.device_bytes / layer_class_bytes(costs.model) if budget else float(config.tokens_per_rank * num_layers)
         forward, backward = costs.coefficients.forward, costs.coefficients.backward
         self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
 

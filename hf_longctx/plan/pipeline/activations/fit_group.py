@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hf_longctx.plan.activations.added_seconds import group_seconds, one_slot
-from hf_longctx.plan.activations.fit import FittedGroups, Program, Trial, first_fitting, lean_group, search_room, with_layers
+from hf_longctx.plan.activations.fit import Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
 from hf_longctx.plan.activations.slots import Slot, layer_slots
 from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan, TensorShare
+from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StepPlan, TensorShare
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.round_bytes import RoundBytes
-from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache
 from hf_longctx.plan.prediction.planning import Planning
 
 
@@ -69,13 +69,13 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     if budget is None:
         return plan
     allows_slices = not planning.config.one_micro_batch
-    return RoomMaker(planning.costs, budget, allows_slices, planning.known.fitted_groups).for_plan(plan)
+    return RoomMaker(planning.costs, budget, allows_slices, planning.known).for_plan(plan)
 
 
 class RoomMaker:
     """Makes room for the groups of all plans of one step: policies, and slices if `allows_slices`.
 
-    known: groups that were solved before.
+    known: bytes and groups that were counted and solved before.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class RoomMaker:
         costs: CostModel,
         budget: ActivationBudget,
         allows_slices: bool = True,
-        known: FittedGroups | None = None,
+        known: PredictionCache | None = None,
     ) -> None:
         self.costs, self.budget, self.allows_slices = costs, budget, allows_slices
-        self._byte_model = ByteModel(costs.model)
-        self._known = FittedGroups() if known is None else known
+        known = PredictionCache() if known is None else known
+        self._byte_model, self._known = known.byte_model(costs.model), known.fitted_groups
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
         """Makes room for every group whose chunk has more tokens than are kept without policies (`kept_tokens`).
@@ -190,7 +190,7 @@ class RoomMaker:
         # host bytes less two tokens per layer and chunk, since the host slab cannot grow: one for rounding shares to tokens,
         # one for uneven shards
         model, num_chunks = self.costs.model, len(group.chunks)
-        token_bytes = num_chunks * model.num_layers * sum(class_bytes(model, name) for name in TENSOR_CLASSES)
+        token_bytes = num_chunks * model.num_layers * layer_class_bytes(model)
         host_bytes = max(0.0, self.budget.host_bytes - 2.0 * token_bytes)
         rate = self.costs.cluster.hardware.copy_bytes_per_s
 

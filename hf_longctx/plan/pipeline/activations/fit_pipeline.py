@@ -17,7 +17,6 @@ from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Action, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
 from hf_longctx.plan.pipeline.activations.cells import GroupCells
 from hf_longctx.plan.pipeline.activations.joint_program import choose_jointly
@@ -84,10 +83,11 @@ class PipelineRoom:
     ) -> None:
         self.plan, self.costs, self.budget, self.keeps_attention = plan, costs, budget, keeps_attention
         stages = plan.micro_batches[0].groups[0].stages
-        states = [ByteModel(costs.model).stage_states(stage, plan) for stage in stages]
+        self.predictions = PredictionCache() if known is None else known
+        self._byte_model = self.predictions.byte_model(costs.model)
+        states = [self._byte_model.stage_states(stage, plan) for stage in stages]
         self.limit_bytes = max(states) + budget.device_bytes
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
-        self.predictions = PredictionCache() if known is None else known
         self._known = FittedGroups()
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
@@ -123,7 +123,7 @@ class PipelineRoom:
             self.costs,
             self.budget.tile_tokens,
             keeps_attention,
-            self.predictions.byte_model(self.costs.model),
+            self._byte_model,
             self.budget.host_bytes > 0,
         )
         both = self._solve(cells, tiled.seconds, self.budget.host_bytes)
