@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
-    from hf_longctx.sim.capacity import MemoryModel
+    from hf_longctx.sim.capacity import DeviceMemory
     from hf_longctx.sim.forecast import Forecast
     from hf_longctx.sim.output.json_records import PlanFile
     from hf_longctx.sim.scenario import Request
@@ -214,8 +214,8 @@ def _simulate(options: argparse.Namespace) -> str:
     return json.dumps(execution_record(plan, execution, costs, memory), indent=2) if options.json else text
 
 
-def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, MemoryModel]:
-    """Cost model and memory model of a plan: those of the file, or those that the options name."""
+def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, DeviceMemory]:
+    """Cost model and device memory of a plan: those of the file, or those that the options name."""
     from hf_longctx.sim.scenario import Request, build_scenario
 
     changes = [name for name in ("model", "hardware", "dtype", "shard_ranks", "ranks_per_node") if getattr(options, name)]

@@ -20,11 +20,11 @@ _MAX_DOUBLINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryModel:
-    """Bytes of one model on one kind of device.
+class DeviceMemory:
+    """Memory of one kind of device for one model; `ByteModel` counts whatever was not measured on it.
 
     usable_bytes: bytes for states and saved tensors. state_bytes_per_parameter: measured bytes of weights, gradients and
-    optimizer states (0: use the formula of `ModelSpec`). lora_rank: rank of adapters on all matrices of the layers, with
+    optimizer states (0: not measured). lora_rank: rank of adapters on all matrices of the layers, with
     everything else frozen (0: all weights are trained). host_bytes: host memory of each rank for saved tensors (0: none is
     counted). keeps_everything: nothing more is recomputed, offloaded or tiled, for example where the measured bytes per token
     already include recomputation.
@@ -40,8 +40,8 @@ class MemoryModel:
     keeps_everything: bool = True
 
     @classmethod
-    def by_formula(cls, model: ModelSpec, device_bytes: int) -> MemoryModel:
-        """A memory model without measurements: saved tensors by formula, and four fifths of the device usable."""
+    def by_formula(cls, model: ModelSpec, device_bytes: int) -> DeviceMemory:
+        """Memory without measurements: saved tensors by formula, and four fifths of the device usable."""
         return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), saved_token_bytes(model))
 
     @property
@@ -50,11 +50,9 @@ class MemoryModel:
 
     def state_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
         """Bytes on a rank of weights, gradients and optimizer states, and of weights that are gathered beside their shards."""
-        if self.lora_rank:
-            adapted = replace(self.model, adapters=AdapterSpec.lora(self.model, self.lora_rank))
-            return ByteModel(adapted).states(parameters, shard_ranks)
-        if not self.is_measured:
-            return ByteModel(self.model).states(parameters, shard_ranks)
+        if self.lora_rank or not self.is_measured:
+            adapters = AdapterSpec.lora(self.model, self.lora_rank) if self.lora_rank else self.model.adapters
+            return ByteModel(replace(self.model, adapters=adapters)).states(parameters, shard_ranks)
         whole = self.model.num_parameters * self.state_bytes_per_parameter
         if parameters == "replicated":
             return whole
@@ -100,18 +98,18 @@ class Placement:
     method: GroupMethod
     max_tokens_per_rank: int = 0
 
-    def kept_tokens(self, memory: MemoryModel) -> int:
+    def kept_tokens(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank with everything kept."""
         return self._bounded(memory.tokens_per_rank(self.parameters, self.shard_ranks))
 
-    def tokens_per_rank(self, memory: MemoryModel) -> int:
+    def tokens_per_rank(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank that a plan may use."""
         return self._bounded(memory.most_tokens_per_rank(self.parameters, self.shard_ranks, self.degrees[-1] > 1))
 
     def _bounded(self, fitting: int) -> int:
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting
 
-    def longest_tokens(self, memory: MemoryModel) -> int:
+    def longest_tokens(self, memory: DeviceMemory) -> int:
         """Tokens of the longest sequence that fits, alone in a group of the largest degree."""
         return self.degrees[-1] * self.tokens_per_rank(memory)
 
@@ -135,7 +133,7 @@ class Room:
     longest_tokens: int
 
 
-def rooms(memory: MemoryModel, placement: Placement) -> tuple[Room, ...]:
+def rooms(memory: DeviceMemory, placement: Placement) -> tuple[Room, ...]:
     """All ways of keeping the states with the same groups, sharded ones over all ranks unless the placement says otherwise."""
     names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_round")
     ways = []
@@ -154,7 +152,7 @@ def rooms(memory: MemoryModel, placement: Placement) -> tuple[Room, ...]:
     return tuple(ways)
 
 
-def remedies(memory: MemoryModel, placement: Placement) -> tuple[Remedy, ...]:
+def remedies(memory: DeviceMemory, placement: Placement) -> tuple[Remedy, ...]:
     """Single changes that let a longer sequence fit, the most effective first."""
     now = placement.longest_tokens(memory)
     options = [
@@ -165,9 +163,9 @@ def remedies(memory: MemoryModel, placement: Placement) -> tuple[Remedy, ...]:
     return tuple(sorted(longer, key=lambda option: -option.longest_tokens))
 
 
-def _changes(memory: MemoryModel, placement: Placement) -> Sequence[tuple[str, MemoryModel, Placement]]:
+def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, DeviceMemory, Placement]]:
     num_ranks, heads, now = placement.num_ranks, memory.model.num_heads, placement.longest_tokens(memory)
-    changes: list[tuple[str, MemoryModel, Placement]] = []
+    changes: list[tuple[str, DeviceMemory, Placement]] = []
     if placement.max_tokens_per_rank:
         changes.append(("leave --tokens-per-rank out", memory, replace(placement, max_tokens_per_rank=0)))
     allowed = default_degrees(num_ranks, heads, placement.method)
@@ -194,7 +192,7 @@ def _changes(memory: MemoryModel, placement: Placement) -> Sequence[tuple[str, M
     return changes
 
 
-def wider_job(memory: MemoryModel, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:
+def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:
     """The placement on `num_ranks` ranks, doubled until a sequence of `num_tokens` fits; at most doubled ten times.
 
     States that all ranks share are shared by all of the new ones, and so are those of a single rank.

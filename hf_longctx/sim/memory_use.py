@@ -14,7 +14,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.pipeline.activations.fit_group import policy_reason
-from hf_longctx.sim.capacity import MemoryModel
+from hf_longctx.sim.capacity import DeviceMemory
 from hf_longctx.sim.execution import Execution
 
 
@@ -47,7 +47,7 @@ class MemoryUse:
 
 
 def memory_use(
-    plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel, budget: ActivationBudget | None = None
+    plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory, budget: ActivationBudget | None = None
 ) -> MemoryUse:
     """Summary of how `plan` uses memory; without the budget that it was made with, it gives no reason."""
     groups = [group for mb in plan.micro_batches for group in mb.groups if any(chunk.spans for chunk in group.chunks)]
@@ -75,10 +75,10 @@ def memory_use(
     )
 
 
-def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> tuple[int, ...]:
+def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> tuple[int, ...]:
     """Most bytes on each rank's device: by tokens if the plan keeps everything, else as the prediction counted its policies.
 
-    States are those of the memory model, which may be measured or belong to adapters.
+    States are those of `memory`, which may be measured or belong to adapters.
     """
     ranks = execution.ranks
     if not has_policies(plan):

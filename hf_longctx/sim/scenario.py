@@ -26,7 +26,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import ModelCalibration, read_profile
-from hf_longctx.sim.capacity import MemoryModel, Placement, remedies
+from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 _GIB = 2**30
@@ -69,7 +69,7 @@ class Scenario:
     model_name: str
     hardware_name: str
     costs: CostModel
-    memory: MemoryModel
+    memory: DeviceMemory
     placement: Placement
     solver: Solver
     notes: tuple[str, ...] = ()
@@ -234,11 +234,11 @@ def _host_bytes(request: Request, cluster: ClusterSpec, notes: list[str]) -> int
 
 def _measured_or_assumed(
     model: ModelSpec, cluster: ClusterSpec, calibration: ModelCalibration | None
-) -> tuple[CostCoefficients, MemoryModel]:
+) -> tuple[CostCoefficients, DeviceMemory]:
     device_bytes = cluster.hardware.device_bytes
     if calibration is None:
-        return default_coefficients(model, cluster), MemoryModel.by_formula(model, device_bytes)
-    memory = MemoryModel(
+        return default_coefficients(model, cluster), DeviceMemory.by_formula(model, device_bytes)
+    memory = DeviceMemory(
         model,
         device_bytes,
         calibration.usable_bytes,
@@ -248,7 +248,7 @@ def _measured_or_assumed(
     return calibration.coefficients, memory
 
 
-def _placement(request: Request, memory: MemoryModel, degrees: tuple[int, ...], notes: list[str]) -> Placement:
+def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...], notes: list[str]) -> Placement:
     if request.shard_ranks and request.parameters == "replicated":
         raise ValueError(f"--shard-ranks {request.shard_ranks} has no effect with --parameters replicated; leave one of them out")
     shard_ranks = request.shard_ranks or request.num_ranks

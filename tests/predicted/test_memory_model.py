@@ -1,4 +1,4 @@
-"""The memory model against torch's own record of allocations: held bytes within 1 percent, peaks within 7."""
+"""The byte model against torch's own record of allocations: held bytes within 1 percent, peaks within 7."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory model of stages against torch's own record of allocations, on gloo ranks: books exactly, peaks within 7 %."""
+"""The byte model of stages against torch's own record of allocations, on gloo ranks: books exactly, peaks within 7 %."""
 
 from __future__ import annotations
 

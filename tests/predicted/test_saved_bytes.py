@@ -1,4 +1,4 @@
-"""Autograd saves as many bytes, counted by torch's own hooks, as the memory model predicts, within one percent."""
+"""Autograd saves as many bytes, counted by torch's own hooks, as the byte model predicts, within one percent."""
 
 from __future__ import annotations
 

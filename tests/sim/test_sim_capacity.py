@@ -8,7 +8,7 @@ import pytest
 from helpers.plans.forecasts import MEMORY, MODEL
 
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.sim.capacity import MemoryModel, Placement, remedies, rooms, wider_job
+from hf_longctx.sim.capacity import DeviceMemory, Placement, remedies, rooms, wider_job
 
 # weights and gradients of 4 bytes, two moments of 4 bytes
 WHOLE = 1312 * 16
@@ -39,7 +39,7 @@ def test_states_that_do_not_fit_leave_no_tokens() -> None:
 
 
 def test_measured_states_are_bytes_per_parameter_shared_by_the_ranks() -> None:
-    measured = MemoryModel(MODEL, 100_000, 50_000, saved_bytes_per_token=500, state_bytes_per_parameter=18)
+    measured = DeviceMemory(MODEL, 100_000, 50_000, saved_bytes_per_token=500, state_bytes_per_parameter=18)
     assert measured.state_bytes("replicated", 1) == 1312 * 18
     assert measured.state_bytes("sharded", 4) == 1312 * 18 // 4
     # all weights in addition to the shards
@@ -54,7 +54,7 @@ def test_the_longest_sequence_fills_the_largest_group() -> None:
     assert replace(REPLICATED, max_tokens_per_rank=7000).longest_tokens(MEMORY) == 4 * 45
 
 
-def lengths_by_remedy(placement: Placement, memory: MemoryModel = MEMORY) -> dict[str, int]:
+def lengths_by_remedy(placement: Placement, memory: DeviceMemory = MEMORY) -> dict[str, int]:
     found = remedies(memory, placement)
     assert [remedy.longest_tokens for remedy in found] == sorted((remedy.longest_tokens for remedy in found), reverse=True)
     return {remedy.change: remedy.longest_tokens for remedy in found}
@@ -94,7 +94,7 @@ def test_a_measured_model_is_not_offered_another_number_format() -> None:
 
 
 def test_a_change_that_gains_nothing_is_no_remedy() -> None:
-    halves = MemoryModel.by_formula(replace(MODEL, bytes_per_element=2), 100_000)
+    halves = DeviceMemory.by_formula(replace(MODEL, bytes_per_element=2), 100_000)
     assert set(lengths_by_remedy(SHARDED, halves)) == {"devices of 0 GiB", "2 times the ranks: --gpus 8"}
 
 

@@ -17,7 +17,7 @@ from hf_longctx.plan.core.planner_config import GROUP_METHODS
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.sim.capacity import MemoryModel, rooms
+from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
@@ -71,7 +71,7 @@ def forecast_record(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
+def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> dict[str, Any]:
     """Seconds and shares of a simulated step, and seconds and peak bytes of every rank."""
     shares = {name.replace("_s", "_share"): execution.share(name) for name in ("compute_s", "exchange_s", "idle_s")}
     peaks = peak_bytes(plan, execution, costs, memory)
@@ -145,8 +145,8 @@ def _choice_record(choice: Choice) -> dict[str, Any]:
     return dataclasses.asdict(choice) | {"step_s": choice.step_s if choice.is_possible else None}
 
 
-def cost_model_record(costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
-    """Cost model and memory model as plain data, so that `simulate` needs only the file."""
+def cost_model_record(costs: CostModel, memory: DeviceMemory) -> dict[str, Any]:
+    """Cost model and device memory as plain data, so that `simulate` needs only the file."""
     return {
         **dataclasses.asdict(costs),
         "memory": {name: value for name, value in dataclasses.asdict(memory).items() if name != "model"},
@@ -161,7 +161,7 @@ class PlanFile:
     model_name: str = ""
     hardware_name: str = ""
     costs: CostModel | None = None
-    memory: MemoryModel | None = None
+    memory: DeviceMemory | None = None
 
 
 def read_plan_file(text: str) -> PlanFile:
@@ -177,7 +177,7 @@ def read_plan_file(text: str) -> PlanFile:
     adapters = AdapterSpec(**_fields(AdapterSpec, shapes["adapters"], "cost_model.model.adapters"))
     packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
     model = ModelSpec(**shapes | {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"])})
-    memory = MemoryModel(model, **_fields(MemoryModel, record.pop("memory", None), "cost_model.memory", leave=("model",)))
+    memory = DeviceMemory(model, **_fields(DeviceMemory, record.pop("memory", None), "cost_model.memory", leave=("model",)))
     names = (str(data.get("model", "")), str(data.get("hardware", "")))
     return PlanFile(plan, *names, _cost_model(record, model), memory)
 

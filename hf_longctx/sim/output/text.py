@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.sim.capacity import MemoryModel, rooms
+from hf_longctx.sim.capacity import DeviceMemory, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import Choice, DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
@@ -274,7 +274,7 @@ def _longest(forecast: Forecast) -> list[str]:
     return [*lines, *_table(("what would lengthen a planned one", "tokens", "", ""), rows)] if rows else lines
 
 
-def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memory: MemoryModel) -> str:
+def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> str:
     """The report of a simulated step: seconds, shares, and a row per rank; consecutive ranks with equal rows share one."""
     folded: list[tuple[int, int, tuple[str, ...]]] = []
     peaks = peak_bytes(plan, execution, costs, memory)

@@ -7,7 +7,7 @@ import numpy as np
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
-from hf_longctx.sim.capacity import MemoryModel, Placement
+from hf_longctx.sim.capacity import DeviceMemory, Placement
 from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
@@ -27,7 +27,7 @@ MODEL = ModelSpec(
 )
 HARDWARE = HardwareSpec("test", 1e12, 1e12, 100_000, 1e9, 1e9, 0.0)
 # usable: four fifths of 100,000 bytes
-MEMORY = MemoryModel.by_formula(MODEL, HARDWARE.device_bytes)
+MEMORY = DeviceMemory.by_formula(MODEL, HARDWARE.device_bytes)
 
 # per rank: 1 ms (backward 2 ms) for a token, 10 ms for a chunk, 1 us for a byte sent; 250 ms once per step
 _FORWARD = PassCoefficients(0.0, 1e-3, 1e-2, 0.0, 1e-6, 1e-6)

@@ -1,4 +1,4 @@
-"""The memory model by hand and at random: held bytes, the book, what more tokens and less keeping do, the longest document."""
+"""The byte model by hand and at random: held bytes, the book, what more tokens and less keeping do, the longest document."""
 
 from __future__ import annotations
 

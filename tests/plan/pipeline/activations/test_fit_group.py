@@ -44,7 +44,7 @@ def config_of(costs: CostModel, device_bytes: int, host_bytes: int = 0, tile_tok
 
 
 def check_memory(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> None:
-    """Every group is within the budget: by the memory model, or by the formula for what is wholly kept."""
+    """Every group is within the budget: by the byte model, or by the formula for what is wholly kept."""
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
             (stage,) = group.stages
