@@ -53,7 +53,7 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         search = PipelineSearch(step, lengths, planning)
         plan = search.plan()
         fitting = [(plan, "pipelines"), *((lent, "pipelines, lent") for lent in search.lent_plans(plan))]
-        lower_bound_s = search.lower_bound_s()
+        lower_bound_s = search.staged.lower_bound_s()
     else:
         check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)
         problem = GroupingProblem.build(lengths, costs, config)

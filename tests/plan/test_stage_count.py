@@ -19,7 +19,7 @@ from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
-from hf_longctx.plan.pipeline.stage_seconds import pipeline_s
+from hf_longctx.plan.pipeline.staged_step import pipeline_s
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 
@@ -72,7 +72,7 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     per_stage, per_node = costs.cluster.num_ranks // stages, costs.cluster.ranks_per_node
     leaves = [(stage + 1) % stages * per_stage // per_node != stage * per_stage // per_node for stage in range(stages)]
     parts = stage_parts(costs.model, stages)
-    # these seconds equal `evaluate_plan`'s, see test_stage_seconds.py
+    # these seconds equal `evaluate_plan`'s, see test_staged_step.py
     return min(pipeline_s(made, GroupShape(degree, degree), costs, parts, "elastic", leaves)[0] for made in chunks)
 
 

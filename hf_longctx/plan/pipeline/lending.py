@@ -7,20 +7,17 @@ values of the whole sequence so far sent to the lent ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.sharding import lent_order, running_stages
 from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan
-from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.pipeline.candidates import PipelineStep
 from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import families
-from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.prediction.evaluate import Evaluation
 
-# most sequences of a step that get a micro-batch of their own to be lent ranks
-_MOST_ALONE = 2
-
+# the predicted run of a plan; raises ValueError for a plan that cannot be evaluated
+Predict = Callable[[StepPlan], Evaluation]
 # whether every rank has room for a plan, given its predicted run
 Fits = Callable[[StepPlan, Evaluation], bool]
 
@@ -50,12 +47,12 @@ class Lending:
         )
 
 
-def lend(plan: StepPlan, costs: CostModel, fits: Fits = lambda plan, run: True) -> Lending:
+def lend(plan: StepPlan, predict: Predict, fits: Fits = lambda plan, run: True) -> Lending:
     """Adds helpers to every group where they save predicted seconds of the step; tries three ways per group and takes the best.
 
-    fits: plans for which it returns False are left out. Raises ValueError for a plan that cannot be evaluated.
+    fits: plans for which it returns False are left out.
     """
-    plain_s = best_s = evaluate_plan(plan, costs, with_events=False).step_s
+    plain_s = best_s = predict(plan).step_s
     num_lent = num_able = 0
     for place, micro_batch in enumerate(plan.micro_batches):
         for index, group in enumerate(micro_batch.groups):
@@ -65,47 +62,11 @@ def lend(plan: StepPlan, costs: CostModel, fits: Fits = lambda plan, run: True) 
             is_lent = False
             for candidate in candidates:
                 tried = _with_group(base, place, index, candidate)
-                found = evaluate_plan(tried, costs, with_events=False)
+                found = predict(tried)
                 if found.step_s < best_s and fits(tried, found):
                     plan, best_s, is_lent = tried, found.step_s, True
             num_lent += is_lent
     return Lending(plan, plain_s, best_s, num_lent, num_able)
-
-
-def lent_plans(
-    plan: StepPlan,
-    pipelines: PipelineStep,
-    costs: CostModel,
-    fits: Fits,
-    micro_batches_of: Callable[[tuple[int, ...]], Sequence[MicroBatch]],
-) -> Iterator[StepPlan]:
-    """Plans with lent ranks to compare with `plan`, which has none: with helpers in its own groups, or with long sequences apart.
-
-    A group of several sequences cannot be lent ranks, so up to two of the longest sequences get a micro-batch each, before the
-    micro-batches that `micro_batches_of` plans for the others.
-    """
-    yield lend(plan, costs, fits).plan
-    lengths = pipelines.lengths.tolist()
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    alone: list[MicroBatch] = []
-    for count, sequence in enumerate(order[:_MOST_ALONE], 1):
-        lent = _lent_alone(plan, pipelines, sequence, costs, fits)
-        if lent is None:
-            return
-        alone.append(lent)
-        others = tuple(sorted(order[count:]))
-        yield replace(plan, micro_batches=(*alone, *(micro_batches_of(others) if others else ())))
-
-
-def _lent_alone(plan: StepPlan, pipelines: PipelineStep, sequence: int, costs: CostModel, fits: Fits) -> MicroBatch | None:
-    """Fastest micro-batch of this sequence alone with helpers; None where none fits or none saves time."""
-    best: tuple[float, MicroBatch] | None = None
-    for candidate in pipelines.lone_candidates(sequence):
-        tried = replace(plan, micro_batches=(pipelines.micro_batch(candidate),))
-        found = lend(tried, costs, fits)
-        if found.num_lent and (best is None or found.lent_s < best[0]):
-            best = found.lent_s, found.plan.micro_batches[0]
-    return None if best is None else best[1]
 
 
 def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]:

@@ -26,10 +26,10 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
-from hf_longctx.plan.pipeline.deal import deal_sequences
+from hf_longctx.plan.pipeline.layouts import deal_sequences
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
-from hf_longctx.plan.pipeline.stage_seconds import Parts
+from hf_longctx.plan.pipeline.staged_step import Parts
 from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.prediction.planning import Planning
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options

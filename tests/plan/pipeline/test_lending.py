@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
@@ -23,7 +25,7 @@ from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.evaluate import Evaluation, evaluate_plan
 
 
 def plan_of(
@@ -50,6 +52,11 @@ def costs(kind: str, num_ranks: int) -> CostModel:
     return dataclasses.replace(model, coefficients=dataclasses.replace(model.coefficients, step_s=0.0))
 
 
+def judge(model: CostModel) -> Callable[[StepPlan], Evaluation]:
+    """Predicts plans under these costs."""
+    return functools.partial(evaluate_plan, costs=model)
+
+
 @settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=6), min_size=1, max_size=3),
@@ -59,7 +66,7 @@ def costs(kind: str, num_ranks: int) -> CostModel:
 )
 def test_a_lent_plan_is_valid_and_never_predicted_slower(sequences, num_stages: int, kind: str, pack: int) -> None:
     plan, model = plan_of(sequences, num_stages, pack), costs(kind, num_stages)
-    found = lend(plan, model)
+    found = lend(plan, judge(model))
     validate_plan(found.plan)
     assert found.plain_s == evaluate_plan(plan, model).step_s
     assert found.lent_s == evaluate_plan(found.plan, model).step_s <= found.plain_s
@@ -75,11 +82,11 @@ def test_one_sequence_gets_the_best_of_all_ways(kind: str, num_stages: int) -> N
     (group,) = plan.micro_batches[0].groups
     ways = [lent_group(group, *sides) for sides in itertools.product((False, True), repeat=2)]
     seconds = [evaluate_plan(dataclasses.replace(plan, micro_batches=(MicroBatch((way,)),)), model).step_s for way in ways]
-    assert lend(plan, model).lent_s == min(seconds)
+    assert lend(plan, judge(model)).lent_s == min(seconds)
 
 
 def test_equal_slices_on_two_stages_save_a_slot_where_lending_is_free() -> None:
-    found = lend(plan_of([[300, 300, 300, 300]], 2), costs("linear", 2))
+    found = lend(plan_of([[300, 300, 300, 300]], 2), judge(costs("linear", 2)))
     # five slots a pass, of which the first and the last are shared; the head is not on both stages
     assert 0.15 < found.gain <= 0.2
     saved = f"{found.lent_s:.3f} s for {found.plain_s:.3f} s ({found.gain:.1%} saved)"
@@ -88,9 +95,9 @@ def test_equal_slices_on_two_stages_save_a_slot_where_lending_is_free() -> None:
 
 def test_a_limit_of_memory_keeps_the_plan() -> None:
     plan, model = plan_of([[400, 300, 250, 200]], 2), costs("linear", 2)
-    lent, plain = (max(evaluate_plan(one, model).peak_bytes) for one in (lend(plan, model).plan, plan))
-    assert lend(plan, model, lambda _, run: max(run.peak_bytes) <= lent).num_lent == 1
-    assert plain < lent and lend(plan, model, lambda _, run: max(run.peak_bytes) <= plain).plan == plan
+    lent, plain = (max(evaluate_plan(one, model).peak_bytes) for one in (lend(plan, judge(model)).plan, plan))
+    assert lend(plan, judge(model), lambda _, run: max(run.peak_bytes) <= lent).num_lent == 1
+    assert plain < lent and lend(plan, judge(model), lambda _, run: max(run.peak_bytes) <= plain).plan == plan
 
 
 def test_what_the_runtime_does_not_share_is_left_alone() -> None:
@@ -103,7 +110,7 @@ def test_what_the_runtime_does_not_share_is_left_alone() -> None:
         dataclasses.replace(plan_of([[200, 100, 90]], 2), parameters="gathered_per_round"),
     ]
     for plan in left:
-        found = lend(plan, model)
+        found = lend(plan, judge(model))
         assert (found.plan, found.num_able) == (plan, 0)
 
 

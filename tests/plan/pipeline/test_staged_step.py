@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
-from hf_longctx.plan.pipeline.stage_seconds import busiest_rates, pipeline_s
+from hf_longctx.plan.pipeline.staged_step import StageRoom, busiest_rates, pipeline_s
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
 
 
@@ -79,3 +82,16 @@ def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers:
     ]
     found = rates.sequences_s(np.array(lengths, dtype=float)) + rates.chunk_s
     assert found.tolist() == pytest.approx(max(expected, key=sum), rel=1e-9)
+
+
+def test_room_is_counted_in_tokens_or_in_bytes_of_layers() -> None:
+    costs, parts = cost_model("linear", 4), layer_ranges(4, 2)
+    kept = StageRoom(costs, parts, PlannerConfig(100, (1,)))
+    assert kept.longest_tokens == 200
+    assert kept.added_s([200, 200], 9.0) == 0.0 and math.isinf(kept.added_s([201, 0], 9.0))
+    budget = ActivationBudget(0, 1 << 20)
+    budgeted = StageRoom(costs, parts, PlannerConfig(100, (1,), activations=budget))
+    most = budgeted.room / 2
+    assert budgeted.added_s([most, most], 9.0) == 0.0
+    # half has to be recomputed, and forward is a third of forward and backward
+    assert budgeted.added_s([2 * most, most], 9.0) == pytest.approx(1.5)

@@ -1,0 +1,232 @@
+"""The planning problem of one step on several pipeline stages: seconds and room of its sequences on groups of every degree.
+
+`StagedStep` is what the search for micro-batches starts from, as `GroupingProblem` is on one stage. It rates whole pipelines
+without a full prediction, since the search compares hundreds of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hf_longctx.plan.core.arrays import FloatArray, IntArray
+from hf_longctx.plan.core.attention_pairs import SpanRates
+from hf_longctx.plan.core.planner_config import PlannerConfig, check_degrees
+from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange
+from hf_longctx.plan.cost.cost_model import CostModel, num_tiles
+from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.groups.placement import PlacedGroup
+from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
+from hf_longctx.plan.memory.stage import most_tokens_at_once
+from hf_longctx.plan.pipeline.orders import Schedule, compute_orders
+from hf_longctx.plan.prediction.event_loop import Wiring
+
+# the layer ranges of every stage's parts
+Parts = tuple[tuple[LayerRange, ...], ...]
+
+
+class StagedStep:
+    """Whole sequences to run on the stages of `config.stages`, with their seconds and room on groups of every degree.
+
+    costs: of the groups of one stage, which lie inside it. shapes: how groups of each degree share attention. seconds[d][i]:
+    seconds that sequence i adds to the busiest stage of a group of d ranks. longest[d]: most tokens of one sequence there.
+    leaves_node: for every stage, whether its messages to the next stage cross nodes. Raises ValueError for ranks that cannot form
+    the stages and for empty sequences.
+    """
+
+    def __init__(self, lengths: Sequence[int], costs: CostModel, config: PlannerConfig, schedule: Schedule = "elastic") -> None:
+        parts, cluster = config.stages, costs.cluster
+        check_stages(len(parts), costs, config)
+        for index, length in enumerate(lengths):
+            if length < 1:
+                raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
+        self.parts, self.num_stages, self.config = parts, len(parts), config
+        # stages with several layer ranges support only the interleaved schedule
+        self.schedule: Schedule = schedule if len(parts[0]) == 1 else "interleaved"
+        self.ranks_per_stage = per_stage = cluster.num_ranks // self.num_stages
+        self.costs = costs = replace(costs, cluster=replace(cluster, num_ranks=per_stage))
+        self.lengths: IntArray = np.array(lengths, dtype=np.int64)
+        self.degrees = tuple(degree for degree in config.degrees if degree <= per_stage)
+        self.shapes = {degree: self._shape(degree) for degree in self.degrees}
+        tokens = self.lengths.astype(np.float64)
+        self.rates = {degree: busiest_rates(costs, shape, parts, tokens) for degree, shape in self.shapes.items()}
+        self.seconds = {degree: rates.sequences_s(tokens) for degree, rates in self.rates.items()}
+        self.room = StageRoom(costs, parts, config)
+        self.longest = {
+            degree: degree * (self.room.longest_tokens if shape.num_blocks == 1 else config.tokens_per_rank)
+            for degree, shape in self.shapes.items()
+        }
+        per_node, ranks = cluster.ranks_per_node, range(per_stage)
+        self.leaves_node = [
+            any((stage * per_stage + p) // per_node != ((stage + 1) % self.num_stages * per_stage + p) // per_node for p in ranks)
+            for stage in range(self.num_stages)
+        ]
+
+    @property
+    def block_ranks(self) -> int:
+        """Number of consecutive positions that share parameters, and so enter and leave a micro-batch together."""
+        return 1 if self.costs.parameters == "replicated" else self.costs.shards or self.ranks_per_stage
+
+    def _shape(self, degree: int) -> GroupShape:
+        """Chooses how groups of a degree share attention: in one block where possible, since a ring cannot run slices."""
+        shapes = group_shapes(degree, self.costs.method, self.costs.model, self.costs.cluster)
+        num_tokens = float(min(self.lengths.sum() / self.ranks_per_stage, self.config.tokens_per_rank) * degree)
+        return next((s for s in shapes if s.num_blocks == 1), None) or self.costs.best_shape(degree, num_tokens)
+
+    def work_s(self, group: PlacedGroup) -> float:
+        """Seconds of the group's sequences on its busiest stage, without the fixed seconds of chunks."""
+        return float(self.seconds[group.degree][list(group.members)].sum())
+
+    def can_slice(self, degree: int) -> bool:
+        """Whether groups of this degree can run slices of a sequence, which needs attention in one block."""
+        return self.shapes[degree].num_blocks == 1
+
+    def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
+        """Seconds of a group's pipeline, including recomputation where memory is short; infinite where it cannot fit."""
+        if not self.can_slice(group.degree) and any(chunk.prefix_tokens for chunk in chunks):
+            return math.inf
+        shape = self.shapes[group.degree]
+        seconds, held = pipeline_s(chunks, shape, self.costs, self.parts, self.schedule, self.leaves_node)
+        return seconds + self.room.added_s(held, self.work_s(group))
+
+    def lower_bound_s(self) -> float:
+        """Lower bound on the seconds of any plan: each sequence at the degree of fewest rank-seconds, spread over all ranks."""
+        tokens, num_ranks = self.lengths.tolist(), self.num_stages * self.ranks_per_stage
+        work = [degree * self.costs.sequences_s(tokens, shape) for degree, shape in self.shapes.items()]
+        return float(np.min(work, axis=0).sum()) / num_ranks + self.costs.coefficients.step_s
+
+
+def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> None:
+    """Raises ValueError unless the ranks divide evenly into `num_stages` stages and an allowed degree fits into a stage."""
+    num_ranks = costs.cluster.num_ranks
+    if num_stages < 1 or num_ranks % num_stages:
+        fitting = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0 and count <= costs.model.num_layers]
+        raise ValueError(f"{num_ranks} ranks cannot form {num_stages} stages of equal size; use one of {fitting}")
+    per_stage = num_ranks // num_stages
+    degrees = tuple(degree for degree in config.degrees if degree <= per_stage)
+    if not degrees:
+        raise ValueError(
+            f"no degree of {config.degrees} fits into a stage of {per_stage} rank(s) ({num_ranks} ranks in {num_stages} "
+            f"stages); allow smaller degrees or use fewer stages"
+        )
+    check_degrees(degrees, per_stage, costs.model.num_heads, costs.method)
+
+
+class StageRoom:
+    """Estimates how much fits on a rank of every stage, and how many seconds it costs to make room for more."""
+
+    def __init__(self, costs: CostModel, parts: Parts, config: PlannerConfig) -> None:
+        self.layers = [sum(part.num_layers for part in of_stage) for of_stage in parts]
+        num_layers, budget = costs.model.num_layers, config.activations
+        # a stage has only some of the layers, so its ranks can hold proportionally more tokens
+        self.longest_tokens = config.tokens_per_rank * num_layers // max(self.layers)
+        self.can_recompute = budget is not None
+        # room of a rank, in tokens times layers
+        self.room = budget.device_bytes / layer_class_bytes(costs.model) if budget else float(config.tokens_per_rank * num_layers)
+        forward, backward = costs.coefficients.forward, costs.coefficients.backward
+        self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
+
+    def added_s(self, held_tokens: Sequence[float], work_s: float) -> float:
+        """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed.
+
+        held_tokens: most tokens that a rank holds at once, for each of the first stages.
+        """
+        over = max(1 - self.room / max(held * layers, 1e-300) for held, layers in zip(held_tokens, self.layers, strict=False))
+        if over <= 0:
+            return 0.0
+        return over * self.forward_share * work_s if self.can_recompute else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class StageRates:
+    """Seconds of forward plus backward on one stage of a group: per pair and token (`spans`), per document and per chunk."""
+
+    spans: SpanRates
+    document_s: float
+    chunk_s: float
+
+    def sequences_s(self, tokens: FloatArray) -> FloatArray:
+        """Seconds that each whole sequence adds, given its tokens."""
+        rates = self.spans
+        return rates.pair_s * tokens * rates.pairs.seen(np.zeros_like(tokens), tokens) + rates.token_s * tokens + self.document_s
+
+
+def busiest_rates(costs: CostModel, shape: GroupShape, parts: Parts, tokens: FloatArray) -> StageRates:
+    """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage."""
+    rates = [_rates(costs, shape, of_stage, place == len(parts) - 1) for place, of_stage in enumerate(parts)]
+    return max(rates, key=lambda each: float(each.sequences_s(tokens).sum()))
+
+
+def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], has_head: bool) -> StageRates:
+    share = sum(part.num_layers for part in layers) / costs.model.num_layers
+    head = costs.model.head_share
+    pair_s = token_s = document_s = chunk_s = 0.0
+    for is_backward in (False, True):
+        each = costs.coefficients.backward if is_backward else costs.coefficients.forward
+        fixed_s, sent_s = costs.exchange_line(shape, is_backward)
+        pair_s += share * each.pair_s / shape.degree
+        token_s += share * (each.token_s * (1 - head) / shape.degree + sent_s) + has_head * head * each.token_s / shape.degree
+        document_s += share * each.tile_s * num_tiles(shape, 1.0)
+        chunk_s += share * (each.chunk_s + fixed_s)
+    return StageRates(SpanRates(pair_s, token_s, costs.model.attention_pairs(layers)), document_s, chunk_s)
+
+
+def pipeline_s(
+    chunks: Sequence[Chunk],
+    shape: GroupShape,
+    costs: CostModel,
+    parts: Parts,
+    schedule: Schedule,
+    leaves_node: Sequence[bool],
+) -> tuple[float, tuple[int, ...]]:
+    """Seconds of a group's chunks on all stages with everything kept, and the most tokens a rank of each stage holds at once.
+
+    The seconds equal the full prediction for groups that do not cross nodes unnecessarily.
+
+    leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the first).
+    """
+    on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
+    tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
+    pairs_of = [[costs.model.attention_pairs((part,)) for part in of_stage] for of_stage in parts]
+    # pairs are counted once per mix of layers, since most stages have the same mix
+    num_pairs = {
+        pairs: np.array([pairs.of_chunk(chunk) for chunk in chunks])
+        for pairs in dict.fromkeys(pairs for of_stage in pairs_of for pairs in of_stage)
+    }
+    documents = np.array([len(chunk.spans) for chunk in chunks], dtype=np.float64)
+    num_stages, num_parts = len(parts), len(parts[0])
+    seconds = np.empty((num_parts, num_stages, len(chunks), 2))
+    for is_backward in (False, True):
+        found = {
+            pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents) for pairs, counts in num_pairs.items()
+        }
+        for stage, of_stage in enumerate(parts):
+            for place, part in enumerate(of_stage):
+                has_head = stage == num_stages - 1 and place == num_parts - 1
+                layer_s, head_s = found[pairs_of[stage][place]]
+                seconds[place, stage, :, int(is_backward)] = layer_s * part.num_layers + (head_s if has_head else 0.0)
+    hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
+    # forwards send to the next stage, backwards to the previous one
+    hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
+    orders = compute_orders(chunks, num_stages, schedule, num_parts)
+    kinds, of_chunks, of_parts = zip(*orders, strict=True)
+    wiring = Wiring(kinds, of_chunks, of_parts, num_parts)
+    times, _ = wiring.run(wiring.seconds(seconds), wiring.hops(hop_s))
+    held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_parts) for kind, chunk, _ in orders)
+    return max(of_stage[-1][1] for of_stage in times), held
+
+
+def _layer_and_head_s(
+    costs: CostModel, shape: GroupShape, is_backward: bool, tokens: FloatArray, pairs: FloatArray, documents: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of one layer and of the output head for every chunk, as `CostModel.part_s` counts them."""
+    each = costs.coefficients.backward if is_backward else costs.coefficients.forward
+    fixed_s, sent_s = costs.exchange_line(shape, is_backward)
+    head_s = each.token_s * costs.model.head_share * tokens / shape.degree
+    whole_s = (each.pair_s * pairs + each.token_s * tokens) / shape.degree + each.chunk_s
+    whole_s = whole_s + each.tile_s * num_tiles(shape, 1.0) * documents + fixed_s + sent_s * tokens
+    return (whole_s - head_s) / costs.model.num_layers, head_s
