@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measure(run: Callable[[], Any]) -> tuple[int, int, Any]:
-    """(peak, left, result) of `run`: bytes beyond those at its start, at most and at its end, and its result."""
+    """(peak, left, result) of `run`: the most bytes and the last bytes above those allocated at its start, and its result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     events = profiler.profiler.kineto_results.events()

@@ -1,4 +1,7 @@
-"""Any class of transformers under plans against plain eager Hugging Face: on one rank, in stages and on two ranks."""
+"""Compares any model class of transformers under plans with plain eager Hugging Face: on one rank, in stages, on two ranks.
+
+A "road" is one way of running the model under a plan, for example packed, in slices or in a ring.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 
 ROUNDING = 1e-13
 CPU = torch.device("cpu")
-# far longer than windows and chunks; one of a single token
+# one document is far longer than windows and chunks, one has a single token
 LENGTHS = [30, 7, 17, 1]
 WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
 SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
@@ -56,14 +59,14 @@ OPTIONAL = ("recomputed", "sharded", "stages")
 
 
 class Refused(ValueError):
-    """A reason that the package gives against a model before any work starts."""
+    """A model that the package refuses before any work starts; the message is its reason."""
 
 
 @dataclass
 class Outcome:
-    """Result of a class: the worst relative error of loss and gradients by road, and the roads on which it was refused.
+    """Result of a class: for each road the worst relative error of loss and gradients, or the reason of a refusal.
 
-    self_test: what the parity self-test of one rank says.
+    self_test: verdict of the parity self-test on one rank.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -71,7 +74,7 @@ class Outcome:
     self_test: str = ""
 
     def run(self, road: str, step: Callable[[], Step], expected: Step) -> None:
-        """Goes one road. A ValueError that the package raises is a refusal; of an optional road only, every other one is."""
+        """Runs one road. A ValueError that the package raises on an optional road is a refusal; every other error is raised."""
         try:
             self.errors[road] = worst(step(), expected)
         except ValueError as error:
@@ -82,9 +85,10 @@ class Outcome:
 
 
 def worst(found: Step, expected: Step) -> float:
-    """The largest relative error of loss and gradients; infinite where there are other gradients.
+    """The largest relative error of loss and gradients; infinite if other parameters have gradients than expected.
 
-    Gradients that are zero but for rounding, as of the bias of keys without rotary embedding, are measured by the largest one.
+    The error of a gradient that is only rounding (such as that of the keys' bias without rotary embedding) is taken relative to
+    the largest gradient of all.
     """
     if found[1].keys() != expected[1].keys():
         return float("inf")
@@ -115,7 +119,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def recomputing_plan(num_layers: int) -> StepPlan:
-    """Slices, of which every layer is run again: half or all of its attention kept, half or none of its MLP."""
+    """Plan of slices in which every layer is recomputed, except half or all of its attention and half or none of its MLP."""
     plan = sliced_plan(LENGTHS, SLICES)
     (group,) = plan.micro_batches[0].groups
     layers = tuple(replayed(half := 0.5 * (place % 2 == 0), mlp=1 - half) for place in range(num_layers))
@@ -137,7 +141,7 @@ def patched(name: str) -> Any:
 
 
 def recomputed_step(name: str) -> Step:
-    """Slices of which every layer is run again, in tiles; logits are whole only where the class changes them."""
+    """Runs slices whose layers are recomputed, in tiles; logits are whole only if the class changes them after the head."""
     model = patched(name)
     if (problem := activation_problem(model)) != head_problem(model):
         raise Refused(problem)
@@ -148,7 +152,7 @@ def recomputed_step(name: str) -> Step:
 
 
 def staged_step(name: str) -> Step:
-    """Two stages of one packed row, one after the other in this process."""
+    """Runs one packed row through two stages, one after the other in this process."""
     whole_model = patched(name)
     if problems := stage_problems(whole_model):
         raise Refused(problems[0])
@@ -181,7 +185,7 @@ def staged_step(name: str) -> Step:
 
 
 def self_tested(model: Any) -> str:
-    """Verdict of the parity self-test on a patched model at the start on one rank; "left out" where it does not run."""
+    """Verdict of the parity self-test that a run on one rank starts with, on a patched model; "left out" if it does not run."""
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, report_to=[])
     setup = choose_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)
@@ -190,7 +194,7 @@ def self_tested(model: Any) -> str:
 
 
 def local_outcome(name: str) -> Outcome:
-    """The roads of one process."""
+    """Outcome of the roads that need one process."""
     outcome = Outcome()
     model = build_any(name)
     if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
@@ -219,7 +223,7 @@ def group_step(name: str, ulysses: int, is_sharded: bool) -> Step:
 
 
 def group_outcome(name: str) -> Outcome:
-    """The roads of two ranks, on each of them."""
+    """Outcome of the roads that need two ranks; called on each of them."""
     outcome = Outcome()
     with wide_floats():
         expected = reference(name)
@@ -230,7 +234,7 @@ def group_outcome(name: str) -> Outcome:
 
 
 def sweep(name: str, pool: RankPool) -> Outcome:
-    """All roads of a class: two ranks go theirs while this process goes its own."""
+    """Outcome of all roads of a class; the two ranks of `pool` run theirs while this process runs its own."""
     with ThreadPoolExecutor(1) as waiting:
         ranks = waiting.submit(pool.run, group_outcome, name)
         total = local_outcome(name)

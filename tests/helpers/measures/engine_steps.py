@@ -1,4 +1,4 @@
-"""One rank's tiny model under an activation engine, step by step, with the work that is really done."""
+"""One rank's tiny model under an activation engine, step by step, with counts of the work that is really done."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Work:
-    """Squared rows of attention tiles, tokens that were multiplied by projections under the engine, tokens of all MLPs."""
+    """Work done: squared rows of attention tiles, tokens that projections multiplied under the engine, tokens in MLPs."""
 
     pairs: int = 0
     projected: int = 0
@@ -67,7 +67,7 @@ def counted(model: Any) -> Iterator[Work]:
 
 
 class EngineStep:
-    """One rank's model under an engine with a host tier, against plain HF; `build` makes the model, each time the same."""
+    """One rank's model under an engine with a host tier, compared with plain HF; `build` makes equal models at every call."""
 
     def __init__(self, tier: HostTier | None, lengths: list[int], build: Any = None) -> None:
         build = build or (lambda: build_model(ModelCase(promoted=True)))
@@ -83,7 +83,7 @@ class EngineStep:
         self.documents = [span.num_tokens for span in self.plan.micro_batches[0].groups[0].chunks[0].spans]
 
     def forward(self, layers: tuple[LayerPolicy, ...], tile_tokens: int = 8) -> tuple[Tensor, ChunkActivations]:
-        """A loss whose backward gives the gradients of the step, and what waits for it."""
+        """A loss whose backward gives the gradients of the step, and the activations that wait for this backward."""
         (chunk,) = rank_inputs(self.plan, self.rows, 0)["chunks"][0]
         (group,) = self.plan.micro_batches[0].groups
         activations = self.engine.begin(ActivationPolicy(0, 0, layers, tile_tokens))

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class LateCopies:
-    """The latest copies that the contract allows: out at once or when waited for, back only when somebody waits.
+    """Makes every copy as late as the contract allows: back only when somebody waits for it, out likewise if `out_is_late`.
 
-    A copy runs after those it must follow. Its source on the device may be overwritten by anyone later, as on CUDA, where
-    record_stream keeps it: so it is cloned. Until a copy back is done its target holds NaN.
+    A copy runs after the copies that it must follow. The source of a copy out is cloned, because its owner may overwrite it (on
+    CUDA record_stream keeps the memory). Until a copy back is done, its target holds NaN.
     """
 
     def __init__(self, out_is_late: bool) -> None:

@@ -1,8 +1,8 @@
 """Slices whose earlier keys and values are leaves of autograd: the oracle that plans of slices are compared with.
 
-It is the obvious way and none of the package's: every later slice attends to detached copies, autograd fills the gradients
-of these, and the backward of the slice that made them starts from them too. It concatenates every prefix and cannot be
-checkpointed reentrantly, so it stays here.
+This is the obvious way, and it shares no code with the package. A later slice attends to detached copies of earlier keys and
+values, autograd computes the gradients of the copies, and the backward of the slice that made them starts from these gradients
+too. The package does otherwise, because this way concatenates every prefix and cannot be checkpointed reentrantly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_longctx.runtime.execution.executor import no_mask
 
 @dataclass
 class _LeafChunk:
-    """A chunk as the oracle's attention sees it; all chunks share `book`, the leaves by (layer, sequence)."""
+    """A chunk as the oracle's attention sees it; all chunks share `book`, which holds the leaves by (layer, sequence)."""
 
     spans: tuple[Span, ...]
     book: dict[tuple[int, int], dict[int, tuple[Tensor, Tensor]]]
@@ -43,7 +43,7 @@ def _leaf_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *arg
         visible = torch.ones(span.num_tokens, span.stop, dtype=torch.bool).tril(span.start)
         expanded = (x.repeat_interleave(per_kv, dim=1) for x in (keys, values))
         outputs.append(F.scaled_dot_product_attention(q, *expanded, attn_mask=visible, scale=kwargs["scaling"]))
-        # checkpointing runs this again: the leaves that later slices saw must stay
+        # checkpointing runs this again, but the leaves that later slices saw must stay
         if span.start not in leaves:
             leaves[span.start] = (k.detach().requires_grad_(), v.detach().requires_grad_())
             chunk.roots += zip((k, v), leaves[span.start], strict=True)
@@ -51,7 +51,7 @@ def _leaf_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *arg
 
 
 def leaf_step(case: ModelCase, plan: StepPlan, rows: Rows, checkpointed: bool = False) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a one-rank plan by the leaf mechanism."""
+    """Loss and gradients of a one-rank plan, computed with leaves."""
     AttentionInterface.register("leaf_slices", _leaf_attention)
     model = build_model(case)
     model.set_attn_implementation("leaf_slices")

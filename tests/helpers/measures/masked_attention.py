@@ -1,4 +1,4 @@
-"""Attention of one document as one masked softmax, by the definition, to compare tiles with."""
+"""Attention of one document as a single masked softmax, straight from the definition, to compare tiles with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALE, HEAD_DIM = 0.4, 4
 
 
 def visible(pattern: AttentionPattern, queries: range, keys: range) -> Tensor:
-    """Mask [queries, keys] of the keys that each query sees, by the definition."""
+    """Mask [queries, keys] of the keys that each query sees, straight from the definition."""
     i, j = torch.tensor(queries).unsqueeze(1), torch.tensor(keys).unsqueeze(0)
     seen = j <= i
     if pattern.window:
@@ -27,7 +27,7 @@ def visible(pattern: AttentionPattern, queries: range, keys: range) -> Tensor:
 def masked_softmax(
     q_HTD: Tensor, k_GTD: Tensor, v_GTE: Tensor, pattern: AttentionPattern, sinks_H: Tensor | None, softcap: float = 0.0
 ) -> Tensor:
-    """Attention of one document by the definition, [T, H, E]; a sink is one more column of scores whose weights are dropped."""
+    """Attention of one document by the definition, [T, H, E]; a sink is one more column of scores, whose weights are dropped."""
     k, v = (x.repeat_interleave(len(q_HTD) // len(x), 0) for x in (k_GTD, v_GTE))
     tokens = range(q_HTD.shape[1])
     scores = q_HTD @ k.transpose(1, 2) * SCALE

@@ -1,7 +1,7 @@
 """Bugs to plant in the package's own functions, so that tests can show that they would notice them.
 
-A replaced function that nobody calls shows nothing: the product may have moved it, and call it by another name. So every
-replacement counts its calls, and `UnusedReplacement` is raised where there were none.
+A replaced function that nobody calls shows nothing: the package may have moved it and call it by another name. So every
+replacement counts its calls, and `UnusedReplacement` is raised if there were none.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ BUGS = ("loss normalised per rank", "documents leak", "labels shifted after the 
 
 
 class UnusedReplacement(RuntimeError):
-    """A test replaced a function of the package that the package did not call meanwhile."""
+    """A test replaced a function of the package, but the package never called it."""
 
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Replaces a function of a module or class while the body runs; raises UnusedReplacement if it was never called.
 
-    A body that raises ends with its own error.
+    If the body raises, its own error is the one that leaves.
     """
     num_calls = 0
 

@@ -25,7 +25,7 @@ def sent_bytes(model: ModelSpec, shape: GroupShape, chunk: Chunk) -> tuple[tuple
     gradient = max(4, element)
     heads = HeadCounts.of(model.num_heads, model.num_kv_heads, shape.ulysses)
     tokens, blocks = held_tokens(rank_pieces(chunk, shape)), block_pieces(chunk, shape)
-    # elements of a token that each rank receives in queries, keys and values, and those that it returns
+    # elements per token that each rank receives as queries, keys and values, and elements that it returns
     sent = [q * model.head_dim + kv * model.kv_head_size for q, kv in zip(heads.queries, heads.kv, strict=True)]
     returned_heads = [q * (model.kv_head_size - model.head_dim) for q in heads.queries]
     block_tokens = held_tokens(blocks)
@@ -44,14 +44,14 @@ def sent_bytes(model: ModelSpec, shape: GroupShape, chunk: Chunk) -> tuple[tuple
 
 
 def _ring_tokens(model: ModelSpec, blocks: tuple[tuple[Piece, ...], ...]) -> tuple[list[int], list[int]]:
-    """Tokens whose keys and values every block sends around the ring in a pass, and those whose gradients, summed over layers."""
+    """For every block, tokens whose keys and values it sends in a pass, and tokens whose gradients it sends, over all layers."""
     passed, returned = [0] * len(blocks), [0] * len(blocks)
     for window, num_layers in Counter(model.windows or (None,) * model.num_layers).items():
         if window and window < longest_document(blocks):
             sent = [[0 if q is k else _seen_tokens(k, q, window) for q in blocks] for k in blocks]
             counts = [(sum(row), sum(column)) for row, column in zip(sent, zip(*sent, strict=True), strict=True)]
         else:
-            # a block passes on the keys and values of all blocks but its successor, and the gradients of all but its own
+            # a block passes on keys and values of all blocks except its successor, and gradients of all except itself
             travelling = held_tokens(travelling_pieces(blocks))
             counts = [
                 (sum(travelling) - travelling[(block + 1) % len(blocks)], sum(travelling) - own)

@@ -33,14 +33,14 @@ from hf_longctx.runtime.execution.executor import StepExecutor
 
 
 def build_llama(spec: ModelSpec) -> Any:
-    """A Llama in fp32 with these shapes, patched, whose gradients are there already."""
+    """A patched Llama in fp32 with these shapes, whose gradients are allocated already."""
     model = transformers.AutoModelForCausalLM.from_config(shaped_config(spec), attn_implementation="sdpa").train()
     patch_model(model)
     return model
 
 
 def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int, Any]:
-    """The most bytes that a second step adds on this rank, and the step's own account."""
+    """The most bytes that a second step allocates on this rank, and the bytes that the step itself reports."""
     plan = plan_from_json(plan_json)
     pool = stage_pool(plan.num_stages)
     model = build_llama(spec)
@@ -60,7 +60,7 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
 
 
 def most_waiting(words: list[str]) -> int:
-    """The most forwards without their backward, counted in what a rank really ran."""
+    """The most forwards that waited for their backward at one time, counted in the actions that a rank really ran."""
     waiting: set[tuple[int, int]] = set()
     most = 0
     for action in map(Action.parse, words):
@@ -77,7 +77,7 @@ def spec_of(case: ModelCase) -> ModelSpec:
 
 
 def check_held_memory(pool, case: ModelCase, plan: StepPlan) -> list:
-    """Asserts that every rank ran and held what was planned and predicted; what the ranks held."""
+    """Asserts that every rank ran what was planned and held what was predicted; returns what the ranks held."""
     results = pool.run(stage_step_on_rank, case, plan_to_json(plan), random_rows(list(plan.lengths)))
     spec = spec_of(case)
     judged = evaluate_plan(plan, tiny_costs(plan.num_ranks, spec))
@@ -94,7 +94,7 @@ def check_held_memory(pool, case: ModelCase, plan: StepPlan) -> list:
         assert (memory.saved, memory.host, memory.kv_book) == (expected.saved, expected.host, book)
         assert memory.host == judged.host_bytes[rank]
         memories.append(memory)
-    # a stage's count is that of one of its ranks
+    # all ranks of a stage have equal counts, so compare one of them
     per_stage = plan.ranks_per_stage
     found = [max(most_waiting(results[s * per_stage + p][2]) for p in range(per_stage)) for s in range(plan.num_stages)]
     assert tuple(found) == judged.in_flight

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: run by Triton's interpreter in a process of its own, or compiled for Hopper and not run."""
+"""Triton kernels without a GPU: Triton's interpreter runs them in a process of its own, or they are only compiled for Hopper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 
 
 def run_interpreted(*files: Path) -> None:
-    """Runs test files with kernels interpreted; Triton reads the variable when it is first imported, so not in this process."""
+    """Runs test files with interpreted kernels, in a new process, because Triton reads the variable when it is first imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, files)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -33,7 +33,7 @@ def run_interpreted(*files: Path) -> None:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory from torch.empty is NaN inside, so that a value which a kernel leaves out shows."""
+    """Context in which torch.empty returns NaN, so that a value that a kernel fails to write is noticed."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     try:
@@ -43,7 +43,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 class CompiledOnly:
-    """Stands for a kernel: a launch compiles it for sm_90 as Triton would for these arguments, and keeps the PTX."""
+    """Takes the place of a kernel: a launch compiles it for sm_90 as Triton would for these arguments, and keeps the PTX."""
 
     def __init__(self, kernel: Any, ptx: list[str]) -> None:
         self.kernel, self.ptx = kernel, ptx

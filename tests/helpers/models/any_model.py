@@ -1,7 +1,7 @@
 """A tiny fp64 model of any causal language model class of transformers, with every kind of layer that its defaults have.
 
-Sizes are set by the names of the config's fields, wherever the class has them; a table holds what a few classes need beside.
-Windows, chunks and scales by position are set so small that every document of more than a few tokens meets them.
+Sizes are set by the names of the config's fields, wherever the class has them; a table holds what a few classes need besides.
+Windows, chunks and scales by position are so small that every document of more than a few tokens reaches them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCAB_SIZE = 64
 WINDOW, CHUNK = 6, 8
 HEAD_DIM = 8
 
-# name of a config's field -> its value in a tiny model; attributes that map to others may be among them
+# name of a config's field -> its value in a tiny model; some of the names are aliases of other fields
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim_model_base"), 32),
@@ -55,7 +55,7 @@ _SIZES: dict[str, Any] = {
     "is_decoder": True,
     "use_cache": False,
 }
-# settings that a class needs in addition, or instead; None leaves the class's default
+# settings that a class needs in addition to or instead of `_SIZES`; None leaves the class's default
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 _OF_CLASS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
@@ -109,7 +109,7 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
             **{"depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
         },
     },
-    # chunks with and without rotary embedding, experts and none
+    # layers with chunks and rotary embedding, with chunks alone, and with neither; two of the layers have experts
     "Llama4ForCausalLM": {
         **{"num_hidden_layers": 4, "layer_types": ["chunked_attention"] * 2 + ["full_attention", "chunked_attention"]},
         **{"no_rope_layers": [1, 1, 0, 0], "moe_layers": [0, 2], "intermediate_size": 16},
@@ -130,7 +130,7 @@ def class_names() -> list[str]:
 
 
 def tiny_config(model_class: type[PreTrainedModel]) -> PretrainedConfig:
-    """The class's default config in small, with each kind of layer that its lists by layer name."""
+    """The class's default config in small sizes, with each kind of layer that its lists of one entry per layer contain."""
     config_class: Any = model_class.config_class
     special = _OF_CLASS.get(model_class.__name__, {})
     fields = {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
@@ -139,14 +139,14 @@ def tiny_config(model_class: type[PreTrainedModel]) -> PretrainedConfig:
     settings |= _by_layer(default, fields)
     settings |= {name: 0.0 for name in fields if any(word in name for word in _NOISE) and isinstance(default.get(name), float)}
     if "qk_rope_head_dim" in fields:
-        # MLA: the head size of a config is that of its rotary part, and there are no fewer KV heads
+        # with latent attention a config's head size is that of the rotary part, and there are as many KV heads as query heads
         settings |= {name: value for name, value in (("head_dim", HEAD_DIM // 2), ("num_key_value_heads", 4)) if name in fields}
     settings |= special
     return config_class(**copy.deepcopy(settings))
 
 
 def _by_layer(default: dict[str, Any], fields: set[str]) -> dict[str, Any]:
-    """Number of layers and lists with one entry for each, so that every combination of entries is there once."""
+    """Number of layers, and the lists with one entry per layer, chosen so that every combination of entries occurs once."""
     count = next((default[name] for name in _NUM_LAYERS if isinstance(default.get(name), int)), 0)
     lists = {
         name: list(default[name])
@@ -154,7 +154,7 @@ def _by_layer(default: dict[str, Any], fields: set[str]) -> dict[str, Any]:
         if isinstance(default.get(name), list | tuple) and count > 1 and len(default[name]) == count
     }
     if set(lists.get("layer_types", ())) in ({"full_attention"}, {"sliding_attention"}) and "sliding_window" in fields:
-        # configs of the class may also ask for windows
+        # give the model both kinds, since configs of the class may ask for either
         half = ["sliding_attention", "full_attention"] * count
         lists["layer_types"] = half[:count]
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))[:_MOST_LAYERS] if lists else []
@@ -165,7 +165,7 @@ def _by_layer(default: dict[str, Any], fields: set[str]) -> dict[str, Any]:
 
 
 def kinds_of(name: str) -> set[str]:
-    """Classes of all modules that a model of the class's default config has, beside those of other modalities."""
+    """Names of the classes of all modules in a model with the class's default config."""
     model_class = getattr(transformers, name)
     config = model_class.config_class()
     with torch.device("meta"):
@@ -173,7 +173,7 @@ def kinds_of(name: str) -> set[str]:
 
 
 def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: bool = True) -> PreTrainedModel:
-    """A model of the class in training mode, fp64, every weight random: biases, norms and sinks too."""
+    """A model of the class in training mode and fp64, with all weights random, including biases, norms and sinks."""
     model_class = getattr(transformers, name)
     config = tiny_config(model_class)
     config._attn_implementation = attention
@@ -197,14 +197,14 @@ def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: boo
 
 
 class wide_floats(TorchFunctionMode):
-    """Inside, what is asked for in fp32 is made in fp64: norms, rotary embeddings, routers and softmax have no fp32 islands."""
+    """Context that turns every cast to fp32 into one to fp64, so that norms, rotary embeddings, routers and softmax are fp64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if function is Tensor.backward:
             gradient = kwargs.get("gradient", args[1] if args[1:] else None)
             gradients = (torch.ones_like(args[0]) if gradient is None else gradient,)
-            # layers are run again in there; every public way to the engine would leave this mode
+            # backward recomputes layers, which must run in this mode too; torch's public functions would leave it
             with self:
                 return _engine_run_backward(args[:1], gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if function is Tensor.float:

@@ -13,7 +13,7 @@ TEMPLATE = (
     "{% else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
 )
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
-# the end token stands outside the markers, so that a span may end in the middle of anything
+# in this template the end token stands outside the generation markers, so a span may end in the middle of a token
 BARE_TEMPLATE = TEMPLATE.replace("{{ message.content + '<|end|>' }}{% endgen", "{{ message.content }}{% endgen").replace(
     "{% endgeneration %}", "{% endgeneration %}{{ '<|end|>' }}"
 )
@@ -21,7 +21,7 @@ _TEXT = ["the cat sat on the mat and said hello to you", "what is this? it is an
 
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: some words are one token, an emoji is several."""
+    """Tokenizer of byte-level BPE: some words are one token, an emoji is several."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Words and punctuation; white space has no token."""
+    """Tokenizer of words and punctuation; white space has no token."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<|pad|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(_TEXT, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False))
@@ -40,7 +40,7 @@ def word_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """Messages of user and assistant in turn."""
+    """Messages that user and assistant write in turn."""
     first = [{"role": "system", "content": system}] if system is not None else []
     return first + [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
@@ -60,7 +60,7 @@ def rendered_by_hand(messages: list[dict[str, str]], end_is_learnt: bool = True)
 
 
 def labels_by_bytes(tokenizer: PreTrainedTokenizerFast, ids: list[int], spans: list[tuple[int, int]]) -> list[int]:
-    """Labels of byte-level tokens: each token's bytes are counted along the text."""
+    """Labels of byte-level tokens; the bytes of the tokens are counted to find where each lies in the text."""
     from_unicode = {character: byte for byte, character in bytes_to_unicode().items()}
     labels, place = [], 0
     for token_id, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
@@ -78,6 +78,6 @@ def _wrapped(tokenizer: Tokenizer, template: str | None) -> PreTrainedTokenizerF
 
 
 def tokenizer_of(num_tokens: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of so many words."""
+    """A tokenizer with `num_tokens` words."""
     words = {f"w{number}": number for number in range(num_tokens)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0")

@@ -57,7 +57,7 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], version:
 
 
 def cells_of(outcome: object, head: str) -> dict[str, str]:
-    """Cells of a class's row; `head` says why its logits cannot be computed in tiles, if so."""
+    """Cells of a class's row; `head` is the reason why its loss cannot be computed in tiles, or empty."""
     errors, refusals = outcome.errors, outcome.refusals  # type: ignore[attr-defined]
     decade = max(-14, math.ceil(math.log10(max(*errors.values(), 1e-16))))
     cells = {road: "no" if road in refusals else "yes" for road in _PLACES}

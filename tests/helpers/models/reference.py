@@ -1,4 +1,4 @@
-"""Plain Hugging Face as the reference: random rows, and a step on them one document at a time, with none of our code."""
+"""Plain Hugging Face as the reference: random rows, and a step on them one document at a time, without the package's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ()) -> list[dict[str, list[int]]]:
-    """Dataset rows of random tokens with labels; rows in `masked` have no label at all, others miss some."""
+    """Dataset rows of random tokens with labels; rows in `masked` have no labels, the others lack some."""
     generator = random.Random(seed)
     rows = []
     for number, length in enumerate(lengths):
@@ -24,9 +24,9 @@ def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ())
 
 
 def reference_step(model: torch.nn.Module, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the token mean over all rows: HF logits of each row alone, summed fp64 cross-entropy.
+    """Loss and gradients of the mean over all label tokens: HF logits of each row alone, cross-entropy summed in fp64.
 
-    Where the config asks for it, the balance of experts over all rows is added.
+    If the config asks for it, the balancing loss of the experts over all rows is added.
     """
     config = model.get_base_model().config if isinstance(model, peft.PeftModel) else model.config
     is_balanced = getattr(config, "output_router_logits", False)
@@ -52,7 +52,7 @@ def reference_step(model: torch.nn.Module, rows: list[dict[str, list[int]]]) -> 
 
 
 def balance_of(routed: list[tuple[Tensor, ...]], config: Any) -> Tensor:
-    """The balance of experts over all rows and layers, of logits [tokens, experts]: in fp64, where transformers takes fp32."""
+    """Balancing loss of the experts over all rows and layers, from logits [tokens, experts], in fp64 instead of fp32."""
     p_RE = torch.cat([logits.double() for row in routed for logits in row]).softmax(dim=-1)
     chosen = p_RE.topk(config.num_experts_per_tok, dim=-1).indices
     share_E = F.one_hot(chosen, config.num_experts).sum(dim=1).double().mean(dim=0)
@@ -60,7 +60,7 @@ def balance_of(routed: list[tuple[Tensor, ...]], config: Any) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """max |found - expected| / max |expected|; zero where both are all zero."""
+    """max |found - expected| / max |expected|; zero if both tensors are zero."""
     scale = float(expected.abs().max())
     error = float((found - expected).abs().max())
     return error / scale if scale else error
@@ -76,5 +76,5 @@ def worst_error(found: tuple[float, dict[str, Tensor]], expected: tuple[float, d
 TOLERANCE = 1e-12
 
 
-# bf16 has 8 bits: a relative error of 2^-9 per rounding, some tens of roundings deep
+# largest relative error allowed in bf16: 2^-9 per rounding (8 bits), over some tens of roundings in a row
 BF16_BAND = 0.08

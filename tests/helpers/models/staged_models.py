@@ -20,7 +20,7 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 8}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 6, "head_dim": 8}),
-    # a scaled embedding, two kinds of layers by their number, a norm of another name inside layers, softcaps of logits
+    # a scaled embedding, layers of two kinds in turn, norms with other names inside layers, softcapped logits
     "gemma2": (
         transformers.Gemma2Config,
         transformers.Gemma2ForCausalLM,
@@ -54,7 +54,7 @@ def family_model(family: str, tied: bool = False, dtype: torch.dtype = torch.flo
 
 
 def even_parts(num_stages: int, num_parts: int = 1, num_layers: int = NUM_LAYERS) -> tuple[tuple[LayerRange, ...], ...]:
-    """The layers in as equal ranges as can be, part 0 of every stage first."""
+    """Divides the layers into ranges as equal as possible, one for each part of each stage, part 0 of every stage first."""
     count = num_stages * num_parts
     cuts = [number * num_layers // count for number in range(count + 1)]
     ranges = [LayerRange(start, stop - start) for start, stop in itertools.pairwise(cuts)]
@@ -62,7 +62,7 @@ def even_parts(num_stages: int, num_parts: int = 1, num_layers: int = NUM_LAYERS
 
 
 def cut_into_stages(model: Any, num_stages: int, num_parts: int = 1) -> list[StageModel]:
-    """A copy of `model` for every stage, cut."""
+    """One stage after the other, each cut from its own copy of `model`."""
     parts = even_parts(num_stages, num_parts, model.config.num_hidden_layers)
     stages = []
     for stage in range(num_stages):
@@ -80,7 +80,7 @@ def random_inputs(num_tokens: int = 11) -> ChunkInputs:
 
 
 def run_pipeline(stages: list[StageModel], inputs: ChunkInputs) -> tuple[Tensor, list[Tensor]]:
-    """Logits of all parts one after the other, with a graph through all of them, and the hidden states between them."""
+    """Runs all parts one after the other, with one graph through all; returns the logits and the hidden states in between."""
     hidden: Tensor | None = None
     between = []
     for part in range(stages[0].num_parts):

@@ -1,4 +1,4 @@
-"""Tiny random models in fp64 and the plain reference: stock Hugging Face, one document at a time, none of our code."""
+"""Tiny random models of many families, in fp64 unless a case says otherwise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 8}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None, "head_dim": 8}),
 }
-# layers with a window of six tokens, all or one of two
+# settings that give a window of six tokens to all layers, to one of two, or to all from layer 1 on
 _WINDOW = {"sliding_window": 6}
 _ONE_OF_TWO = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _FROM_LAYER_1 = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1}
-# norms elsewhere, parallel blocks, scaled logits, layers without RoPE, with windows or a RoPE of their own
-# latent attention: queries and keys of ten, values of another size; all layers dense
+# latent attention: queries and keys have ten dimensions, values four
 _LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 _LATENT |= {"num_key_value_heads": None}
+# norms in other places, parallel blocks, scaled logits, layers without RoPE, with windows or with a RoPE of their own
 OTHER_FAMILIES: dict[str, Any] = {
     "mistral_window": (transformers.MistralConfig, transformers.MistralForCausalLM, {**_WINDOW, "head_dim": 8}),
     "qwen2_window": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _FROM_LAYER_1),
@@ -74,7 +74,7 @@ OTHER_FAMILIES: dict[str, Any] = {
         {**_LATENT, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "dense"]},
     ),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, {"head_dim": 8}),
-    # a cap of the size of scores, so that it bends many
+    # the softcap is about as large as the scores, so it changes many of them
     "gemma2": (
         transformers.Gemma2Config,
         transformers.Gemma2ForCausalLM,
@@ -104,14 +104,14 @@ OTHER_FAMILIES: dict[str, Any] = {
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM, {**_ONE_OF_TWO, "logit_scale": 0.5}),
 }
 _EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
-# mixtures of experts; their own grouped products are none of fp64
+# mixtures of experts; they run their eager implementation, since grouped products do not support fp64
 MOE_FAMILIES: dict[str, Any] = {
     "mixtral": (
         transformers.MixtralConfig,
         transformers.MixtralForCausalLM,
         {**_EXPERTS, **_WINDOW, "num_local_experts": 4, "head_dim": 8},
     ),
-    # with an expert that every token passes
+    # one shared expert sees every token
     "qwen2_moe": (
         transformers.Qwen2MoeConfig,
         transformers.Qwen2MoeForCausalLM,
@@ -122,7 +122,7 @@ MOE_FAMILIES: dict[str, Any] = {
         transformers.Qwen3MoeForCausalLM,
         {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 8},
     ),
-    # a first layer without experts
+    # the first layer has no experts
     "qwen3_moe_dense": (
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,
@@ -140,7 +140,7 @@ MOE_FAMILIES: dict[str, Any] = {
         {**_EXPERTS, **_ONE_OF_TWO, "num_local_experts": 4, "head_dim": 8},
     ),
 }
-# chunks with rotary embedding and without, where queries are scaled by position; its rotary embedding computes in fp32
+# two layers with chunks: the first has a rotary embedding, computed in fp32; the second scales queries by position instead
 CHUNKED_FAMILIES: dict[str, Any] = {
     "llama4": (
         transformers.Llama4TextConfig,
@@ -151,7 +151,7 @@ CHUNKED_FAMILIES: dict[str, Any] = {
         },
     ),
 }
-# layers, K/V heads and head size of a ModelCase that says nothing of them
+# defaults of a ModelCase: layers, KV heads, head size
 NUM_LAYERS, NUM_KV, HEAD_DIM = 2, 2, 8
 VOCAB_SIZE = 64
 # the longest document that dynamic and longrope do not scale
@@ -166,12 +166,12 @@ ROPE: dict[str, dict[str, Any]] = {
         **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT},
         **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
     },
-    # beyond documents of tests
+    # the limit is longer than the documents of the tests
     "longrope_far": {
         **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4 * SHORT},
         **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
     },
-    # for heads of which four dimensions are rotated
+    # for heads with four rotated dimensions
     "longrope_narrow": {
         **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT},
         **{"short_factor": [1.0, 1.1], "long_factor": [2.0, 8.0], "attention_factor": 1.3},
@@ -182,11 +182,11 @@ ROPE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A tiny model: heads of size 8; `promoted` computes its norms in the dtype of their input.
+    """A tiny model with heads of size 8.
 
-    lora: settings of a `LoraConfig`; of none, all weights are trained. four_bit: the type of frozen linear weights below them.
-    balance: the coefficient of the experts' balance, where the config asks for one. window: of layers that have one, instead of
-    the family's.
+    promoted: norms compute in the dtype of their input instead of fp32. lora: settings of a `LoraConfig`; without any, all
+    weights are trained. four_bit: type of the frozen linear weights under the adapters. balance: coefficient of the experts'
+    balancing loss; None leaves it out. window: replaces the family's window in layers that have one; 0 keeps the family's.
     """
 
     family: str = "llama"
@@ -208,7 +208,7 @@ class ModelCase:
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """The model with weights of `dtype`, as `from_pretrained` loads it: rotary frequencies keep theirs."""
+    """The model with weights of `dtype`, as `from_pretrained` loads it: rotary frequencies keep their own dtype."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -216,9 +216,9 @@ def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformer
 
 
 def in_four_bits(model: Any, kind: str) -> Any:
-    """The model as transformers loads it with linear weights of four bits (scales of nf4 in eight), whose products are of fp32.
+    """The model as transformers loads it with linear weights in four bits (nf4: with scales in eight bits).
 
-    Of half precision they are its own.
+    Products are in the model's dtype if that is a half precision, otherwise in fp32.
     """
     compute = model.dtype if model.dtype.itemsize == 2 else torch.float32
     settings = transformers.BitsAndBytesConfig(
@@ -240,8 +240,8 @@ def in_four_bits(model: Any, kind: str) -> Any:
 
 
 def _defaults(case: ModelCase) -> dict[str, Any]:
-    """Settings of a config that a family may set otherwise."""
-    # Phi 3 has its own
+    """Settings of a config that a family may override."""
+    # Phi 3 has this field in the config itself too
     trained = ROPE[case.rope_type].get("original_max_position_embeddings")
     return {
         **({"original_max_position_embeddings": trained} if case.rope_type.startswith("longrope") else {}),
@@ -252,7 +252,7 @@ def _defaults(case: ModelCase) -> dict[str, Any]:
 
 
 def build_model(case: ModelCase) -> transformers.PreTrainedModel:
-    """The model of a case, in training mode, with weights large enough for gradients that are not tiny."""
+    """The model of a case, in training mode, with weights so large that gradients are not tiny."""
     config_class, model_class, extra = (FAMILIES | OTHER_FAMILIES | MOE_FAMILIES | CHUNKED_FAMILIES)[case.family]
     if case.balance is not None:
         extra = {**extra, "output_router_logits": True, "router_aux_loss_coef": case.balance}
@@ -266,7 +266,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         num_attention_heads=case.num_heads,
         max_position_embeddings=SHORT if case.rope_type == "dynamic" else 512,
         tie_word_embeddings=case.tied,
-        # configs write into what they are given
+        # copied, because configs write into the dictionaries that they get
         **copy.deepcopy(_defaults(case) | extra),
     )
     torch.manual_seed(case.seed)
@@ -275,7 +275,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     model.tie_weights()
-    # drawn in fp64 and rounded, so that models of all dtypes have the same weights up to rounding
+    # weights are drawn in fp64 and then rounded, so that models of all dtypes have the same weights up to rounding
     model = cast(model, case.dtype)
     if case.four_bit:
         model = cast(in_four_bits(model, case.four_bit), case.dtype)
@@ -288,7 +288,7 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
 
 
 def adapted(model: Any, seed: int = 3, autocast: bool = False, **settings: Any) -> Any:
-    """The model with LoRA adapters that change something, of its own dtype or (`autocast`) in fp32; the rest is frozen."""
+    """The model with LoRA adapters that change its output, in its own dtype or (`autocast`) in fp32; the rest is frozen."""
     config = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
     generator = torch.Generator().manual_seed(seed)
@@ -296,13 +296,13 @@ def adapted(model: Any, seed: int = 3, autocast: bool = False, **settings: Any) 
         if "lora_" in name:
             dtype = parameter.dtype if autocast else model.dtype
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
-            # magnitudes, which lie about one, stay there
+            # DoRA's magnitudes lie about one and must stay there
             parameter.data = (parameter.data.double() * ("magnitude" in name) + noise).to(dtype)
     return model
 
 
 def promote_norms(model: torch.nn.Module) -> None:
-    """Norms without the cast to fp32 that transformers does inside, bound on these instances only."""
+    """Replaces the norms of this model alone by norms without the cast to fp32 that those of transformers do."""
 
     def root_mean_square(norm: Any, x: Tensor) -> Tensor:
         return norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
@@ -322,7 +322,7 @@ def promote_norms(model: torch.nn.Module) -> None:
 
 
 class _Wide(TorchFunctionMode):
-    """Leaves out the cast of fp64 to fp32 by `float`, and inside softmax."""
+    """Context in which `Tensor.float` and softmax leave fp64 tensors in fp64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -334,7 +334,7 @@ class _Wide(TorchFunctionMode):
 
 
 def promote_attention(model: torch.nn.Module) -> None:
-    """Scores of eager attention, and DeepSeek V2's rotated queries, without their cast to fp32, on these instances only."""
+    """Removes, for this model alone, the casts to fp32 of eager attention's scores and of DeepSeek V2's rotated queries."""
 
     def widened(run: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -366,5 +366,5 @@ LLAMA_SHAPE = {
 
 
 def tiny_llama(**settings: Any) -> PreTrainedModel:
-    """A Llama as transformers initialises it, in fp32, whose config has these settings."""
+    """A Llama in fp32 with these settings in its config, initialised by transformers."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA_SHAPE, **settings}))

@@ -1,4 +1,4 @@
-"""Cost models of small models: five in which one kind of work dominates, and one whose seconds can be worked by hand."""
+"""Cost models of small models: some in which one kind of work dominates, and one whose seconds can be computed by hand."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MODEL = ModelSpec(
 HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9, 2.5e8, 1e-4)
 
 
-# coefficients by the kind of work that dominates a step of sequences of some hundred tokens on a few ranks
+# kind of work -> coefficients with which it dominates a step on a few ranks with sequences of some hundred tokens
 _FORWARD = {
     "attention": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-4, 1e-10, 1e-10),
     "exchange": PassCoefficients(1e-9, 1e-5, 1e-3, 6e-4, 8e-9, 2.5e-8),
     "fixed": PassCoefficients(1e-8, 1e-5, 1e-1, 6e-3, 1e-10, 1e-10),
     "linear": PassCoefficients(0.0, 1e-5, 0.0),
-    # attention in layers of which most have windows
+    # attention, in a model where most layers have windows
     "windows": PassCoefficients(1e-6, 1e-5, 1e-3, 1e-4, 1e-10, 1e-10),
 }
 

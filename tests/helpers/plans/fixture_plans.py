@@ -1,4 +1,4 @@
-"""Hand-written plans of tests/plan/fixtures, as they are and with values replaced."""
+"""Hand-written plans of tests/plan/fixtures, unchanged or with values replaced."""
 
 from __future__ import annotations
 

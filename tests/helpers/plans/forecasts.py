@@ -1,4 +1,4 @@
-"""Forecasts of a model whose bytes and seconds can be worked by hand."""
+"""Forecasts of a model whose bytes and seconds can be computed by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
 
 # a layer: 8 * 2 * (2 * 4 + 2 * 2) + 3 * 8 * 16 = 576 parameters; all: 2 * 576 + 2 * 10 * 8 = 1312
-# a layer saves of a token 24 * 8 + 8 in norms, 4 * (8 + 8 + 8) + 4 * 4 in attention and 4 * 4 * 16 in the MLP: 568 bytes;
-# all: 2 * 568 + 10 * (4 + 3 * 4) of the loss = 1296
+# a layer saves for each token 24 * 8 + 8 in norms, 4 * (8 + 8 + 8) + 4 * 4 in attention and 4 * 4 * 16 in the MLP: 568 bytes;
+# the model saves 2 * 568, and 10 * (4 + 3 * 4) for the loss: 1296
 MODEL = ModelSpec(
     num_layers=2,
     hidden_size=8,
@@ -26,23 +26,23 @@ MODEL = ModelSpec(
     max_positions=100,
 )
 HARDWARE = HardwareSpec("test", 1e12, 1e12, 100_000, 1e9, 1e9, 0.0)
-# usable: four fifths of 100,000 bytes
+# four fifths of the 100,000 bytes are usable
 MEMORY = DeviceMemory.by_formula(MODEL, HARDWARE.device_bytes)
 
-# per rank: 1 ms (backward 2 ms) for a token, 10 ms for a chunk, 1 us for a byte sent; 250 ms once per step
+# costs on each rank: 1 ms per token (backward 2 ms), 10 ms per chunk, 1 us per byte sent; 250 ms once per step
 _FORWARD = PassCoefficients(0.0, 1e-3, 1e-2, 0.0, 1e-6, 1e-6)
 _BACKWARD = PassCoefficients(0.0, 2e-3, 1e-2, 0.0, 1e-6, 1e-6)
 COEFFICIENTS = CostCoefficients(_FORWARD, _BACKWARD, step_s=0.25, source="test")
 
 
 def cost_model(num_ranks: int) -> CostModel:
-    """Ulysses groups, sharded parameters, one node."""
+    """A cost model with Ulysses groups and sharded parameters on one node."""
     cluster = ClusterSpec(num_ranks, num_ranks, HARDWARE)
     return CostModel(MODEL, cluster, COEFFICIENTS, method="ulysses", parameters="sharded", shard_ranks=num_ranks)
 
 
 def scenario(num_ranks: int = 4, tokens_per_rank: int = 0) -> Scenario:
-    """The cost model above with degrees 1, 2 and 4."""
+    """A scenario with the cost model above and degrees 1, 2 and 4."""
     degrees = tuple(degree for degree in (1, 2, 4) if degree <= num_ranks)
     placement = Placement(num_ranks, "sharded", num_ranks, degrees, "ulysses", tokens_per_rank)
     return Scenario("toy", "test", cost_model(num_ranks), MEMORY, placement, "auto")

@@ -1,4 +1,4 @@
-"""Problems of grouping sequences: FlexSP's, random ones, and the least seconds of small ones by enumeration."""
+"""Grouping problems: FlexSP's and random ones, and the least seconds of small ones by enumeration."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def flexsp_problems() -> Iterator[tuple[str, GroupingProblem, float, float]]:
 
 
 def plan_stages(step: int, lengths: Sequence[int], costs: CostModel, num_stages: int, config: PlannerConfig) -> StepPlan:
-    """`plan_step` on so many pipeline stages, whose layers are balanced where the configuration names none."""
+    """`plan_step` on `num_stages` pipeline stages; layers are balanced over them unless the configuration says otherwise."""
     return plan_step(step, lengths, costs, replace(config, stages=config.stages or stage_parts(costs.model, num_stages)))
 
 
@@ -76,9 +76,10 @@ def lognormal_lengths(seed: int, count: int, longest: int, median: float = 300.0
 
 @st.composite
 def odd_problems(draw: st.DrawFn, most: int = 7, max_ranks: int = 8, longest_first: bool = True) -> GroupingProblem:
-    """Small problems of every kind: any degrees, memory that just suffices, equal lengths, 1e-9 to 1e6 seconds, nothing fixed.
+    """Small problems of every kind.
 
-    A longer sequence never costs less, and a larger group need not be faster.
+    They have any degrees, memory that just suffices, equal lengths, costs from 1e-9 to 1e6 seconds, and maybe no fixed costs. A
+    longer sequence never costs less, and a larger group need not be faster.
     """
     num_ranks = draw(st.sampled_from([ranks for ranks in (1, 3, 5, 7, 8) if ranks <= max_ranks]))
     degrees = tuple(sorted(draw(st.sets(st.integers(1, num_ranks), min_size=1, max_size=4))))
@@ -89,7 +90,7 @@ def odd_problems(draw: st.DrawFn, most: int = 7, max_ranks: int = 8, longest_fir
     if longest_first:
         lengths.sort(reverse=True)
     scale_s = draw(st.sampled_from([1e-9, 1e-3, 1.0, 1e6]))
-    # from one cost for all to a ratio of 1e12
+    # costs from equal for all sequences to a ratio of 1e12
     added_s = scale_s * (np.array(lengths) / limits[-1]) ** draw(st.sampled_from([0.0, 1.0, 2.0, 4.0]))
     slowdowns = [draw(st.sampled_from([1.0, 1.1, 1.7])) / degree for degree in degrees]
     fixed_s = scale_s * draw(st.sampled_from([0.0, 1e-3, 0.5]))
@@ -105,7 +106,7 @@ def odd_problems(draw: st.DrawFn, most: int = 7, max_ranks: int = 8, longest_fir
 
 
 def check_problem_layout(layout: Layout, problem: GroupingProblem) -> None:
-    """`check_layout` with a problem's own limits."""
+    """Asserts what `check_layout` does, with the problem's own limits."""
     check_layout(layout, problem.lengths, problem.degrees, problem.num_ranks, problem.capacity)
 
 
@@ -123,12 +124,12 @@ def set_partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
 
 
 def least_seconds(lengths: Sequence[int], costs: CostModel, degrees: Sequence[int], num_ranks: int, capacity: int) -> float:
-    """Least seconds of a step by plain enumeration, straight from the definition and sharing no code with the planner.
+    """Least seconds of a step by plain enumeration, straight from the definition, without the planner's code.
 
-    All partitions into micro-batches, in each all partitions into groups, for each all degrees that fit the ranks.
+    It tries all partitions into micro-batches, for each of these all partitions into groups, and all degrees that fit the ranks.
     """
     added_s = {degree: costs.sequences_s(list(lengths), GroupShape(degree, degree)) for degree in degrees}
-    # degrees that fit the ranks, for every number of groups
+    # for every number of groups, all degrees that fit the ranks
     fitting = [
         [chosen for chosen in itertools.product(degrees, repeat=count) if sum(chosen) <= num_ranks]
         for count in range(min(num_ranks, len(lengths)) + 1)
@@ -154,7 +155,7 @@ def least_seconds(lengths: Sequence[int], costs: CostModel, degrees: Sequence[in
 
 
 def least_micro_batch_seconds(problem: GroupingProblem) -> float:
-    """Least seconds of all sequences in one micro-batch, by plain enumeration; infinite if none fits."""
+    """Least seconds of one micro-batch with all sequences, by plain enumeration; infinite if they do not fit into one."""
     best_s = math.inf
     for parts in set_partitions(tuple(range(len(problem.lengths)))):
         options = [
@@ -200,7 +201,7 @@ def least_step_seconds(problem: GroupingProblem) -> float:
 
 
 def layout_seconds(layout: Layout, lengths: Sequence[int], costs: CostModel) -> float:
-    """Seconds of a layout from the definition: its slowest group per micro-batch, groups without sequences left out."""
+    """Seconds of a layout from the definition: the slowest group of every micro-batch, without groups that have no sequences."""
     return sum(
         max(
             costs.group_s(GroupShape(degree, degree))
@@ -213,7 +214,7 @@ def layout_seconds(layout: Layout, lengths: Sequence[int], costs: CostModel) -> 
 
 
 def plan_layout(plan: StepPlan) -> Layout:
-    """The layout of a plan of one stage, groups on the dummy chunk left out."""
+    """The layout of a plan of one stage, without groups that run the dummy chunk."""
     return [
         [
             (group.degree, tuple(span.sequence for chunk in group.chunks for span in chunk.spans))
@@ -238,7 +239,7 @@ def check_layout(layout: Layout, lengths: Sequence[int], degrees: Sequence[int],
 
 @st.composite
 def problems_and_layouts(draw: st.DrawFn) -> tuple[GroupingProblem, Layout]:
-    """A problem and some layout of it: every sequence joins the group or the micro-batch before it where drawn and allowed."""
+    """A problem and a random layout of it: each sequence may join the latest group, start another, or start a micro-batch."""
     problem = draw(odd_problems(most=12))
     layout: Layout = []
     for i in draw(st.permutations(range(len(problem.lengths)))):

@@ -33,10 +33,10 @@ def plan_of(
     rings: str = "none",
     parameters: Parameters = "replicated",
 ) -> StepPlan:
-    """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy.
+    """The validated plan of a hand-written layout: micro-batches of (degree, sequences); idle ranks get the dummy chunk.
 
-    ulysses: ranks of a block that share heads, 0 for all of a group, 1 for a ring; a group whose degree it does not divide
-    is a ring. rings: "second" makes the second group of every micro-batch a ring.
+    ulysses: number of ranks of a block, which share heads; 0 means the whole group, 1 a ring. A group whose degree it does not
+    divide is a ring. rings: "second" makes the second group of every micro-batch a ring.
     """
     degrees = {degree for groups in layout for degree, _ in groups}
     shapes = {d: GroupShape(d, d if not ulysses else min(ulysses, d) if d % min(ulysses, d) == 0 else 1) for d in degrees}
@@ -78,8 +78,8 @@ LAYOUTS = {
 
 @st.composite
 def random_steps(draw: st.DrawFn, num_ranks: int) -> tuple[list, list[int]]:
-    """Random lengths (many tiny, some prime, one long) in random layouts, groups without sequences included."""
-    # where every label's token sees itself alone, queries and keys have no gradient but noise: one sequence is longer
+    """Random lengths (many tiny, some prime, one long) in random layouts, also with groups that have no sequences."""
+    # one sequence is longer: if every token with a label saw only itself, queries and keys would have no gradient but noise
     longer, others = draw(st.integers(8, 53)), draw(st.lists(st.integers(1, 12) | st.sampled_from([17, 31, 53]), max_size=6))
     lengths = draw(st.permutations([longer, *others]))
     degrees = tuple(d for d in (1, 2, 4) if d <= num_ranks)

@@ -1,4 +1,4 @@
-"""Plans of pipeline stages, by hand and at random."""
+"""Plans of pipeline stages, hand-written and random."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def pipeline_plan(
 
 @st.composite
 def random_chunks(draw: st.DrawFn, sequences: Sequence[int], lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """Sequences in slices, hybrids and packs, family by family."""
+    """Random chunks of these sequences: slices, hybrids and packs, one family of chunks after the other."""
     chunks: list[list[tuple[int, int, int]]] = []
     for sequence in sequences:
         bounds = sorted({0, lengths[sequence], *draw(st.lists(st.integers(1, lengths[sequence]), max_size=4))})
         spans = [(sequence, start, stop) for start, stop in pairwise(bounds)]
         if len(spans) == 1 and chunks and draw(st.booleans()):
-            # a pack: after the last slice of a sequence or after another whole one
+            # packed after the last slice of a sequence (a hybrid), or after another whole sequence
             chunks[-1].append(spans[0])
         else:
             chunks += [[span] for span in spans]

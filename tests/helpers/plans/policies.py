@@ -1,4 +1,4 @@
-"""Activation policies by hand and at random, given to the chunks of plans."""
+"""Activation policies, hand-written and random, for the chunks of plans."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hf_longctx.plan.core.validate import validate_plan
 
 
 def replayed(recompute: float = 0.0, host: float = 0.0, mlp: float = 1.0, input_host: float = 0.0) -> LayerPolicy:
-    """A replayed layer: shares of its attention output that are recomputed or wait on the host, the rest stays on the device.
+    """Policy of a replayed layer.
 
+    recompute, host: shares of the attention output that are recomputed and that wait on the host; the rest stays on the device.
     mlp: share of the MLP's inner tensors that is recomputed. input_host: share of the layer's input that waits on the host.
     """
     return LayerPolicy(
@@ -29,7 +30,7 @@ def replayed(recompute: float = 0.0, host: float = 0.0, mlp: float = 1.0, input_
 
 @st.composite
 def layer_policies(draw: st.DrawFn) -> LayerPolicy:
-    """Shares in hundredths that sum to 1; now and then a layer that keeps everything."""
+    """Random policies: shares in hundredths that sum to 1, and now and then a layer that keeps everything."""
     if draw(st.integers(0, 7)) == 7:
         return LayerPolicy()
     recompute = draw(st.sampled_from([0, 100]) | st.integers(0, 100))
@@ -40,7 +41,7 @@ def layer_policies(draw: st.DrawFn) -> LayerPolicy:
 
 @st.composite
 def policies_for(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
-    """The plan with a policy of its own for every chunk; a chunk may have none."""
+    """The plan with a random policy for every chunk; a chunk may have none."""
     (group,) = plan.micro_batches[0].groups
     chosen = []
     for chunk in group.chunks:
@@ -50,7 +51,7 @@ def policies_for(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
 
 
 def offloading(host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0, qkv: float = 1.0) -> LayerPolicy:
-    """A replayed layer of which the share `host` of what is not recomputed waits on the host; the MLP's part never does."""
+    """Policy of a replayed layer: of what is not recomputed, the share `host` waits on the host, but nothing of the MLP does."""
     kept = 1 - recompute
     return LayerPolicy(
         (
@@ -63,7 +64,7 @@ def offloading(host: float = 0.0, recompute: float = 1.0, mlp: float = 1.0, qkv:
 
 
 def with_policies(plan: StepPlan, policies: Sequence[ActivationPolicy], validated: bool = True) -> StepPlan:
-    """The plan with these policies in turn, over all chunks and parts of all stages."""
+    """The plan with these policies, one after the other, for all chunks and layer ranges of all stages."""
     given = iter(policies)
 
     def of_group(group: SequenceGroup) -> SequenceGroup:

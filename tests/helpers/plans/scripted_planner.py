@@ -1,4 +1,4 @@
-"""A planner whose slow solver does what a test says: plans, fails, or waits until it is let go."""
+"""A planner whose slow solver does what a test says: it plans, fails, or waits for a signal."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hf_longctx.plan.planner import plan_step
 
 
 def slow_config(tokens_per_rank: int, degrees: tuple[int, ...]) -> PlannerConfig:
-    """Limits with a solver named "slow", which the planner takes for none of its fast ones."""
+    """Limits with a solver named "slow", which the planner does not count among its fast ones."""
     config = PlannerConfig(tokens_per_rank, degrees)
     object.__setattr__(config, "solver", "slow")
     return config
 
 
 class ScriptedPlanner:
-    """`plan_step` with a solver "slow", which plans one degree for all groups and says so in the estimate.
+    """Stand-in for `plan_step` with a solver "slow", which plans one degree for all groups and says so in the estimate.
 
-    In the steps of `late` it waits for `go`; in those of `failing` it raises what is given there, and in those of
-    `fast_failing` the fast planner does.
+    late: steps in which the slow solver waits for `go`. failing: step -> exception that the slow solver raises in it.
+    fast_failing: step -> exception that the fast planner raises in it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Plans of slices, by hand and at random: one micro-batch of one group, whose sequences are cut into chunks."""
+"""Plans of slices, hand-written and random: one micro-batch with one group, whose sequences are cut into chunks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def cut(sequence: int, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def forward_then_back(num_chunks: int) -> str:
-    """All chunks forward, then all backward in reverse."""
+    """Action words that run all chunks forward, then all backward in reverse order."""
     return " ".join([f"0F{i}" for i in range(num_chunks)] + [f"0B{i}" for i in reversed(range(num_chunks))])
 
 
 def sliced_plan(
     lengths: list[int], chunks: Chunks, words: str = "", num_ranks: int = 1, validated: bool = True, **settings: Any
 ) -> StepPlan:
-    """One micro-batch of one group of all ranks with these chunks, run in the order of `words` (forward, then back)."""
+    """Plan of one group of all ranks with these chunks, in the order of `words` (default: all forwards, then all backwards)."""
     plan = plan_of([[(num_ranks, tuple(range(len(lengths))))]], lengths, num_ranks, **settings)
     (group,) = plan.micro_batches[0].groups
     actions = tuple(map(Action.parse, (words or forward_then_back(len(chunks))).split()))
@@ -48,7 +48,7 @@ def sliced_plan(
 @st.composite
 def random_slicings(draw: st.DrawFn) -> tuple[list[int], list[list[tuple[int, int, int]]], str]:
     """Random lengths, cuts, chunks (slices alone or in front of whole sequences) and a random order that slices allow."""
-    # one token sees only itself, so that queries and keys have no gradient but noise: one sequence is longer
+    # one sequence is longer, because a lone token sees only itself, which gives queries and keys no gradient but noise
     lengths = [draw(st.integers(8, 24)), *draw(st.lists(st.integers(1, 24), max_size=3))]
     waiting = []
     for sequence, length in enumerate(lengths):
@@ -66,7 +66,7 @@ def random_slicings(draw: st.DrawFn) -> tuple[list[int], list[list[tuple[int, in
 
 
 def _random_order(draw: st.DrawFn, chunks: list[list[tuple[int, int, int]]]) -> str:
-    """Any order in which slices run forward in order and backward in reverse."""
+    """A random order of actions in which slices run forward in order and backward in reverse order."""
     sequences = [{span[0] for span in spans} for spans in chunks]
     num_chunks = len(chunks)
     words: list[str] = []

@@ -1,4 +1,4 @@
-"""Orders of pipeline stages by their published formulas, random families of chunks, and an event loop of the tests' own."""
+"""Orders of pipeline stages from their published formulas, random families of chunks, and an event loop for tests alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.types import Action, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 
-# a family of chunks: number of slices of one sequence, and of whole sequences packed after its last slice
+# a family of chunks: (number of slices of one sequence, number of whole sequences packed after its last slice)
 FamilyShape = tuple[int, int]
 
 
@@ -29,7 +29,7 @@ def chunks_of(shapes: Sequence[FamilyShape]) -> tuple[Chunk, ...]:
 
 
 def plan_of(chunks: Sequence[Chunk], num_stages: int, schedule: Schedule, num_parts: int = 1) -> StepPlan:
-    """A step of one pipelined group on one rank per stage, a layer per part."""
+    """Plan of a step with one pipelined group, one rank per stage and one layer per layer range."""
     group = SequenceGroup((0,), "local", tuple(chunks), ())
     group = pipelined(group, layer_ranges(num_stages * num_parts, num_stages, num_parts), schedule)
     stops: dict[int, int] = {}
@@ -40,7 +40,7 @@ def plan_of(chunks: Sequence[Chunk], num_stages: int, schedule: Schedule, num_pa
 
 
 def family_shapes(most_slices: int = 5, most_families: int = 5) -> st.SearchStrategy[list[FamilyShape]]:
-    """Families of up to `most_slices` slices, with and without short sequences; packs and dummies among them."""
+    """Random families of up to `most_slices` slices, with and without short sequences, and also packs and dummies."""
     return st.lists(st.tuples(st.integers(0, most_slices), st.integers(0, 2)), min_size=1, max_size=most_families)
 
 
@@ -50,7 +50,7 @@ def random_shapes(draw: random.Random, most_slices: int = 6, most_families: int 
 
 
 def makespan(stages: Sequence[Sequence[Action]], seconds: Callable[[Action], float], num_parts: int = 1) -> float:
-    """Seconds until all stages ran their F and B in order, each as soon as the one it needs is done; sends take no time."""
+    """Seconds until all stages ran their F and B in order, each as soon as its source is done; messages take no time."""
     num_stages = len(stages)
     last = num_stages * num_parts - 1
     done: dict[tuple[str, int, int], float] = {}
@@ -79,12 +79,12 @@ Stages = tuple[tuple[Action, ...], ...]
 
 
 def backward_order(num_chunks: int, num_slices: int) -> list[int]:
-    """Sequences in order, the slices of each last to first."""
+    """Order of backwards: sequences in order, and the slices of each sequence from last to first."""
     return [i // num_slices * num_slices + num_slices - 1 - i % num_slices for i in range(num_chunks)]
 
 
 def one_forward_one_backward(num_stages: int, num_chunks: int, num_slices: int = 1) -> Stages:
-    """Seq1F1B by its warm-up formula; plain 1F1B for whole sequences."""
+    """Orders of Seq1F1B, from its formula for the warm-up; of plain 1F1B if sequences are whole."""
     order = backward_order(num_chunks, num_slices)
     stages = []
     for p in range(num_stages):
@@ -97,7 +97,7 @@ def one_forward_one_backward(num_stages: int, num_chunks: int, num_slices: int =
 
 
 def interleaved(num_stages: int, num_chunks: int, num_parts: int, num_slices: int = 1) -> Stages:
-    """Rounds of as many chunks as stages, by Megatron's warm-up plus the slices'."""
+    """Interleaved orders: rounds of as many chunks as there are stages, with Megatron's warm-up plus that of the slices."""
     order = backward_order(num_chunks, num_slices)
     rounds = range(0, num_chunks, num_stages)
     parts = range(num_parts)
@@ -116,7 +116,7 @@ def interleaved(num_stages: int, num_chunks: int, num_parts: int, num_slices: in
 
 
 def with_messages(stages: Stages, num_parts: int = 1) -> Stages:
-    """Receives right before and sends right after what they belong to."""
+    """Adds a receive right before, and a send right after, each action that needs one."""
     last = (len(stages) - 1, num_parts - 1)
     result = []
     for actions in stages:
