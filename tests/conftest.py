@@ -14,14 +14,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from helpers.ranks.rank_pool import RankPool
 from hypothesis import settings
 
-# a busy machine is no failure, and a red run must be red again
+# no deadline, since a busy machine is not a failure; derandomized, since a failing run must fail again
 settings.register_profile("longctx", deadline=None, derandomize=True)
 settings.load_profile("longctx")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """The pool of a world size; a pool that failed is replaced by a fresh one."""
+    """Function that returns the pool of a world size; a pool that failed is replaced by a new one."""
     pools: dict[int, RankPool] = {}
 
     def pool(num_ranks: int) -> RankPool:

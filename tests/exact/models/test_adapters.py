@@ -1,4 +1,4 @@
-"""Adapters under the activation engine: base weights frozen, some layers without any gradient, and the gradients of plain HF."""
+"""Adapters under the activation engine, with frozen base weights and some layers without any gradient, match plain HF."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION, MLP = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
 
 
 def adapted(targets: Any, layers: tuple[int, ...] = (0, 1), **settings: Any) -> Any:
-    """A builder of a tiny fp64 Llama with adapters on `targets` of some layers, and none of its own weights trained."""
+    """Function that builds a tiny fp64 Llama with adapters on `targets` of some layers; its own weights are frozen."""
 
     def build() -> Any:
         config = peft.LoraConfig(
@@ -42,7 +42,7 @@ def adapted(targets: Any, layers: tuple[int, ...] = (0, 1), **settings: Any) -> 
         for parameter in model.parameters():
             if parameter.requires_grad:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
-                # magnitudes, which lie about one, stay there
+                # DoRA's magnitudes lie about one and must stay there
                 parameter.data = parameter.data + noise if parameter.dim() == 1 else noise
         return model.train()
 
@@ -111,7 +111,7 @@ def test_frozen_projections_multiply_once_and_adapters_again() -> None:
     with counted(step.model) as work:
         step.forward((KEEP,) * 2)[0].backward()
     assert step.error() <= TOLERANCE
-    # the small products of the adapters save what their own gradients need, so they are replayed
+    # the small products of the adapters save tensors for their own gradients, so they are replayed
     assert adapter_tokens == [NUM_TOKENS] * 4
     assert work.projected == 2 * 3 * NUM_TOKENS
     assert work.pairs == 2 * PAIRS
@@ -120,7 +120,7 @@ def test_frozen_projections_multiply_once_and_adapters_again() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("targets", [["q_proj"], ["o_proj"], MLP, ["down_proj"]], ids=str)
 def test_layers_below_the_first_trained_weight_run_as_they_are(name: str, targets: list[str]) -> None:
-    # the input of the second layer has no gradient, and the first layer nothing at all
+    # the input of the second layer has no gradient, and nothing in the first layer has one
     step = EngineStep(tier(), LENGTHS, adapted(targets, (1,)))
     with counted(step.model) as work:
         loss, activations = step.forward((POLICIES[name],) * 2)
@@ -129,7 +129,7 @@ def test_layers_below_the_first_trained_weight_run_as_they_are(name: str, target
         loss.backward()
     assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=TOLERANCE)
     assert step.error() <= TOLERANCE
-    # only the second layer's attention is one that is counted
+    # only the second layer's attention is counted
     front = POLICIES[name].share("attention_output").cuts(NUM_TOKENS)[0]
     assert PAIRS <= work.pairs <= PAIRS + front**2
     assert second.attention.held == () and second.projections.held == ()
@@ -138,7 +138,7 @@ def test_layers_below_the_first_trained_weight_run_as_they_are(name: str, target
 
 
 def test_inputs_that_are_made_to_have_gradients_match() -> None:
-    # peft prepares models for checkpointing so: the embedding's output requires a gradient, the weights below do not
+    # peft prepares models for checkpointing in this way: the embedding's output requires a gradient, its weights do not
     build = adapted(MLP, (1,))
 
     def prepared() -> Any:
@@ -152,7 +152,7 @@ def test_inputs_that_are_made_to_have_gradients_match() -> None:
 
 
 def test_an_adapter_that_reads_what_was_projected_matches() -> None:
-    # DoRA scales the frozen product too, and so saves it
+    # DoRA scales the frozen product too, so it saves it
     step = EngineStep(tier(), LENGTHS, adapted([*ATTENTION, *MLP], use_dora=True))
     assert step.engine.can_keep_qkv
     loss, _ = step.forward((MIXED, KEEP))

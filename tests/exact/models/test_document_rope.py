@@ -1,4 +1,4 @@
-"""Dynamic and longrope: under any plan every document has the frequencies of its own whole length, as if it ran alone."""
+"""Dynamic and longrope scaling: under any plan, a document's frequencies follow from its own length, as if it ran alone."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CPU = torch.device("cpu")
-# two variants of longrope: phi3 scales cosines and sines by its positions, minicpm3 by its own factor and rotates part of a head
+# two variants of longrope: phi3 scales cosines and sines by a factor from its positions; minicpm3 gives the factor in its config
+# and rotates only part of a head
 CASES = {
     "dynamic": ModelCase(rope_type="dynamic"),
     "longrope": ModelCase("phi3", rope_type="longrope"),
     "longrope, factor given": ModelCase("minicpm3", rope_type="longrope_narrow"),
 }
-# both sides of the limit, the limit itself, and a longer one before a shorter one beyond the limit
+# lengths on both sides of the limit, and the limit itself; of the two clearly above it, the longer one comes first
 LENGTHS = [61, SHORT, SHORT + 1, 40, 9]
 ROWS = random_rows(LENGTHS)
-# the longest is beyond the limit from the second slice on; whole documents are behind the last one
+# the longest document passes the limit in its second slice; whole documents follow its last slice
 SLICES = [[(0, 0, 20)], [(0, 20, 31)], [(0, 31, 61), (4, 0, 9)], [(1, 0, 24), (2, 0, 25)], [(3, 0, 40)]]
 RECOMPUTED = LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in ("attention_output", "qkv", "mlp")))
 
 
 def recomputed(plan: StepPlan) -> StepPlan:
-    """The plan of one group with all layers of its chunks run again."""
+    """The plan with all layers recomputed in all chunks; it must have one group."""
     (group,) = plan.micro_batches[0].groups
     policies = tuple(ActivationPolicy(chunk.index, 0, (RECOMPUTED,) * 2, 16) for chunk in group.chunks)
     group = replace(group, stages=(replace(group.stages[0], activations=policies),))
@@ -66,7 +67,7 @@ STAGED = with_policies(_STAGED, [ActivationPolicy(0, 0, (RECOMPUTED,) * 2, 16)] 
 
 
 def promoted(kind: str) -> ModelCase:
-    """Where layers run again, norms are not rounded in between."""
+    """The case with norms that do not round to fp32, for plans that recompute layers."""
     return replace(CASES[kind], promoted=True)
 
 
@@ -124,7 +125,7 @@ def test_documents_on_both_sides_of_the_limit_match_whatever_ran_before(kind: st
 
 
 def test_documents_matter() -> None:
-    """The reference does not give the same with the frequencies of the longest, or of none."""
+    """The reference gives other results if all documents have the frequencies of the longest one, or unscaled ones."""
     for kind in CASES:
         loss, _ = alone(CASES[kind])
         for length in (SHORT, 61):
@@ -156,7 +157,7 @@ def test_nothing_is_left_in_the_model_and_without_a_plan_it_is_plain(kind: str) 
     name, hooks = attention_name(model), len(model.model._forward_pre_hooks)
     patch_model(model)
     lone_step(model, PLANS["packed"])
-    # padded rows: transformers takes the longest of them, and goes on with it
+    # padded rows: transformers takes the frequencies of the longest row for all
     ids_BS = torch.tensor([row["input_ids"][:9] * 4 for row in ROWS])
     for ids in (ids_BS, ids_BS[:, :30], ids_BS[:, :7]):
         assert torch.equal(model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)

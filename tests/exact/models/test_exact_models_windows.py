@@ -1,4 +1,4 @@
-"""Windows of any size give plain Hugging Face's loss and gradients, while book and rings let go of what no token sees."""
+"""Windows of any size give the loss and gradients of plain Hugging Face; K/V book and rings drop keys that no token sees."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
 
-# windows of one token, shorter than a slice of ten, as long, longer, and longer than the document
+# windows of one token, of less than a slice of ten, of exactly a slice, of more, and of more than the document
 WINDOWS = [1, 6, 10, 11, 17, 64]
 SLICES = [[span] for span in cut(0, [10, 10, 10, 7])]
 
 
 def case_of(window: int, num_layers: int = 2) -> ModelCase:
-    """A first layer without a window, all others with one."""
+    """A model whose first layer has no window and whose other layers all have one."""
     return ModelCase("qwen3_window", promoted=True, window=window, num_layers=num_layers)
 
 
 def check(case: ModelCase, plan: StepPlan) -> int:
-    """Asserts loss and gradients of one plain process, and the predicted bytes of the book, which are returned."""
+    """Asserts the loss and gradients of one plain process, and the predicted bytes of the K/V book; returns these bytes."""
     rows = random_rows(list(plan.lengths))
     model = build_model(case)
     patch_model(model)
@@ -49,7 +49,7 @@ def check(case: ModelCase, plan: StepPlan) -> int:
     assert spec.windows == (None, *[case.window] * (case.num_layers - 1))
     result, gradients, _ = policy_step(model, plan, rows)
     loss, expected = reference_step(build_model(case), rows)
-    # under a window of one token queries and keys have no gradient but noise
+    # with a window of one token, gradients of queries and keys are noise
     loud = {name: gradient for name, gradient in expected.items() if gradient.abs().max() > 1e-12}
     assert all(gradients[name].abs().max() <= 1e-12 for name in expected if name not in loud)
     assert worst_error((float(result.loss), {name: gradients[name] for name in loud}), (loss, loud)) <= TOLERANCE
@@ -62,9 +62,9 @@ def check(case: ModelCase, plan: StepPlan) -> int:
 def test_the_book_holds_a_window_of_replayed_layers(window: int) -> None:
     plan = sliced_plan([37], SLICES)
     held = check(case_of(window), same_policy(plan, replayed(0.4), replayed(1.0)))
-    # by hand, 2 KV heads of 8 in fp64, keys and values: most is there when the second layer has replayed the third slice. The
-    # first layer has the document and gradients of what is in front of the last slice; the second one what is seen of two slices,
-    # the third one whole, and still the gradients that the last slice left
+    # computed by hand for keys and values of 2 KV heads of 8 in fp64. The book is fullest when the second layer has replayed the
+    # third slice. The first layer then holds the whole document, and gradients for the tokens before the last slice. The second
+    # layer holds the tokens of two slices that are still seen, the whole third slice, and the gradients that the last slice left
     in_second = 37 + 30 if window >= 37 else 2 * min(window - 1, 10) + 10 + min(window - 1, 30)
     assert held == 2 * 2 * 8 * 8 * (37 + 30 + in_second)
 
@@ -104,14 +104,14 @@ patterns = st.one_of(
 
 
 def ring_errors(lengths: list[int], pattern: AttentionPattern) -> float:
-    """The error of a ring of all ranks, outputs and gradients, for documents that every rank draws alike."""
+    """Largest error in outputs and gradients of a ring of all ranks, for documents that are equal on every rank."""
     pool, degree = group_pool(), dist.get_world_size()
     spans = tuple(Span(number, 0, length) for number, length in enumerate(lengths))
     group = SequenceGroup(tuple(range(degree)), "ring", (Chunk(0, spans),), ())
     context = pool.context(group, group.chunks[0])
     generator = torch.Generator().manual_seed(sum(lengths))
     shapes = [(4, 4), (2, 4), (2, 3)]
-    # queries, keys and values, and the gradient, of every document
+    # queries, keys, values and the gradient of the output, for every document
     documents = [
         [torch.randn(num, length, size, dtype=torch.float64, generator=generator) for num, size in [*shapes, (4, 3)]]
         for length in lengths
@@ -122,7 +122,7 @@ def ring_errors(lengths: list[int], pattern: AttentionPattern) -> float:
     gradients = [torch.autograd.grad(*one) for one in zip(expected, leaves, of_outputs, strict=True)]
 
     def mine(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-        """This rank's tokens of one tensor per document; dummy tokens are zeros."""
+        """This rank's tokens, given one tensor per document; dummy tokens are zeros."""
         like = tensors[0].narrow(dim, 0, 1)
         parts = [
             tensors[piece.document].narrow(dim, piece.start, piece.num_tokens)
@@ -141,7 +141,7 @@ def ring_errors(lengths: list[int], pattern: AttentionPattern) -> float:
 
 
 def random_rings(num_examples: int) -> list[tuple[list[int], AttentionPattern, float]]:
-    """Random documents and patterns, the same on every rank, and the errors of their rings."""
+    """Random documents and patterns, equal on every rank, and the errors of their rings."""
     found = []
 
     @settings(max_examples=num_examples, derandomize=True, database=None, deadline=None)

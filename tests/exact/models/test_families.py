@@ -1,4 +1,4 @@
-"""Model classes with patterns, norms and blocks of their own: packed, in slices and recomputed they are plain Hugging Face's."""
+"""Model classes with other patterns, norms and blocks match plain Hugging Face: packed, in slices and recomputed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
 SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
 
 
-# promoted norms: those of Gemma and Cohere add up their gradients in fp32
+# norms are promoted, because those of Gemma and Cohere sum their gradients in fp32
 @pytest.mark.parametrize("chunks", [WHOLE, SLICES], ids=["packed", "slices"])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_every_class_matches_on_one_rank(family: str, chunks: list) -> None:
@@ -52,7 +52,7 @@ def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> 
     check_layout_step(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
 
 
-# values smaller than keys, and larger ones; unevenly shared heads
+# values with a smaller and with a larger head size than keys; heads divided unevenly among ranks
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
 @pytest.mark.parametrize("name,ulysses", [("<3>", 0), ("<3>", 1)])
 def test_latent_attention_matches_on_groups_and_rings(ranks, name: str, ulysses: int, family: str) -> None:

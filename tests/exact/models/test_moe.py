@@ -1,6 +1,6 @@
 """Mixtures of experts: any plan gives the loss and gradients of plain Hugging Face, with one balance of experts for the step.
 
-Routers take their softmax in fp32, token by token and from logits that agree to 1e-15, so that plans agree to 1e-12 as ever.
+Routers compute their softmax in fp32, but token by token and from logits that agree to 1e-15, so plans still agree to 1e-12.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CPU = torch.device("cpu")
 LENGTHS = [30, 7, 17, 1]
 WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
 SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
-# a balance that weighs as much as the cross-entropy
+# coefficient with which the balancing loss weighs about as much as the cross-entropy
 BALANCE = 2.0
-# chunks whose backwards come before other forwards
+# order in which some backwards come before other forwards
 MIXED = "0F3 0B3 0F0 0F1 0F2 0B2 0B1 0B0"
 
 
@@ -62,7 +62,7 @@ def test_the_reference_balances_as_transformers_does() -> None:
     with torch.no_grad():
         routed = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).router_logits for row in rows]
     of_layers = tuple(torch.cat(rows_of) for rows_of in zip(*routed, strict=True))
-    # whose sums are in fp32
+    # transformers sums in fp32, hence the tolerance
     assert float(balance_of(routed, model.config)) == pytest.approx(float(load_balancing_loss_func(of_layers, 4, 2)), rel=1e-6)
 
 
@@ -121,7 +121,7 @@ def test_without_a_balance_there_is_none(family: str) -> None:
         ("qwen3_moe", "fewer tokens than ranks", 0),
         ("qwen2_moe", "<2>", 1),
         ("olmoe", "<2>,<1,1>,<2>", 0),
-        # three ranks share four heads unevenly; each has some sinks
+        # three ranks divide four heads unevenly; each has the sinks of its heads
         ("gpt_oss", "<3>", 0),
         ("gpt_oss", "<3>", 1),
     ],
@@ -156,7 +156,7 @@ CHUNK_LENGTHS = [13, 7, 5, 17, 3, 2, 19]
 
 
 def three_chunks(orders: tuple[str, str], parameters: Any) -> StepPlan:
-    """Two ranks with three chunks of one sequence each, in one round."""
+    """Plan of two ranks in one micro-batch, each with three chunks of one sequence."""
     plan = chunks_plan(orders, parameters)
     return replace(plan, lengths=plan.lengths[:6], micro_batches=plan.micro_batches[:1])
 
@@ -194,7 +194,7 @@ ROWS = [random_rows(lengths, seed=seed) for seed, (_, lengths) in enumerate(PLAN
 
 
 def two_steps(case: ModelCase, plans_json: list[str]) -> tuple[str, list[Any]]:
-    """The error for several plans without `route`; losses and gradients of two steps of all plans."""
+    """Runs two steps with all plans; returns the error for plans without `route`, and losses and gradients of the steps."""
     pool, plans, model = group_pool(), [plan_from_json(text) for text in plans_json], build_model(case)
     patch_model(model)
     executor = StepExecutor(whole_model(model, 2), pool, CPU, routers=router_balance(model, CPU))

@@ -1,6 +1,6 @@
-"""Slices under activation policies: any cut and any shares give one plain process, and attention runs no row more than it must.
+"""Slices under activation policies: any cuts and shares match one plain process, and attention runs no row more than it must.
 
-Counted are the query-key pairs that really run: all once, and those of the front rows that a policy recomputes once more.
+The tests count the query-key pairs that really run: all pairs once, and those of the rows that a policy recomputes once more.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def pairs_of_rows(chunk: Chunk, num_ranks: int) -> list[int]:
 
 
 def expected_pairs(plan: StepPlan) -> int:
-    """Rows that attention must run: every row once, and the recomputed front rows of every replayed layer once more."""
+    """Pairs that attention must run: those of every row once, and those of rows that a replayed layer recomputes once more."""
     (group,) = plan.micro_batches[0].groups
     policies = {policy.chunk: policy for policy in group.stages[0].activations}
     total = 0
     for chunk in group.chunks:
         rows = pairs_of_rows(chunk, plan.num_ranks)
-        # in layers that keep everything, whole documents go another way
+        # in layers that keep everything, whole documents run torch's own attention, which is not counted
         slices = [s for s in chunk.spans if s.start or s.stop < plan.lengths[s.sequence]]
         of_slices = sum(token + 1 for s in slices for token in range(s.start, s.stop))
         layers = policies[chunk.index].layers
@@ -62,7 +62,7 @@ def expected_pairs(plan: StepPlan) -> int:
 
 
 def check(case: ModelCase, plan: StepPlan, seed: int = 0) -> StepResult:
-    """Asserts the loss and gradients of one plain process, and that attention ran what it must and no more."""
+    """Asserts the loss and gradients of one plain process, and that attention ran the pairs that it must and no more."""
     rows = random_rows(list(plan.lengths), seed)
     model = build_model(case)
     patch_model(model)
@@ -114,7 +114,8 @@ def test_recomputed_rows_are_the_front_of_the_chunk() -> None:
     plan = same_policy(sliced_plan([30, 7, 5], HYBRID), replayed(0.0), replayed(0.5))
     # every row sees its sequence up to itself
     once = 30 * 31 // 2 + 7 * 8 // 2 + 5 * 6 // 2
-    # half of 12 tokens, of 11 (six behind twelve), and of 19: the slice of seven behind 23, and three of the next sequence
+    # half of 12 tokens; half of 11 (six after the first twelve); half of 19: the slice of seven after 23 tokens, and three of the
+    # next sequence
     front = (6 * 7 // 2) + (6 * 12 + 6 * 7 // 2) + (7 * 23 + 7 * 8 // 2 + 3 * 4 // 2)
     assert expected_pairs(plan) == 2 * once + front
     check(PROMOTED, plan)
@@ -141,7 +142,7 @@ def test_lora_matches() -> None:
 
 
 def counted_step_on_rank(case: ModelCase, plan_json: str, rows: Any) -> tuple[float, dict[str, Tensor], int]:
-    """`step_on_rank` with the pairs that ran."""
+    """Runs `step_on_rank`; also returns the number of pairs that ran."""
     with counted_pairs() as pairs:
         loss, gradients = step_on_rank(case, plan_json, rows)
     assert plan_from_json(plan_json).num_ranks > 1
@@ -153,7 +154,7 @@ def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plan: StepPlan) ->
     expected = reference_step(build_model(case), rows)
     for loss, gradients, num_pairs in ranks(num_ranks).run(counted_step_on_rank, case, plan_to_json(plan), rows):
         assert worst_error((loss, gradients), expected) <= TOLERANCE
-        # every rank has some heads of all rows
+        # every rank computes some heads, but for all rows
         assert num_pairs == expected_pairs(plan)
 
 
@@ -179,7 +180,7 @@ def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     check_groups(ranks, 2, PROMOTED, same_policy(plan, replayed(0.5, 0.25, 0.5, 0.5), replayed(0.2)))
 
 
-# planted faults, which the check must notice
+# planted bugs that the check must notice
 def _dropped_gradients() -> Any:
     original = KVBook.gradients
 
@@ -268,7 +269,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", ["", *BUGS])
 def test_planted_bug_is_noticed(bug: str) -> None:
-    # two sequences in slices of one size at a time, and whole ones
+    # two sequences with slices of equal sizes, and whole sequences
     chunks = [[(0, 0, 10)], [(0, 10, 20)], [(1, 0, 10)], [(1, 10, 17), (2, 0, 7)], [(0, 20, 30), (3, 0, 9)]]
     policies = (replayed(0.3), replayed(0.0, 0.5))
 
@@ -279,6 +280,6 @@ def test_planted_bug_is_noticed(bug: str) -> None:
     if not bug:
         steps()
         return
-    # the gradients are wrong, not the count
+    # the assertion about gradients must fail, not the one about counts
     with BUGS[bug](), pytest.raises(AssertionError, match=r"<= 1e-12"):
         steps()

@@ -1,4 +1,4 @@
-"""Gradients of several plans in one optimizer step, with evaluations between them: the same as one plain process."""
+"""Several plans in one optimizer step, with evaluations between them, give the gradients of one plain process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = [random_rows(lengths, seed=seed) for seed, (_, lengths) in enumerate(PLAN
 
 
 def two_steps(plans_json: list[str], shard_ranks: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    """Loss and whole gradients of two steps of all plans; every plan is evaluated after its run."""
+    """Runs two steps with all plans, each evaluated after its run; returns losses and whole gradients."""
     pool, plans = group_pool(), [plan_from_json(text) for text in plans_json]
     model = build_model(CASE)
     patch_model(model)

@@ -53,7 +53,7 @@ def test_scaled_rope_matches(ranks, rope_type: str) -> None:
 
 
 def test_eager_models_match(ranks) -> None:
-    # the context road replaces eager attention too, whose own softmax is fp32: compare with sdpa
+    # plans replace eager attention too, but its own softmax is fp32, so compare with sdpa
     num_ranks, layout, lengths = LAYOUTS["<2>"]
     rows = random_rows(lengths)
     expected_loss, expected = reference_step(build_model(ModelCase()), rows)
@@ -62,7 +62,7 @@ def test_eager_models_match(ranks) -> None:
         assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
 
 
-# promoted norms: a random search would at times meet a value on the edge between two fp32 numbers
+# norms are promoted, because a random search would at times find a value on the edge between two fp32 numbers
 @pytest.mark.parametrize("num_ranks,kv", [(2, 2), (4, 1)])
 def test_random_plans_match(ranks, num_ranks: int, kv: int) -> None:
     @settings(
@@ -87,7 +87,7 @@ def test_planted_bug_is_noticed(ranks, bug: str) -> None:
 
 
 def test_planted_order_of_exchanges_is_noticed() -> None:
-    # its own pool with a short time-out: ranks that meet in different collectives hang, or exchange nonsense
+    # a pool of its own with a short time-out, because ranks that meet in different collectives hang or exchange wrong data
     num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]
     rows = random_rows(lengths)
     _, expected = reference_step(build_model(ModelCase()), rows)

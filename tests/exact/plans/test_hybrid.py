@@ -1,4 +1,4 @@
-"""Hybrid groups: Ulysses inside blocks, a ring across; exact beside every other method, in one micro-batch too."""
+"""Hybrid groups (Ulysses inside blocks, a ring across them) are exact, also next to other methods in one micro-batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_hybrid_asks_of_the_heads_only_one_per_rank_of_a_block(ranks, num_heads:
 
 
 def reshaped(plan: StepPlan, shapes: list[GroupShape]) -> StepPlan:
-    """`plan` with the first groups of every micro-batch in these shapes."""
+    """`plan`, with these shapes for the first groups of every micro-batch."""
     micro_batches = []
     for micro_batch in plan.micro_batches:
         groups = list(micro_batch.groups)

@@ -23,7 +23,7 @@ from hf_longctx.runtime.execution.checks import refuse_unsupported
 
 
 def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, num_steps: int = 1, bug: str = "") -> None:
-    """Asserts that every rank ends with the reference's losses, all its gradients and weights, and ran what was planned."""
+    """Asserts that every rank has the reference's losses, gradients and weights, and ran what was planned."""
     rows = random_rows(list(plan.lengths))
     reference = with_lora(build_model(case)) if lora else build_model(case)
     optimizer = new_optimizer(reference)
@@ -45,7 +45,7 @@ def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, nu
 
 
 def lent_words(plan: StepPlan, rank: int) -> list[str]:
-    """Actions that a rank takes part in, in the order of the plan; without messages where stages share slices."""
+    """Actions that a rank takes part in, in the plan's order; in micro-batches with shared slices without the messages."""
     stage, _ = plan.place(rank)
     groups = [group for group, _ in plan.for_rank(rank).rounds]
     return [
@@ -73,7 +73,7 @@ def test_stages_of_two_ranks_match(ranks) -> None:
     check(ranks(4), ModelCase("qwen3", num_layers=4), one_sequence([15, 11, 9, 5], 2, degree=2))
 
 
-# windows that are shorter and longer than slices; sinks; a softcap; values of another size than keys
+# windows shorter and longer than slices; sinks; a softcap; values with another head size than keys
 @pytest.mark.parametrize("family", ["mistral_window", "gpt_oss", "gemma2", "deepseek_v3"])
 def test_patterns_match(ranks, family: str) -> None:
     attention = "eager" if family == "gpt_oss" else "sdpa"
@@ -107,7 +107,7 @@ def test_random_slices_match(ranks, num_stages: int) -> None:
         st.sampled_from(["llama", "qwen3"]),
     )
     def matches(sizes: list[int], sides: tuple[bool, bool], family: str) -> None:
-        # with a handful of tokens some gradients are rounding alone
+        # with only a few tokens some gradients would be nothing but rounding
         sizes[0] += 8
         plan = pipeline_plan([sum(sizes)], [[(1, [[span] for span in cut(0, sizes)])]], num_stages)
         check(pool, ModelCase(family, num_layers=4), lent_plan(plan, *sides))
@@ -116,7 +116,7 @@ def test_random_slices_match(ranks, num_stages: int) -> None:
 
 
 def refused() -> dict[str, tuple[StepPlan, str]]:
-    """Plans with settings that are not executed, each with the text of its refusal, by the name of the setting."""
+    """Name of a setting -> (plan with that setting, which is not executed; text of the refusal)."""
     plan = one_sequence([15, 11, 9, 5], 2)
     (group,) = plan.micro_batches[0].groups
     first, last = group.stages
@@ -163,7 +163,7 @@ def test_trained_weights_match_too(ranks) -> None:
 
 
 def test_rounds_with_and_without_helpers_match(ranks) -> None:
-    """Two groups of one rank that share slices side by side, then packs and a hybrid whose stages work alone."""
+    """First two groups of one rank side by side whose stages share slices, then packs and a hybrid whose stages do not."""
     batches = [
         [(1, [[span] for span in cut(0, [12, 9, 8])]), (1, [[span] for span in cut(1, [11, 10])])],
         [(2, [[(2, 0, 9), (3, 0, 7)], [(4, 0, 8)], [(4, 8, 15), (5, 0, 4)]])],

@@ -1,6 +1,6 @@
-"""Compares with an outside oracle: on one causal document, DeepSpeed's Ulysses for transformers has the same loss and gradients.
+"""Compares with an outside oracle: DeepSpeed's Ulysses for transformers gives the same loss and gradients on one document.
 
-DeepSpeed is no dependency of the package or of its tests: CI installs it for this file, elsewhere the file is skipped.
+DeepSpeed is not a dependency of the package or of its tests: CI installs it for this file; elsewhere the file is skipped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def deepspeed_step(case: ModelCase, row: dict[str, list[int]]) -> tuple[float, d
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # no compiler: gloo in place of its own collectives in shared memory
+    # without a compiler, use gloo in place of DeepSpeed's own collectives in shared memory
     deepspeed.ops.__compatible_ops__.clear()
     deepspeed.init_distributed("gloo", verbose=False)
     model, rank, half = build_model(case), dist.get_rank(), LENGTH // 2
-    # it replaces sdpa for the whole process
+    # DeepSpeed replaces sdpa for the whole process
     UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sequence_parallel_size=2, micro_batch_size=1)
     calls = []
     replaced = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -60,7 +60,7 @@ def deepspeed_step(case: ModelCase, row: dict[str, list[int]]) -> tuple[float, d
 def test_deepspeed_finds_the_same_loss_and_gradients(ranks, family: str, num_kv_heads: int) -> None:
     case = ModelCase(family, num_kv_heads=num_kv_heads, promoted=True)
     rows = random_rows([LENGTH])
-    # processes of its own, since DeepSpeed changes theirs
+    # a pool of its own, since DeepSpeed changes its processes
     pool = RankPool(2)
     try:
         expected_loss, expected = pool.run(deepspeed_step, case, rows[0])[0]

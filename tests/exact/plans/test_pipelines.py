@@ -63,7 +63,7 @@ def test_adapters_match(ranks) -> None:
 
 @st.composite
 def pipelines(draw: st.DrawFn, num_stages: int) -> StepPlan:
-    """Random families, schedules, parts, rounds and policies on stages of one rank."""
+    """Random chunks, schedules, layer ranges, micro-batches and policies on stages of one rank."""
     lengths = [draw(st.integers(8, 24)), *draw(st.lists(st.integers(1, 24), max_size=5))]
     num_parts = draw(st.integers(1, 2))
     schedule = "interleaved" if num_parts > 1 else draw(st.sampled_from(["1f1b", "elastic", "gpipe"]))
@@ -79,7 +79,7 @@ def pipelines(draw: st.DrawFn, num_stages: int) -> StepPlan:
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_random_pipelines_with_random_policies_match(ranks, num_stages: int) -> None:
-    """Fifty real runs in all, none of which may hang."""
+    """Runs fifty random plans in all; none may hang."""
     pool = ranks(num_stages)
     case = ModelCase("qwen3", num_layers=2 * num_stages)
 
@@ -98,7 +98,7 @@ def test_random_pipelines_with_random_policies_match(ranks, num_stages: int) -> 
 
 
 def test_the_union_of_all_four_matches(ranks) -> None:
-    """Two stages of groups <2,1>: a long sequence in slices beside packs and a hybrid, some layers recomputed or offloaded."""
+    """Two stages of groups <2,1>: a long sequence in slices next to packs and a hybrid, some layers recomputed or offloaded."""
     long = [[span] for span in cut(0, [15, 11, 9, 5])]
     mixed = [*([span] for span in cut(1, [12, 11])), [(2, 0, 9), (3, 0, 7)], [(4, 0, 5), (5, 0, 3)]]
     mixed[1] = [*mixed[1], (6, 0, 4)]

@@ -1,4 +1,4 @@
-"""bf16, as autocast and as weights: a plan is as near to fp64 as plain Hugging Face in bf16 is."""
+"""In bf16, by autocast or as the weights' dtype, a plan is as close to fp64 as plain Hugging Face in bf16 is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = ModelCase(dtype=torch.bfloat16)
 
 
 def errors_against_fp64(pool, case: ModelCase, layout: list, lengths: list[int]) -> tuple[float, float]:
-    """Largest relative gradient error against fp64: of the plan, and of one plain process in the same precision."""
+    """Largest relative gradient errors against fp64: the plan's, and that of one plain process in the same precision."""
     rows = random_rows(lengths)
     exact_loss, exact = reference_step(build_model(ModelCase(case.family)), rows)
     _, plain = reference_step(build_model(case), rows)
@@ -40,11 +40,11 @@ def test_bf16_stays_in_the_band_of_plain_bf16(ranks, name: str, case: ModelCase,
 
 
 def accumulated(in_fp32: bool) -> float:
-    """One large gradient and 512 small ones of 2^-9 each, which bf16 rounds away beside the large one."""
+    """Sum of one large gradient and 512 small ones of 2^-9 each, which bf16 rounds away next to the large one."""
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     gradients = GradientSum([parameter], in_fp32)
     for value in [1.0] + [2.0**-9] * 512:
-        # autograd adds to a gradient that is already there
+        # without fp32 buffers, autograd adds to the gradient that is already there, in bf16
         (parameter * value).sum().backward()
         gradients.absorb()
     gradients.reduce(None)

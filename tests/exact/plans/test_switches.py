@@ -1,6 +1,6 @@
-"""Plans that the planner's switches make (nested, time_aware, node_aligned, integer degrees) are still one plain process.
+"""Plans made with the planner's switches (nested, time_aware, node_aligned, integer degrees) still match one plain process.
 
-The plans come from `plan_step`, on lengths for which the switch changes the plan; every test says what it changed.
+The plans come from `plan_step`, for lengths on which the switch changes the plan; every test asserts what it changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_longctx.plan.planner import plan_step
 HARDWARE = HardwareSpec("test", 1e12, 5e11, 1 << 30, 1e9, 1e8, 1e-4)
 CASE = ModelCase(promoted=True)
 POWERS = (1, 2, 4)
-# most tokens of a rank: the longest sequence below then needs four ranks
+# most tokens of a rank; with it the longest sequence below needs four ranks
 CAPACITY = 20
 
 
@@ -60,7 +60,7 @@ def last_rounds(plan: StepPlan) -> list[int]:
     ]
 
 
-# ranks, ranks with one copy of the parameters (0: all of them replicated), method, lengths, rounds of each rank, method of <4>
+# ranks; ranks that hold one copy of the parameters (0: replicated); method; lengths; micro-batches of each rank; method of <4>
 NESTED: dict[str, tuple[int, int, GroupMethod, list[int], list[int], str]] = {
     "ulysses": (4, 0, "ulysses", [13, 34, 61, 13, 7, 21, 2, 13], [2, 2, 3, 3], "ulysses"),
     "rings": (4, 0, "ring", [21, 21, 2, 9, 61, 34, 21, 9], [3, 3, 4, 3], "ring"),
@@ -88,8 +88,8 @@ def test_nested_plans_match_one_plain_process(ranks, name: str) -> None:
 
 @pytest.mark.parametrize("method,lengths", [("ulysses", [61, 3, 13, 9]), ("ring", [61, 21]), ("hybrid", [61, 21])])
 def test_a_block_may_be_done_while_its_partner_of_the_last_group_goes_on(ranks, method: GroupMethod, lengths: list[int]) -> None:
-    # if gradients were summed over copies inside a block's last backward, it would wait for the other block, which waits for it
-    # in the group of both
+    # if a block's last backward summed gradients over copies, it would wait for the other block, which itself waits for this one
+    # in the group that both form
     plan = plan_step(0, lengths, costs(4, method, shard_ranks=2), PlannerConfig(CAPACITY, POWERS))
     assert [group.degree for group in plan.micro_batches[0].groups] == [4]
     assert sorted(set(last_rounds(plan))) == [0, 1]
@@ -126,7 +126,7 @@ def test_plans_cut_by_time_match_one_plain_process(ranks, shard_ranks: int) -> N
     plan = plan_step(0, lengths, model, config)
     off = plan_step(0, lengths, model, replace(config, time_aware=False))
     held = [sorted(s.stop for g in mb.groups for c in g.chunks for s in c.spans) for mb in plan.micro_batches]
-    # short sequences fill the slack of a micro-batch of long ones, others between them in length run elsewhere
+    # short sequences fill the slack of a micro-batch of long ones, while sequences of medium length run in another micro-batch
     assert [2, 7, 21, 34] in held and [13, 13, 13, 13] in held
     assert plan.estimate.step_s < off.estimate.step_s
     check_step(ranks(4), CASE, plan, lengths, shard_ranks)

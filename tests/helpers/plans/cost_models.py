@@ -45,7 +45,7 @@ def cost_model(kind: str, num_ranks: int) -> CostModel:
     forward = _FORWARD[kind]
     backward = replace(forward, pair_s=2.5 * forward.pair_s, token_s=2 * forward.token_s, chunk_s=1.5 * forward.chunk_s)
     coefficients = CostCoefficients(forward, backward, step_s=0.25, source="test")
-    # nodes of two ranks where exchanges count, so that larger groups have dearer ones
+    # if exchanges dominate, nodes have two ranks, so that larger groups pay more for theirs
     cluster = ClusterSpec(num_ranks, 2 if kind == "exchange" else num_ranks, HARDWARE)
     return CostModel(WINDOWED if kind == "windows" else MODEL, cluster, coefficients, method="ulysses")
 

@@ -1,4 +1,4 @@
-"""Processes that start at once: forks of a server that has imported the package and its libraries, which takes eight seconds."""
+"""Processes that start at once, as forks of a server that has already imported the package and its libraries (eight seconds)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 FORKED = mp.get_context("forkserver")
-# the server only imports: it makes no random numbers, process groups or threads that its forks would share
+# the server imports and does nothing else: no random numbers, process groups or threads that its forks would share
 FORKED.set_forkserver_preload(["hf_longctx.recipes.sft", "transformers.models.llama.modeling_llama"])
 
 
@@ -36,14 +36,14 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 class Program:
-    """`python script *arguments` in a forked process, which appends what it writes to two files."""
+    """`python script *arguments` in a forked process, which appends its output and errors to two files."""
 
     def __init__(self, script: Path, arguments: list[str], environment: dict[str, str], out: Path, errors: Path) -> None:
         self._process = FORKED.Process(target=_run, args=(str(script), arguments, environment, str(out), str(errors)))
         self._process.start()
 
     def wait(self, timeout_s: float) -> int:
-        """The exit code; raises TimeoutError, and ends the process, when there is none in time."""
+        """Waits for the exit code and returns it; after `timeout_s` ends the process and raises TimeoutError."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             self.kill()
@@ -58,7 +58,7 @@ class Program:
 def run_ranks(
     script: Path, arguments: list[str], num_ranks: int, folder: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`script` on ranks of one node, as a launcher starts them; a failed rank ends the others after ten seconds."""
+    """Runs `script` on ranks of one node as a launcher does; ten seconds after a rank fails, the others are ended."""
     port, out, errors = free_port(), folder / "stdout.txt", folder / "stderr.txt"
     ranks = [
         Program(script, arguments, {**(environment or {}), **rank_environment(rank, num_ranks, port)}, out, errors)
@@ -81,7 +81,7 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], out: st
         os.dup2(file, number)
         os.close(file)
     if cache := environment.get("HF_DATASETS_CACHE"):
-        # read when the library was imported
+        # the library read the environment when it was imported, before this process set it
         import datasets
 
         datasets.config.HF_DATASETS_CACHE = Path(cache)

@@ -53,7 +53,7 @@ def _other_labels(rows: Any, inputs: ChunkInputs) -> ChunkInputs:
 _WHOLE_SLICE, _OF_INPUTS = lent_slice._whole_slice, lent_round._Rows.of_inputs
 
 
-# wrong functions of the runtime -> by what they are replaced
+# name of a bug -> (module or class, function of the runtime, wrong function that replaces it)
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "a front's gradients stay with the helpers": (lent_slice, "_return_front", lambda *_: None),
     "helpers' gradients of keys and values are left out": (lent_slice, "_own_tokens", _own_alone),
@@ -64,13 +64,13 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 
 
 def lent_plan(plan: StepPlan, front: bool = True, back: bool = True) -> StepPlan:
-    """The plan with helpers in every group."""
+    """The plan with lent ranks in every group."""
     batches = tuple(MicroBatch(tuple(lent_group(group, front, back) for group in each.groups)) for each in plan.micro_batches)
     return validate_plan(replace(plan, micro_batches=batches))
 
 
 def lending_pool(num_stages: int) -> GroupPool:
-    """This rank's pool for so many stages that share slices, made once per process."""
+    """This rank's pool for `num_stages` stages that share slices, made once per process."""
     if num_stages not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() + 1))
         _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, 60.0, num_stages=num_stages, lends=True))
@@ -80,9 +80,9 @@ def lending_pool(num_stages: int) -> GroupPool:
 def lent_step_on_rank(
     case: ModelCase, plan_json: str, rows: Rows, lora: bool = True, num_steps: int = 1, bug: str = ""
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """So many optimizer steps on this rank: losses, the last gradients, the trained weights, and what it ran in the last.
+    """Runs `num_steps` optimizer steps on this rank; returns losses, the last gradients, trained weights, and the last actions.
 
-    The first loss is that of an evaluation before them.
+    The first loss comes from an evaluation before the steps.
     """
     with patch.object(*BUGS[bug]) if bug else nullcontext():
         return _steps(case, plan_json, rows, lora, num_steps)
@@ -114,5 +114,5 @@ def _steps(
 
 
 def new_optimizer(model: Any) -> torch.optim.Optimizer:
-    """The optimizer of both runs."""
+    """Optimizer for the run under plans and for its reference."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -1,4 +1,4 @@
-"""A step of a one-rank plan in this process, through collator and executor, and the attention pairs that it runs."""
+"""Runs a step of a one-rank plan in this process, through collator and executor, and counts the attention pairs that it runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def patched_model(case: ModelCase, use_reentrant: bool | None = None) -> Any:
-    """The model of a case under plans; with its layers checkpointed unless `use_reentrant` is None."""
+    """The patched model of a case; its layers are checkpointed unless `use_reentrant` is None."""
     model = build_model(case)
     patch_model(model)
     if use_reentrant is not None:
@@ -41,7 +41,7 @@ def patched_model(case: ModelCase, use_reentrant: bool | None = None) -> Any:
 
 
 def lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) -> tuple[StepResult, dict[str, Tensor]]:
-    """A step of a one-rank plan in this process, through collator and executor."""
+    """Runs a step of a one-rank plan in this process, through collator and executor."""
     model = model if model is not None else patched_model(case)
     num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
     executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)
@@ -50,7 +50,7 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) ->
 
 
 def check_lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = None) -> StepResult:
-    """Asserts the loss and gradients of one plain process for a one-rank plan."""
+    """Asserts that a one-rank plan gives the loss and gradients of one plain process."""
     result, gradients = lone_step(case, plan, rows, model)
     assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
     return result
@@ -58,7 +58,7 @@ def check_lone_step(case: ModelCase, plan: StepPlan, rows: Rows, model: Any = No
 
 @contextmanager
 def counted_pairs() -> Iterator[list[int]]:
-    """Collects the query-key pairs of every attention tile that runs inside, counted for one head."""
+    """Context that collects the number of query-key pairs, for one head, of every attention tile that runs inside."""
     pairs: list[int] = []
     original = rows_module.tile_forward
 
@@ -72,7 +72,7 @@ def counted_pairs() -> Iterator[list[int]]:
 
 
 def policy_step(model: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> tuple[StepResult, dict[str, Tensor], int]:
-    """A step of a one-rank plan in this process: its result, its gradients, and the pairs that ran."""
+    """Runs a step of a one-rank plan in this process; returns its result, its gradients, and the number of pairs that ran."""
     tier = HostTier.on(CPU, 2**24)
     engine = ActivationEngine(layer_modules(model), tier)
     executor = StepExecutor(whole_model(model, NUM_LAYERS), GroupPool((1,), 1.0), CPU)

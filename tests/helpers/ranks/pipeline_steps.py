@@ -1,4 +1,4 @@
-"""Plans of pipelines by hand and at random, and one step of them on a pool of gloo ranks."""
+"""Runs one step of a pipeline's plan on a pool of gloo ranks, and compares it with one plain process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 CPU = torch.device("cpu")
-# pools of this process, made once per number of stages
+# group pools of this process, made once for each number of stages
 _POOLS: dict[int, GroupPool] = {}
 
 
 def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
-    """This rank's pool for so many stages, made once per process."""
+    """This rank's group pool for `num_stages` stages, made once per process."""
     if num_stages not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() + 1))
         _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages))
@@ -43,14 +43,14 @@ def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
 
 
 def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
-    """The mesh of a stage's shards."""
+    """The mesh over which a stage's parameters are sharded."""
     return shard_mesh("cpu", shard_ranks, 60.0, num_stages)
 
 
 def stage_step_on_rank(
     case: ModelCase, plan_json: str, rows: Rows, lora: bool = False
 ) -> tuple[float, dict[str, torch.Tensor], list[str], Any]:
-    """One step on this rank: loss, gradients of its stage's parameters, the computed actions in order, and the memory."""
+    """Runs one step on this rank; returns loss, gradients of its stage, forwards and backwards in order, and memory."""
     plan = plan_from_json(plan_json)
     pool = stage_pool(plan.num_stages)
     model = with_lora(build_model(case)) if lora else build_model(case)
@@ -75,12 +75,12 @@ def stage_step_on_rank(
 
 
 def computed(actions: Sequence[Action]) -> list[str]:
-    """Forwards and backwards alone."""
+    """The forwards and backwards among the actions, as words."""
     return [str(action) for action in actions if action.kind in "FB"]
 
 
 def check_pipeline(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = False) -> list:
-    """Asserts that every rank ends with the reference's loss and gradients, and ran what was planned; the ranks' results."""
+    """Asserts that every rank has the reference's loss and gradients and ran what was planned; returns the ranks' results."""
     rows = random_rows(list(plan.lengths))
     reference = with_lora(build_model(case)) if lora else build_model(case)
     expected_loss, expected = reference_step(reference, rows)

@@ -34,7 +34,7 @@ class RankPool:
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = FORKED.Pipe()
-            # not daemons: loaders start workers. They end when their pipe closes, also if this process dies
+            # ranks are no daemons, because data loaders start workers; they end when their pipe closes, even if this process dies
             process = FORKED.Process(target=_serve, args=(rank, num_ranks, port, collective_timeout_s, theirs))
             process.start()
             theirs.close()
@@ -44,7 +44,7 @@ class RankPool:
         self._answers(_START_TIMEOUT_S)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
-        """`function(*args)` on every rank, results in rank order. Raises RankFailure with every rank's traceback.
+        """Runs `function(*args)` on every rank; returns results in rank order. Raises RankFailure with every rank's traceback.
 
         The pool is closed after a failure, since its ranks may hang in different collectives.
         """
@@ -78,9 +78,10 @@ class RankPool:
 
 
 def lasting(make: Callable[[], Made]) -> Made:
-    """Result of `make`, whose process groups stay for later functions; all other groups end with the function that made them.
+    """Result of `make`; process groups that `make` creates stay for later functions.
 
-    Each group of gloo has a thread that wakes up a hundred times a second, so groups that nobody needs slow all ranks down.
+    All other groups end with the function that created them, because each gloo group has a thread that wakes up a hundred times a
+    second, so groups that nobody needs slow all ranks down.
     """
     before = _groups()
     made = make()
@@ -99,12 +100,12 @@ def _give_up_groups() -> None:
 
     from hf_longctx.runtime.parameters.sharded import MESH_GROUP
 
-    # the groups of meshes serve the whole process
+    # groups of meshes stay, since they serve the whole process
     passing = {group for group in _groups() - _LASTING if group.group_desc != MESH_GROUP}
     for group in passing:
         dist.destroy_process_group(group)
     if passing:
-        # cycles hold what a function made
+        # collect garbage, since reference cycles keep the groups of a finished function alive
         del passing
         gc.collect()
 
@@ -114,7 +115,7 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
     import torch
     import torch.distributed as dist
 
-    # imported modules stay for good: no garbage collection looks at them again
+    # imported modules stay for good, so the garbage collector need not look at them again
     gc.freeze()
     torch.set_num_threads(1)
     lasting(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s)))
@@ -132,6 +133,6 @@ def _serve(rank: int, num_ranks: int, port: int, collective_timeout_s: float, pi
         if not result[0]:
             # the pool is closed
             continue
-        # a group that ends while another rank still sends in it has torn gloo's memory
+        # wait for all ranks: gloo's memory gets corrupted if a group ends while another rank still sends in it
         dist.barrier()
         _give_up_groups()

@@ -1,4 +1,4 @@
-"""One step under a plan on a pool of ranks, through the package's own path: index, collator, group pool, executor."""
+"""Runs one step of a plan on a pool of ranks, through the package's own path: index, collator, group pool, executor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def group_pool(timeout_s: float = 60.0) -> GroupPool:
 
 
 def rank_inputs(plan: StepPlan, rows: list[dict[str, list[int]]], rank: int) -> dict[str, Any]:
-    """The batch that this rank's collator makes of the plan; plan sequence i is row i."""
+    """The batch that this rank's collator makes for the plan; sequence i of the plan is row i."""
     lengths = np.array([len(row["input_ids"]) for row in rows])
     dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
     return LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]])
@@ -62,9 +62,9 @@ def step_on_rank(
     timeout_s: float = 60.0,
     shard_ranks: int = 0,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Runs one step on this rank (called on every rank of a pool); its loss and its whole gradients after the reduction.
+    """Runs one step on this rank, and must run on every rank of a pool; returns the loss and the whole reduced gradients.
 
-    The model is sharded over `shard_ranks` (0: all) ranks unless the plan's parameters are replicated.
+    Unless the plan's parameters are replicated, the model is sharded over `shard_ranks` ranks (0: all).
     """
     pool, plan = group_pool(timeout_s), plan_from_json(plan_json)
     with plant(bug, pool.rank, pool.num_ranks):
@@ -91,17 +91,17 @@ def step_on_rank(
 def run_step(
     pool: Any, case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]]], bug: str = "", shard_ranks: int = 0
 ) -> list[Any]:
-    """`step_on_rank` on every rank of a pool."""
+    """Runs `step_on_rank` on every rank of a pool."""
     return pool.run(step_on_rank, case, plan_to_json(plan), rows, bug, 60.0, shard_ranks)
 
 
 def mesh(shard_ranks: int) -> DeviceMesh:
-    """The mesh of blocks of `shard_ranks` ranks."""
+    """The mesh whose blocks of `shard_ranks` ranks hold one copy of the parameters each."""
     return shard_mesh("cpu", shard_ranks, 60.0)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as one plain tensor; collective if it is sharded."""
+    """The whole tensor on this rank; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""A model cut into stages on a pool of ranks: this rank's stage, its groups, and one step of gradients through all stages."""
+"""A model cut into stages on a pool of ranks: this rank's stage, its groups, and optimizer steps with given gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONTROL: list[dist.ProcessGroup] = []
 
 @dataclass
 class RankStage:
-    """The stage, pool and control group of one rank; `tied` is None where no other stage shares a weight with this one."""
+    """The stage, pool and control group of one rank; `tied` is None if no other stage shares a weight with this one."""
 
     stage: StageModel
     pool: GroupPool
@@ -44,7 +44,7 @@ class RankStage:
 
 
 def rank_stage(num_stages: int, is_tied: bool, is_sharded: bool, build: Any = family_model, num_parts: int = 1) -> RankStage:
-    """This rank's stage of a tiny llama; groups last as long as the process."""
+    """This rank's stage of a tiny model (default: a Llama); its process groups last as long as the process."""
     pool = stage_pool(num_stages)
     if not _CONTROL:
         _CONTROL.append(control_group(60.0))
@@ -59,13 +59,13 @@ def rank_stage(num_stages: int, is_tied: bool, is_sharded: bool, build: Any = fa
 
 
 def random_gradient(name: str, shape: Any, step: int) -> Tensor:
-    """The gradient that the parameter of this name gets in a step, whoever holds it."""
+    """The gradient that the parameter of this name gets in a step, the same on every rank that holds it."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def sharded_like(parameter: Any, value: Tensor) -> Tensor:
-    """`value`, which every rank has, cut as the parameter is."""
+    """`value`, which is equal on all ranks, sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -80,7 +80,7 @@ def set_gradients(own: RankStage, step: int) -> None:
 
 
 def set_whole_gradients(model: Any, step: int, is_tied: bool) -> None:
-    """Gives the parameters of the whole model their gradients, with both parts of a tied weight added up."""
+    """Gives the parameters of the whole model their gradients; a tied weight gets the sum of both its gradients."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = random_gradient(name, parameter.shape, step)
@@ -92,7 +92,7 @@ def set_whole_gradients(model: Any, step: int, is_tied: bool) -> None:
 def whole_training(
     steps: range, is_tied: bool, max_norm: float, build: Any = family_model, weight_decay: float = 0.1
 ) -> tuple[Any, list[float]]:
-    """The whole model after AdamW steps in one process, clipped by torch, and the norms before clipping."""
+    """Trains the whole model by AdamW in one process, clipped by torch; returns it and the norms before clipping."""
     model = build("llama", is_tied)
     optimizer = new_optimizer(model.parameters(), weight_decay)
     norms = []
@@ -104,7 +104,7 @@ def whole_training(
 
 
 def train_stage(own: RankStage, optimizer: torch.optim.Optimizer, steps: range, max_norm: float) -> list[float]:
-    """AdamW steps on this rank's stage, and the gradient norms of all stages before clipping."""
+    """Trains this rank's stage by AdamW; returns the gradient norms over all stages before clipping."""
     norms = []
     for step in steps:
         set_gradients(own, step)

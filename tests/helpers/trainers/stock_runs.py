@@ -1,4 +1,4 @@
-"""Stock trainers of transformers on tiny models, with and without our callback, and what a run of them leaves."""
+"""Stock trainers of transformers on tiny models, with and without our callback, and records of their runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fp64_loss(
 
 
 class EventRecorder(TrainerCallback):
-    """Names of all events in the order of their arrival."""
+    """Records the names of all events in the order in which they arrive."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -46,7 +46,7 @@ for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
 
 
 class PaddingCollator:
-    """Rows and labels padded at the end to the longest one, as padding collators do; no tokenizer needed."""
+    """Pads rows and labels at the end to the longest row, as padding collators do; needs no tokenizer."""
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
@@ -67,7 +67,7 @@ def make_stock_trainer(
     exact_loss: bool = True,
     **kwargs: Any,
 ) -> Trainer:
-    """A stock trainer with 8 sequences per optimizer step over all ranks, unless `arguments` say else."""
+    """A stock trainer with 8 sequences per optimizer step over all ranks, unless `arguments` differ."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     args = training_arguments(folder, **{"per_device_train_batch_size": 8 // num_ranks, "logging_steps": 1, **(arguments or {})})
     model = build_model(case)
@@ -83,7 +83,7 @@ def quiet_config(**settings: Any) -> LongContextConfig:
 
 @dataclass
 class StockRun:
-    """Losses of every call of `training_step` (this rank's, with the trainer's factors), layouts, weights."""
+    """Record of a run: this rank's loss in every `training_step` (with the trainer's factors), layouts, and weights."""
 
     losses: list[float]
     layouts: list[str]
@@ -92,7 +92,7 @@ class StockRun:
 
 
 class LossTrainer(Trainer):
-    """Keeps every loss in the model's precision; the stock log adds them up in fp32."""
+    """A trainer that keeps every loss in the model's precision, because the stock log adds losses up in fp32."""
 
     losses: list[float]
     layouts: list[str]
@@ -115,7 +115,7 @@ def run_alone(
     exact_loss: bool = True,
     padded: bool = False,
 ) -> StockRun:
-    """Trains a stock trainer on this rank, with the callback alone unless `config` is None."""
+    """Runs a stock trainer on this rank, with our callback alone, or without it if `config` is None."""
     callback = None if config is None else LongContextCallback(LongContextConfig(**{"self_test": False, **config}))
     callbacks = [] if callback is None else [callback]
     collator = {"data_collator": PaddingCollator()} if padded else {}

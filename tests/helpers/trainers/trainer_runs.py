@@ -24,10 +24,10 @@ from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.start.arguments import setup_problems
 
-# the older ones restore an optimizer to "cpu:0", which torch does not know
+# older transformers restore an optimizer to "cpu:0", a device that torch does not know
 resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
 
-# plain trainings that were run before, with which several runs are compared
+# results of plain trainings that have run, since several runs are compared with the same one
 _KNOWN_TRAININGS: dict[str, tuple[list[float], dict[str, Any]]] = {}
 
 
@@ -46,7 +46,7 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Steps of a training of one plan each, in full precision."""
+    """Records the steps of a training in full precision; each step has one plan."""
 
     def __init__(self) -> None:
         self.steps: list[RecordedStep] = []
@@ -69,7 +69,7 @@ class StepRecorder:
 def plain_steps(
     case: ModelCase, rows: Rows, num_steps: int, learning_rate: float = 1e-2
 ) -> tuple[list[tuple[float, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """Loss and gradients of steps of plain gradient descent on all rows, one document at a time, and the last weights."""
+    """Plain gradient descent on all rows, one document at a time: loss and gradients of each step, and the last weights."""
     model = build_model(case)
     steps = []
     for _ in range(num_steps):
@@ -82,7 +82,7 @@ def plain_steps(
 
 
 class LossRecorder(TrainerCallback):
-    """Layouts, losses and the most chunks of a group of all steps, in full precision."""
+    """Records layouts and losses of all steps in full precision, and the most chunks that a group had."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -102,7 +102,7 @@ class LossRecorder(TrainerCallback):
 
 
 def training_arguments(folder: str, **changes: Any) -> TrainingArguments:
-    """Arguments of a short quiet CPU run."""
+    """Arguments for a short and quiet run on CPU."""
     settings: dict[str, Any] = {
         "output_dir": folder,
         "use_cpu": True,
@@ -146,7 +146,7 @@ def make_trainer(
 def train_on_rank(
     case: ModelCase, rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[list[float], list[str], dict[str, torch.Tensor]]:
-    """Trains on this rank; losses, layouts and final weights."""
+    """Trains on this rank; returns losses, layouts and final weights."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(case, rows, folder, config, arguments)
         recorder = LossRecorder()
@@ -157,8 +157,8 @@ def train_on_rank(
 
 
 def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int = 20) -> tuple[list[float], dict[str, Any]]:
-    """A training as a plain loop: HF logits per row, summed fp64 cross-entropy, AdamW, clipping, linear warm-up."""
-    # settings of adapters have lists in them
+    """Trains in a plain loop: HF logits of each row, cross-entropy summed in fp64, AdamW, clipping, linear warm-up."""
+    # repr, because settings of adapters contain lists, which cannot be keys
     key = repr((case, rows, num_steps))
     if key not in _KNOWN_TRAININGS:
         _KNOWN_TRAININGS[key] = plain_training_with(lambda model, step: None, case, rows, num_steps)
@@ -171,7 +171,7 @@ def plain_training_with(
 ) -> tuple[list[float], dict[str, Any]]:
     """`plain_training` in which `before_step` gets the model and the number of steps done, before each step."""
     model = build_model(case)
-    # the trainer's grouping: no decay for norms and biases
+    # group parameters as the trainer does: no weight decay for norms and biases
     decay = [p for name, p in model.named_parameters() if p.dim() > 1 or "magnitude" in name]
     rest = [p for name, p in model.named_parameters() if p.dim() <= 1 and "magnitude" not in name]
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
@@ -211,7 +211,7 @@ SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39
 
 
 def start(rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: dict[str, Any], only_rank: int | None) -> str:
-    """The message with which this rank refuses to start; settings apply to `only_rank`, or to all."""
+    """The message with which this rank refuses to start; the settings apply to `only_rank` alone (None: to all ranks)."""
     import torch.distributed as dist
 
     if only_rank is not None and dist.get_rank() != only_rank:
@@ -225,7 +225,7 @@ def start(rows: list[dict[str, list[int]]], config: dict[str, Any], arguments: d
 
 
 def start_under(rows: list[dict[str, list[int]]], variable: str, value: str) -> str:
-    """The message with which a run under a launcher's setting is refused."""
+    """The message with which a run is refused if a launcher set this environment variable."""
     import os
 
     before = os.environ.get(variable)
@@ -247,7 +247,7 @@ ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
 def train_with_norms(
     case: ModelCase, rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
-    """Losses, logged gradient norms and whole final weights of a run on this rank; `resume` names a checkpoint."""
+    """Trains on this rank; returns losses, logged gradient norms and whole final weights. `resume` names a checkpoint."""
     resume = arguments.pop("resume", None)
     trainer = make_trainer(case, rows, folder, config, {**ARGUMENTS, **arguments})
     recorder = LossRecorder()
@@ -260,5 +260,5 @@ def train_with_norms(
 def problems_at_start(
     model: Any, processing_class: Any = None, num_ranks: int = 1, degrees: tuple[int, ...] = (1,), **config: Any
 ) -> Any:
-    """Reasons against a start with this model, tokenizer, world and configuration."""
+    """Reasons why a run with this model, tokenizer, number of ranks and configuration cannot start."""
     return setup_problems(model, processing_class, LongContextConfig(**config), num_ranks, degrees)

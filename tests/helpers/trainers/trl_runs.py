@@ -1,4 +1,4 @@
-"""Trainers of TRL on tiny models: stock on one process, and under plans in every way that there is."""
+"""Trainers of TRL on tiny models: stock in one process, and under plans in every supported way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text(start: int, num_words: int) -> str:
     return " ".join(_WORDS[(start * 7 + i * (1 + start % 3)) % len(_WORDS)] for i in range(num_words))
 
 
-# skewed, no two rows of a step alike
+# skewed lengths; no two rows of a step are equal
 LENGTHS = [(3, 40), (5, 6), (2, 9), (8, 3), (4, 14), (1, 5), (6, 21), (7, 2)] * 2
 
 
@@ -43,7 +43,7 @@ def rows_of(kind: str) -> datasets.Dataset:
 
 
 def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
-    """Arguments of a short quiet CPU run, 8 rows (`rows_per_step`) a step in the order of the dataset over all ranks."""
+    """Arguments for a short and quiet run on CPU: 8 rows per step over all ranks (`rows_per_step`), in the dataset's order."""
     rows_per_step = changes.pop("rows_per_step", 8)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     settings: dict[str, Any] = {
@@ -62,9 +62,10 @@ def trl_arguments(config_class: Any, folder: str, **changes: Any) -> Any:
 def train_trl(
     kind: str, how: str, case: ModelCase, config: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[list[float], list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Trains on this rank: losses of all steps, the log, and the weights.
+    """Trains on this rank; returns the losses of all steps, the log, and the weights.
 
-    case: adapters are made by the trainer. kind: of rows. how: "stock", "mixin", "attached" or "alone". config: of the plans.
+    kind: kind of rows, see `rows_of`. how: "stock", "mixin", "attached" or "alone". case: the model; the trainer itself adds the
+    adapters. config: settings of the plans.
     """
     import trl
 
