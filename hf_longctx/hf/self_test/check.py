@@ -40,12 +40,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
 from hf_longctx.hf.models.quantised import four_bit_layers
-from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, probe_lengths
-from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, num_elements, reduced_copy
+from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_hooks, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, Rows, Specimen, agreed_errors, differences
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges
@@ -95,7 +95,9 @@ class SelfTest:
         The attention of `model` is switched already. Collective over the ranks of `control`.
         """
         if loaded_ranges(model) is not None:
-            _left_out("every rank loaded its own pipeline stage, so that no rank has the plain model to compare with", control)
+            _left_out(
+                "every rank loaded its own pipeline stage, so that no rank has the plain model to compare with", model, control
+            )
             return None
         # sharding replaces the model's class, so take its name before that
         name = type(base_of(model)).__name__
@@ -110,6 +112,7 @@ class SelfTest:
             _left_out(
                 f"a copy of a layer of every kind takes {needed[torch.float32] / 2**30:.1f} GiB with its gradients, of which "
                 f"{free_bytes / 2**30:.1f} GiB are free",
+                model,
                 control,
             )
             return None
@@ -307,7 +310,13 @@ def _has_routers(model: Any) -> bool:
     return any(word in type(module).__name__ for module in model.modules() for word in _OF_EXPERTS)
 
 
-def _left_out(why: str, control: dist.ProcessGroup | None) -> None:
+def _left_out(why: str, model: Any, control: dist.ProcessGroup | None) -> None:
+    """Logs that the test cannot run; raises ValueError on every rank if the model has hooks, which nothing else would check."""
+    problem = (
+        f"the model has forward or backward hooks, which only the self-test checks, and it cannot run: {why}; remove the hooks, "
+        f"or set self_test=False if none of them mixes tokens"
+    )
+    raise_together([problem] if has_user_hooks(model) else [], control)
     if control is None or dist.get_rank() == 0:
         logger.warning("self-test left out: %s", why)
 

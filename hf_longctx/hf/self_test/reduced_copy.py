@@ -1,15 +1,17 @@
 """Makes a copy of a model with few layers and few token ids, but at full width, which equals the model in all that plans touch.
 
-`self_test.check` runs the copy. Two layers are of one kind if their modules have equal classes, equal settings and weights of
-equal shapes. The copy has the first layer of every kind, and at least two layers, under their own numbers; in place of every
-other layer it passes hidden states on. Embedding and head keep the first token ids. Windows and attention chunks that the test's
-documents would not fill are shortened, in the config and in every module; so are the position steps by which queries are scaled.
-In a copy of another precision, four-bit weights are unpacked. The model itself stays unchanged.
+`self_test.check` runs it. Two layers are of one kind if their modules agree in classes, in every setting, in the shapes of all
+weights, and in the functions that users put on them: hooks, and methods that replace those of the class. The copy, which has
+the hooks too, has the first layer of every kind, and at least two layers, under their own numbers; all other layers pass their
+input on. Embedding and head keep the first token ids. Windows and attention chunks too long to be filled are shortened, in the
+config and in every module; so are the position steps by which queries are scaled. In a copy of another precision, four-bit
+weights are unpacked. The model itself is left unchanged.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,10 @@ _STEP, _LONGEST_STEP = "floor_scale", 8
 _NUMBERS = ("layer_idx", "training")
 _PLAIN = (bool, int, float, str, type(None))
 _NOISE = 0.02
+# attributes of a module that hold hooks
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# packages whose hooks treat tokens one by one
+_LIBRARIES = ("accelerate", "hf_longctx", "peft", "torch", "transformers")
 
 
 class SkippedLayer(Identity):
@@ -159,8 +165,27 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
             if not key.startswith("_") and key not in _NUMBERS and _is_plain(value)
         ]
         weights = [(key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)]
-        parts.append((name, type(module).__qualname__, tuple(settings), tuple(weights)))
+        parts.append((name, type(module).__qualname__, tuple(settings), tuple(weights), _added_functions(module)))
     return tuple(parts)
+
+
+def _added_functions(module: nn.Module) -> tuple[Any, ...]:
+    """Hooks of `module` and functions among its own attributes, which may change what it computes; ours are known by name."""
+    hooks = [(name, id(_function(hook))) for name in _HOOKS for hook in getattr(module, name).values()]
+    functions = [(key, _function(value)) for key, value in sorted(vars(module).items()) if inspect.isroutine(value)]
+    own = [(key, f.__qualname__ if f.__module__.startswith("hf_longctx.") else id(f)) for key, f in functions]
+    return (*hooks, *own)
+
+
+def has_user_hooks(model: nn.Module) -> bool:
+    """Whether some module has a hook that is not a library's, which may do anything to the tokens that pass through it."""
+    hooks = [hook for module in model.modules() for name in _HOOKS for hook in getattr(module, name).values()]
+    return any((getattr(_function(hook), "__module__", None) or "").split(".")[0] not in _LIBRARIES for hook in hooks)
+
+
+def _function(value: Any) -> Any:
+    """The function of a method, which layers may share; any other value itself."""
+    return getattr(value, "__func__", value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,6 +16,7 @@ from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.start.model_checks import model_problems
 from hf_longctx.hf.start.stages import Ranges, loaded_ranges
 from hf_longctx.hf.start.trl import is_planned, is_replaced, trainer_problems, trl_class
+from hf_longctx.hf.start.user_code import user_code_problems
 from hf_longctx.hf.start.versions import version_problems
 from hf_longctx.plan.core.planner_config import check_degrees
 from hf_longctx.runtime.parameters.sharded import is_sharded
@@ -370,6 +371,7 @@ def setup_problems(
     problems = model_problems(model)
     if problems and problems[0].startswith(("model class", "adapters")):
         return problems
+    problems += user_code_problems(model, config)
     text = model.config.get_text_config()
     positions = text.max_position_embeddings
     if config.max_length is not None and config.max_length > positions and not grows(text):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import RankPlan
@@ -50,43 +52,65 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
             check_lending(plan, group, has_all_stages)
 
 
-def check_trained_alike(stage: StageModel, pool: GroupPool, has_all_stages: bool = False) -> None:
-    """Raises ValueError on every rank unless all ranks of a stage train the same weights, and both stages of a tied weight agree.
+def hooked_weights(model: nn.Module) -> list[str]:
+    """Names of the parameters with hooks of users, which autograd would call for each chunk or tile."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
 
-    Users may freeze and unfreeze weights between steps. If only some ranks did, gradients of different weights would be summed.
-    has_all_stages: whether every rank holds all stages. Collective over the pool; waits for the device.
+
+def check_weights(stage: StageModel, pool: GroupPool, has_all_stages: bool = False) -> None:
+    """Raises ValueError on every rank for weights that users changed between steps in a way that sums would get wrong.
+
+    All ranks of a stage must train the same weights, or gradients of different weights would be summed; both stages of a tied
+    weight must agree; no weight may have a hook. has_all_stages: whether every rank holds all stages. Collective over the pool;
+    waits for the device.
     """
-    if pool.everyone is None:
-        return
     weights = list(stage.model.named_parameters())
-    trains = [parameter.requires_grad for _, parameter in weights]
+    trains, hooked = [parameter.requires_grad for _, parameter in weights], hooked_weights(stage.model)
+    own, num_stages = (0, 1) if has_all_stages else (pool.stage, pool.num_stages)
     device = weights[0][1].device
-    num_stages, own, group = (1, 0, pool.everyone) if has_all_stages else (pool.num_stages, pool.stage, pool.stage_group)
-    # columns: one for each stage, and one for the tied weight; rows: values, and their negatives, whose maximum gives the minimum
-    marks = torch.full((2, num_stages + 1), -(2**40), dtype=torch.int64)
-    columns = [(own, zlib.crc32(bytes(trains)))]
+    # a column for each stage, one for the tied weight and one for hooks
+    values = {own: zlib.crc32(bytes(trains)), num_stages + 1: int(bool(hooked))}
     if stage.tied and not has_all_stages:
-        columns.append((num_stages, int(stage.model.get_parameter(stage.tied).requires_grad)))
-    for column, value in columns:
-        marks[:, column] = torch.tensor([value, -value])
-    marks = marks.to(device)
-    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=pool.everyone)
-    largest, negated = marks.tolist()
-    is_alike = [high == -low or high == -(2**40) for high, low in zip(largest, negated, strict=True)]
-    if all(is_alike):
-        return
-    if not all(is_alike[:-1]):
+        values[num_stages] = int(stage.model.get_parameter(stage.tied).requires_grad)
+    is_alike = _alike_over_ranks(values, num_stages + 2, pool, device)
+    if hooked or not is_alike[-1]:
+        raise ValueError(
+            f"{f'the weight {hooked[0]}' if hooked else 'a weight of another rank'} got a hook in training, which would see the "
+            f"gradients of single chunks and tiles; remove it, and change `.grad` in the method on_pre_optimizer_step of a "
+            f"TrainerCallback"
+        )
+    if not all(is_alike[:num_stages]):
         names = []
         if not is_alike[own]:
             flags = torch.tensor([trains, [not each for each in trains]], dtype=torch.uint8, device=device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=pool.everyone if has_all_stages else pool.stage_group)
             names = [name for (name, _), both in zip(weights, flags.min(dim=0).values.tolist(), strict=True) if both]
         which = f"{len(names)} weights, such as {names[0]}," if names else f"weights of stage {is_alike.index(False)}"
         raise ValueError(
             f"{which} are trained on some ranks and frozen on others; set requires_grad alike on every rank, in the same step "
             f"(look for a callback that asks for the rank)"
         )
-    raise ValueError(
-        f"{stage.tied or 'the tied weight of embedding and head'} is trained on one end of the pipeline and frozen on the other; "
-        f"freeze or unfreeze the embedding and the head together"
-    )
+    if not is_alike[num_stages]:
+        raise ValueError(
+            f"{stage.tied or 'the tied weight of embedding and head'} is trained on one end of the pipeline and frozen on the "
+            f"other; freeze or unfreeze the embedding and the head together"
+        )
+
+
+def _alike_over_ranks(values: Mapping[int, int], num_columns: int, pool: GroupPool, device: torch.device) -> list[bool]:
+    """For each column, whether all ranks that have a value for it have the same. Collective over the pool."""
+    if pool.everyone is None:
+        return [True] * num_columns
+    none = -(2**40)
+    # rows: values, and their negatives, whose maximum gives the minimum
+    marks = torch.full((2, num_columns), none, dtype=torch.int64)
+    for column, value in values.items():
+        marks[0, column], marks[1, column] = value, -value
+    marks = marks.to(device)
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=pool.everyone)
+    largest, negated = marks.tolist()
+    return [high == -low or high == none for high, low in zip(largest, negated, strict=True)]

@@ -20,7 +20,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.core.loss import TokenScores
-from hf_longctx.runtime.execution.checks import check_trained_alike, forward_only, refuse_unsupported
+from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.host import RoundHost
 from hf_longctx.runtime.execution.lent_round import LentRound
@@ -99,7 +99,7 @@ class StepExecutor:
     ) -> StepResult:
         self.parameters.check(plan.parameters)
         self._check(plan, engine)
-        check_trained_alike(self.stage, self.pool, has_all_stages=bool(self.all_stages))
+        check_weights(self.stage, self.pool, has_all_stages=bool(self.all_stages))
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
         host = self._host(num_label_tokens, engine)
         total = torch.zeros((), dtype=torch.float64, device=self.device)

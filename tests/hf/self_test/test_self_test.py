@@ -321,6 +321,66 @@ def test_layers_that_differ_in_any_setting_are_all_run() -> None:
     assert list(reduced_copy(build_model(ModelCase()), [0], 64, None).layers) == [0, 1]
 
 
+def mean_of_the_row(module: Any, args: Any, output: Any) -> Any:
+    """A user's hook that mixes the tokens of a row, and so of all documents that a plan packs into it."""
+    return output + output.mean(dim=1, keepdim=True)
+
+
+def of_one_token(module: Any, args: Any, output: Any) -> Any:
+    return output * 1.5
+
+
+def opening_of(model: Any, **config: Any) -> str:
+    """First line of a run of `model` with the default self-test, or the reason why it does not start."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer = LongContextTrainer(
+                model=model,
+                args=training_arguments(folder),
+                train_dataset=datasets.Dataset.from_list(ROWS),
+                longctx_config=LongContextConfig(**config),
+            )
+        except ValueError as error:
+            return str(error)
+    return trainer.longctx_run.report.opening
+
+
+@pytest.mark.parametrize("where", ["layers.3", "layers.3.mlp", "layers.2.self_attn.o_proj", ""])
+def test_hooks_are_run_wherever_they_are(where: str) -> None:
+    for hook, said in ((mean_of_the_row, "the parity self-test failed"), (of_one_token, "self-test passed")):
+        model = build_model(ModelCase("llama", num_layers=5))
+        module = model.model.get_submodule(where) if where else model.model.norm
+        handle = module.register_forward_hook(hook)
+        assert said in opening_of(model), (where, hook)
+        handle.remove()
+        assert "layers 0 (full_attention), 4" in opening_of(model)
+
+
+def test_a_method_replaced_in_one_layer_is_run() -> None:
+    model = build_model(ModelCase("llama", num_layers=5))
+    mlp, own = model.model.layers[2].mlp, model.model.layers[2].mlp.forward
+    mlp.forward = lambda x: own(x) + own(x).mean(dim=1, keepdim=True)
+    assert list(reduced_copy(model, [0], 64, torch.float64).layers) == [0, 2]
+
+
+def test_one_hook_on_all_layers_adds_none() -> None:
+    model = build_model(ModelCase("llama", num_layers=5))
+    for layer in model.model.layers:
+        layer.register_forward_hook(of_one_token)
+    assert list(reduced_copy(model, [0], 64, torch.float64).layers) == [0, 4]
+
+
+def test_hooks_that_cannot_be_tested_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(check, "_free_bytes", lambda *args: 1)
+    model = build_model(ModelCase("llama", num_layers=3))
+    # transformers' own hook, as PEFT registers it for four-bit weights
+    model.enable_input_require_grads()
+    assert "everything is kept" in opening_of(model)
+    model.model.layers[1].register_forward_hook(of_one_token)
+    assert "the model has forward or backward hooks, which only the self-test checks" in opening_of(model)
+    assert "everything is kept" in opening_of(model, self_test=False)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_copy_knows_few_token_ids_and_shares_nothing(monkeypatch, tied: bool) -> None:
     monkeypatch.setattr(copies, "NUM_TOKEN_IDS", 16)

@@ -1,4 +1,4 @@
-"""Weights that a user's callback freezes and unfreezes between steps: as in one plain process, on every placement and door."""
+"""Weights that a user's callback freezes, unfreezes or hooks between steps: as in one plain process, or refused on every rank."""
 
 from __future__ import annotations
 
@@ -55,6 +55,17 @@ class Freezing(TrainerCallback):
         self.weights.append({name: whole(p.detach()).clone() for name, p in model.named_parameters()})
 
 
+class Hooking(TrainerCallback):
+    """Puts a hook on a weight before the third step, on one rank alone."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2 and args.process_index == 1:
+            getattr(next(iter(model.parameters())), self.kind)(lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def rows() -> Rows:
     return random_rows(SKEWED)
@@ -65,8 +76,8 @@ def expected(rows: Rows) -> tuple[list[float], dict[str, Any]]:
     return plain_training_with(freeze, CASE, rows, NUM_STEPS)
 
 
-def train(rows: Rows, config: dict[str, Any], attached: bool, only_rank: int | None) -> tuple[list[float], Any, str]:
-    """Losses and last weights of a training in which weights are frozen and unfrozen, and the message if it stopped."""
+def train(rows: Rows, config: dict[str, Any], attached: bool, callback: TrainerCallback) -> tuple[list[float], Any, str]:
+    """Losses and last weights of a training whose `callback` changes weights, and the message if it stopped."""
     arguments = {"max_steps": NUM_STEPS, "logging_steps": 1}
     with tempfile.TemporaryDirectory() as folder:
         if attached:
@@ -82,11 +93,11 @@ def train(rows: Rows, config: dict[str, Any], attached: bool, only_rank: int | N
             trainer = make_trainer(CASE, rows, folder, config, arguments)
         recorder = LossRecorder()
         recorder.attach(trainer)
-        trainer.add_callback(Freezing(only_rank))
+        trainer.add_callback(callback)
         try:
             trainer.train()
         except ValueError as error:
-            return [], {}, str(error)
+            return recorder.losses, {}, str(error)
     return recorder.losses, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}, ""
 
 
@@ -103,7 +114,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_frozen_and_unfrozen_weights_follow_one_plain_process(ranks, rows: Rows, expected, name: str) -> None:
     num_ranks, config, attached = RUNS[name]
-    for losses, weights, message in ranks(num_ranks).run(train, rows, config, attached, None):
+    for losses, weights, message in ranks(num_ranks).run(train, rows, config, attached, Freezing()):
         assert not message
         assert losses == pytest.approx(expected[0], rel=1e-10)
         whole_names = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -112,9 +123,21 @@ def test_frozen_and_unfrozen_weights_follow_one_plain_process(ranks, rows: Rows,
 
 @pytest.mark.parametrize("config,num_ranks", [({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 4)])
 def test_freezing_on_one_rank_alone_is_refused_on_all(ranks, rows: Rows, config: dict[str, Any], num_ranks: int) -> None:
-    messages = [message for *_, message in ranks(num_ranks).run(train, rows, {"tokens_per_rank": 96, **config}, False, 1)]
+    messages = [
+        message
+        for *_, message in ranks(num_ranks).run(train, rows, {"tokens_per_rank": 96, **config}, False, Freezing(only_rank=1))
+    ]
     assert all("are trained on some ranks and frozen on others" in message for message in messages), messages
     assert "weights, such as model.embed_tokens.weight" in messages[1]
+
+
+@pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_added_in_training_stops_all_ranks_before_it_acts(ranks, rows: Rows, config: dict[str, Any], kind: str) -> None:
+    results = ranks(2).run(train, rows, {"tokens_per_rank": 96, **config}, False, Hooking(kind))
+    for (losses, _, message), which in zip(results, ("a weight of another rank", "the weight model.embed_tokens"), strict=True):
+        assert len(losses) == 2
+        assert message.startswith(which) and "got a hook in training" in message
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -1,0 +1,89 @@
+"""Problems with code and sharing that users add to a model: hooks on weights and on the head, weights that layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.activations import activation_problem
+from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.layers import output_head
+from hf_longctx.hf.models.windows import decoder_layers
+from hf_longctx.runtime.execution.checks import hooked_weights
+
+
+def user_code_problems(model: Any, config: LongContextConfig) -> list[str]:
+    """Reasons why hooks on `model`, or weights and modules that its layers share, would be trained wrong; empty if none would."""
+    return weight_hook_problems(model) + _head_hook_problems(model, config) + _sharing_problems(model, config)
+
+
+def weight_hook_problems(model: nn.Module) -> list[str]:
+    """Problem with hooks on weights, which autograd calls once per chunk or tile, not once per step as users expect."""
+    hooked = hooked_weights(model)
+    if not hooked:
+        return []
+    others = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
+    return [
+        f"the weight {hooked[0]}{others} has a hook (register_hook or register_post_accumulate_grad_hook), which would see the "
+        f"gradients of single chunks and tiles; remove it, and change `.grad` in the method on_pre_optimizer_step of a "
+        f"TrainerCallback, where gradients are those of the whole step"
+    ]
+
+
+def _head_hook_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
+    """Problem with forward hooks on the output head, which a tiled loss would give losses in place of logits."""
+    if config.activations == "keep" or activation_problem(base_of(model)):
+        return []
+    head = output_head(model)
+    if not (head._forward_hooks or head._backward_hooks):
+        return []
+    return [
+        f"the output head ({type(head).__name__}) has a hook, but plans compute the loss in tiles inside the head, so that the "
+        f"hook would never see the logits; remove it, or set activations='keep'"
+    ]
+
+
+def _sharing_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
+    """Problems with weights and modules that belong to several layers, where plans treat layers one by one.
+
+    Embedding and head may share their weight, which stages and shards know.
+    """
+    is_divided = config.stages != 1 or config.parameters != "replicated"
+    if not is_divided and config.activations == "keep":
+        return []
+    _, layers = decoder_layers(model)
+    problems = []
+    owners: dict[int, str] = {}
+    for number, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            where = f"layer {number} ({name or type(module).__name__})"
+            owner = owners.setdefault(id(module), where)
+            if owner != where and owner.split(" (")[0] != where.split(" (")[0] and any(True for _ in module.parameters()):
+                problems.append(
+                    f"{owner} and {where} are one module, which recomputation, stages and shards would take for two; make a copy "
+                    f"for each layer, or train with activations='keep', stages=1 and parameters='replicated'"
+                )
+                # the modules inside are shared too
+                return problems
+    return problems + (_shared_weight_problems(model, layers) if is_divided else [])
+
+
+def _shared_weight_problems(model: nn.Module, layers: list[nn.Module]) -> list[str]:
+    """Problem with the first weight that belongs to two layers, or to a layer and a module outside of all layers."""
+    base = base_of(model)
+    inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
+    ends = [module for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module is not None]
+    owners: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        unit: Any = "ends" if module in ends else inside.get(id(module), name)
+        for own_name, weight in module.named_parameters(recurse=False):
+            full_name = f"{name}.{own_name}"
+            first_name, first_unit = owners.setdefault(id(weight), (full_name, unit))
+            if first_unit != unit:
+                return [
+                    f"{first_name} and {full_name} are one weight, which stages and shards would train as two; copy it, or "
+                    f"train with stages=1 and parameters='replicated'"
+                ]
+    return []
