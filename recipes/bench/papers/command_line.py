@@ -1,4 +1,4 @@
-"""Command line shared by the scripts that reproduce a paper: it reads options and prints a table or JSON."""
+"""Command lines and tables shared by the scripts that reproduce a paper."""
 
 from __future__ import annotations
 
@@ -35,4 +35,19 @@ def run_reproduction(
     if options.json:
         text = json.dumps(result, indent=2) + "\n"
         sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+    return 0
+
+
+def print_gains(options: argparse.Namespace, columns: Sequence[str], gains_of: Callable[[int, int], Mapping[str, float]]) -> int:
+    """Prints the shares in these columns for every number of tokens and slices, and writes them to `--json`; returns 0."""
+    widths = {column: max(8, len(column) + 2) for column in columns}
+    print(f"{'tokens':>8s}{'slices':>7s}" + "".join(f"{name.replace('_', ' '):>{width}s}" for name, width in widths.items()))
+    rows = []
+    for num_tokens in options.tokens:
+        for num_slices in options.slices:
+            gains = gains_of(num_tokens, num_slices)
+            rows.append({"tokens": num_tokens, "slices": num_slices, **gains})
+            print(f"{num_tokens:8d}{num_slices:7d}" + "".join(f"{gains[name]:{width}.1%}" for name, width in widths.items()))
+    if options.json:
+        options.json.write_text(json.dumps(rows))
     return 0

@@ -16,7 +16,6 @@ in each pass; in backward their gradients are sent back. No copy overlaps with c
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import layer_ranges, pipelined
 from hf_longctx.plan.prediction.lent_run import run_lent
+from hf_longctx.recipes.bench.papers.command_line import print_gains
 
 Seconds = Callable[[Action, int], float]
 
@@ -119,16 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     settings = parser.parse_args(arguments)
     model = named_model(settings.model)
-    rows = []
-    print(f"{'tokens':>8s}{'slices':>7s}{'free':>8s}{'kv':>8s}{'weights':>9s}{'idle':>8s}")
-    for num_tokens in settings.tokens:
-        for num_slices in settings.slices:
-            row = gains(model, num_tokens, num_slices, settings.stages, settings.ranks_per_stage, settings.bytes_per_s)
-            rows.append({"tokens": num_tokens, "slices": num_slices, **row})
-            print(f"{num_tokens:8d}{num_slices:7d}{row['free']:8.1%}{row['kv']:8.1%}{row['weights']:9.1%}{row['idle']:8.1%}")
-    if settings.json:
-        settings.json.write_text(json.dumps(rows))
-    return 0
+    others = (settings.stages, settings.ranks_per_stage, settings.bytes_per_s)
+    columns = ("free", "kv", "weights", "idle")
+    return print_gains(settings, columns, lambda tokens, slices: gains(model, tokens, slices, *others))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ memory`: no limit, and forwards run twice as far ahead. `no idle`: an upper boun
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from hf_longctx.plan.core.types import Action, Chunk, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import default_coefficients
 from hf_longctx.plan.pipeline.orders import compute_actions
+from hf_longctx.recipes.bench.papers.command_line import print_gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     settings = parser.parse_args(arguments)
     model = named_model(settings.model)
-    rows = []
-    print(f"{'tokens':>8s}{'slices':>7s}{'same memory':>13s}{'any memory':>12s}{'no idle':>9s}")
-    for num_tokens in settings.tokens:
-        for num_slices in settings.slices:
-            row = gains(model, num_tokens, num_slices, settings.stages, settings.sequences)
-            rows.append({"tokens": num_tokens, "slices": num_slices, **row})
-            print(f"{num_tokens:8d}{num_slices:7d}{row['same_memory']:13.1%}{row['any_memory']:12.1%}{row['no_idle']:9.1%}")
-    if settings.json:
-        settings.json.write_text(json.dumps(rows))
-    return 0
+    columns = ("same_memory", "any_memory", "no_idle")
+    return print_gains(
+        settings, columns, lambda tokens, slices: gains(model, tokens, slices, settings.stages, settings.sequences)
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from helpers.measures.engine_steps import EngineStep, counted
 from helpers.measures.late_copies import LateCopies
 from helpers.models.reference import TOLERANCE
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.policies import random_layer
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -90,16 +91,6 @@ def test_random_policies_match(data: st.DataObject) -> None:
     loss.backward()
     assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=TOLERANCE)
     assert step.error() <= TOLERANCE
-
-
-def random_layer(data: st.DataObject) -> LayerPolicy:
-    hundredths = st.one_of(st.sampled_from([0, 100]), st.integers(0, 100))
-    shares = []
-    for name in ("layer_input", "attention_output", "qkv", "mlp"):
-        recompute = 0 if name == "layer_input" else data.draw(hundredths)
-        host = min(100 - recompute, data.draw(hundredths))
-        shares.append(TensorShare(name, recompute=recompute / 100, host=host / 100, device=(100 - recompute - host) / 100))
-    return LayerPolicy(tuple(shares))
 
 
 def test_frozen_projections_multiply_once_and_adapters_again() -> None:

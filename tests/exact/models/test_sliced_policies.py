@@ -6,11 +6,13 @@ The tests count the query-key pairs that really run: all pairs once, and those o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.measures.planted import plant
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
 from helpers.models.tiny_models import NUM_LAYERS, ModelCase, build_model, with_lora
 from helpers.plans.policies import policies_for, replayed, same_policy
@@ -181,26 +183,6 @@ def test_sharded_parameters_match(ranks, parameters: Any) -> None:
 
 
 # planted bugs that the check must notice
-def _dropped_gradients() -> Any:
-    original = KVBook.gradients
-
-    def gradients(book: KVBook, layer: Any, part: Slice) -> tuple[Tensor, Tensor]:
-        front, own = original(book, layer, part)
-        return front, torch.zeros_like(own)
-
-    return patch.object(KVBook, "gradients", gradients)
-
-
-def _stale_entries() -> Any:
-    original, first_step = KVBook.write, {}
-
-    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor, **how: Any) -> Any:
-        # imitate a book that outlives its step and keeps its old entries in place of the new ones
-        return original(book, layer, part, *first_step.setdefault((layer.layer_idx, part), (k.clone(), v.clone())), **how)
-
-    return patch.object(KVBook, "write", write)
-
-
 def _keys_of_another_sequence() -> Any:
     original = KVBook.write
 
@@ -257,8 +239,7 @@ def _front_left_out_of_recomputed_rows() -> Any:
 
 
 BUGS = {
-    "gradients of later slices dropped": _dropped_gradients,
-    "stale book entry": _stale_entries,
+    **{bug: partial(plant, bug, 0, 1) for bug in ("gradients of keys and values dropped", "stale book entry")},
     "keys of another sequence": _keys_of_another_sequence,
     "kept output of another document": _output_of_another_document,
     "kept output of the slice before": _output_of_the_slice_before,

@@ -73,6 +73,7 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "neighbour's keys": _neighbours_keys,
         "neighbour's keys in rings": _neighbours_block,
         "gradients of keys and values dropped": _dropped_gradients,
+        "stale book entry": _stale_entries,
         "gradients of one rank": lambda: replaced(ReplicatedParameters, "reduce", lambda self, group, tied=None: None),
     }
     with makers[bug]():
@@ -167,3 +168,14 @@ def _dropped_gradients() -> Any:
         return front, own.zero_()
 
     return replaced(KVBook, "gradients", gradients)
+
+
+def _stale_entries() -> Any:
+    original, first_step = KVBook.write, {}
+
+    def write(book: Any, layer: Any, part: Any, k: torch.Tensor, v: torch.Tensor, **how: Any) -> Any:
+        # imitate a book that outlives its step and keeps its old entries in place of the new ones
+        kept = first_step.setdefault((type(layer), layer.layer_idx, part), (k.clone(), v.clone()))
+        return original(book, layer, part, *kept, **how)
+
+    return replaced(KVBook, "write", write)

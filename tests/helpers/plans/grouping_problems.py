@@ -32,6 +32,10 @@ _EXCHANGED_MB_PER_TOKEN = 8 * 32 * 4096 * 2 / 2**20
 _GB_PER_S = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}
 _DEGREES = (1, *_GB_PER_S)
 
+# lengths and kinds of costs of problems that can be enumerated
+few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)
+kinds = st.sampled_from(COST_KINDS)
+
 
 def flexsp_problem(lengths: Sequence[int], limit_ktokens: int = 384, num_ranks: int = 64) -> GroupingProblem:
     """FlexSP's cost model of GPT-7B (arXiv 2412.01523, section 4.1, ZeRO-3, 16 bytes per parameter) on up to 64 GPUs."""
@@ -72,6 +76,12 @@ def lognormal_lengths(seed: int, count: int, longest: int, median: float = 300.0
     """Skewed lengths between 8 and `longest` tokens."""
     draw = random.Random(seed)
     return tuple(min(longest, max(8, round(draw.lognormvariate(math.log(median), sigma)))) for _ in range(count))
+
+
+def small_problem(lengths: list[int], kind: str = "attention", capacity: int = 400, num_ranks: int = 4) -> GroupingProblem:
+    """A problem on a few ranks, in groups of one, two, four or eight."""
+    degrees = tuple(degree for degree in (1, 2, 4, 8) if degree <= num_ranks)
+    return GroupingProblem.build(lengths, cost_model(kind, num_ranks), PlannerConfig(capacity, degrees))
 
 
 @st.composite

@@ -39,6 +39,17 @@ def layer_policies(draw: st.DrawFn) -> LayerPolicy:
     return replayed(recompute / 100, host / 100, mlp / 100, input_host / 100)
 
 
+def random_layer(data: st.DataObject) -> LayerPolicy:
+    """Shares in hundredths, also recomputed ones for every class except the layer input; often the ends 0 and 1."""
+    hundredths = st.one_of(st.sampled_from([0, 100]), st.integers(0, 100))
+    shares = []
+    for name in ("layer_input", "attention_output", "qkv", "mlp"):
+        recompute = 0 if name == "layer_input" else data.draw(hundredths)
+        host = min(100 - recompute, data.draw(hundredths))
+        shares.append(TensorShare(name, recompute=recompute / 100, host=host / 100, device=(100 - recompute - host) / 100))
+    return LayerPolicy(tuple(shares))
+
+
 @st.composite
 def policies_for(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     """The plan with a random policy for every chunk; a chunk may have none."""

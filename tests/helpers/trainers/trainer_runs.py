@@ -30,8 +30,16 @@ resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"
 # results of plain trainings that have run, since several runs are compared with the same one
 _KNOWN_TRAININGS: dict[str, tuple[list[float], dict[str, Any]]] = {}
 
-
 Rows = list[dict[str, list[int]]]
+
+# gradients without clipping, weights by plain gradient descent, as in `plain_steps`
+PLAIN_DESCENT = {
+    "optim": "sgd",
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "warmup_steps": 0,
+    "lr_scheduler_type": "constant",
+}
 
 
 @dataclass

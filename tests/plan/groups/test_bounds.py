@@ -7,35 +7,33 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.cost_models import COST_KINDS, cost_model
-from helpers.plans.grouping_problems import flexsp_problem, flexsp_problems, least_micro_batch_seconds, odd_problems
+from helpers.plans.grouping_problems import (
+    few_lengths,
+    flexsp_problem,
+    flexsp_problems,
+    kinds,
+    least_micro_batch_seconds,
+    odd_problems,
+    small_problem,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.groups.bounds import fluid_bound_s, fluid_bounds_s, least_work
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
-
-kinds = st.sampled_from(COST_KINDS)
-few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)
-
-
-def build(lengths: list[int], kind: str = "attention", capacity: int = 400, num_ranks: int = 4) -> GroupingProblem:
-    degrees = tuple(d for d in (1, 2, 4, 8) if d <= num_ranks)
-    return GroupingProblem.build(lengths, cost_model(kind, num_ranks), PlannerConfig(capacity, degrees))
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(few_lengths, kinds, st.sampled_from([400, 800, 2000]))
 def test_no_grouping_is_faster_than_the_fluid_bound(lengths: list[int], kind: str, capacity: int) -> None:
-    problem = build(lengths, kind, capacity)
+    problem = small_problem(lengths, kind, capacity)
     assert fluid_bound_s(problem) <= least_micro_batch_seconds(problem) * (1 + 1e-12)
 
 
 def test_different_fixed_costs_keep_the_bound_a_bound() -> None:
     draw = np.random.default_rng(5)
     for _ in range(40):
-        problem = build(draw.integers(4, 1600, draw.integers(1, 6)).tolist())
+        problem = small_problem(draw.integers(4, 1600, draw.integers(1, 6)).tolist())
         problem = replace(problem, group_s=tuple(draw.uniform(0, 0.5, 3)), seconds=draw.uniform(0.01, 1, problem.seconds.shape))
         assert fluid_bound_s(problem) <= least_micro_batch_seconds(problem) * (1 + 1e-12)
 
@@ -43,9 +41,9 @@ def test_different_fixed_costs_keep_the_bound_a_bound() -> None:
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(few_lengths, kinds)
 def test_the_fluid_bound_grows_with_sequences_and_falls_with_ranks(lengths: list[int], kind: str) -> None:
-    bound_s = fluid_bound_s(build(lengths, kind, 4000))
-    assert fluid_bound_s(build([*lengths, 100], kind, 4000)) >= bound_s * (1 - 1e-8)
-    problem = build(lengths, kind, 4000)
+    bound_s = fluid_bound_s(small_problem(lengths, kind, 4000))
+    assert fluid_bound_s(small_problem([*lengths, 100], kind, 4000)) >= bound_s * (1 - 1e-8)
+    problem = small_problem(lengths, kind, 4000)
     assert fluid_bound_s(replace(problem, num_ranks=8)) <= bound_s * (1 + 1e-8)
 
 
@@ -59,9 +57,9 @@ def test_the_fluid_bound_is_met_where_everything_is_even() -> None:
 
 
 def test_what_memory_rules_out_has_an_infinite_bound() -> None:
-    assert math.isinf(fluid_bound_s(build([400] * 5)))
-    assert math.isinf(fluid_bound_s(replace(build([1600]), degrees=(1, 2, 3))))
-    assert fluid_bound_s(build([])) == 0
+    assert math.isinf(fluid_bound_s(small_problem([400] * 5)))
+    assert math.isinf(fluid_bound_s(replace(small_problem([1600]), degrees=(1, 2, 3))))
+    assert fluid_bound_s(small_problem([])) == 0
 
 
 def test_the_fluid_bound_lies_below_the_measured_bounds() -> None:

@@ -12,11 +12,11 @@ import torch
 import transformers
 from helpers.measures.engine_steps import EngineStep, counted
 from helpers.measures.late_copies import LateCopies
-from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.reference import TOLERANCE, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
-from helpers.plans.policies import same_policy
-from helpers.ranks.rank_steps import run_step
+from helpers.plans.policies import random_layer, same_policy
+from helpers.ranks.rank_steps import check_step
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -112,17 +112,6 @@ def test_random_shares_of_all_classes_match_and_hold_the_planned_bytes(data: st.
     assert work.mlp_tokens == 2 * tokens + sum(fronts)
 
 
-def random_layer(data: st.DataObject) -> LayerPolicy:
-    """Shares in hundredths, also recomputed ones for every class except the layer input; often the ends 0 and 1."""
-    hundredths = st.one_of(st.sampled_from([0, 100]), st.integers(0, 100))
-    shares = []
-    for name in ("layer_input", "attention_output", "qkv", "mlp"):
-        recompute = 0 if name == "layer_input" else data.draw(hundredths)
-        host = min(100 - recompute, data.draw(hundredths))
-        shares.append(TensorShare(name, recompute=recompute / 100, host=host / 100, device=(100 - recompute - host) / 100))
-    return LayerPolicy(tuple(shares))
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("out_is_late", [False, True])
 def test_two_forwards_in_flight_do_not_disturb_each_other(order: tuple[int, int], out_is_late: bool) -> None:
@@ -176,24 +165,16 @@ def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pyte
 def test_sequence_groups_match(ranks, method: str, family: str) -> None:
     lengths = [41, 3, 19, 7]
     plan = plan_of([[(2, (0, 1, 2, 3))]], lengths, 2, ulysses=1 if method == "ring" else 0)
-    rows = random_rows(lengths)
-    expected_loss, expected = reference_step(build_model(ModelCase(family)), rows)
     layers = (keeping(0.25, 0.5), LayerPolicy((share("attention_output", 1.0), share("mlp", 0.5))))
-    for loss, gradients in run_step(ranks(2), ModelCase(family), same_policy(plan, *layers, tile_tokens=8), rows):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
+    check_step(ranks(2), ModelCase(family), same_policy(plan, *layers, tile_tokens=8), lengths)
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     lengths = [41, 3, 19, 7]
     plan = plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], lengths, 2, parameters=parameters)
-    rows = random_rows(lengths)
-    expected_loss, expected = reference_step(build_model(ModelCase("qwen2")), rows)
     layers = (keeping(0.5, 0.25), keeping())
-    for loss, gradients in run_step(ranks(2), ModelCase("qwen2"), same_policy(plan, *layers, tile_tokens=8), rows):
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
-        assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
+    check_step(ranks(2), ModelCase("qwen2"), same_policy(plan, *layers, tile_tokens=8), lengths)
 
 
 def half_precision(weights: torch.dtype, has_autocast: bool) -> Any:

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.measures.leaf_slices import leaf_step
+from helpers.measures.planted import plant
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error, worst_error
 from helpers.models.tiny_models import HEAD_DIM, NUM_KV, NUM_LAYERS, ModelCase, build_model, with_lora
 from helpers.plans.sliced_plans import CUTS, PACKINGS, Chunks, cut, random_slicings, sliced_plan
 from helpers.ranks.lone_steps import check_lone_step, lone_step, patched_model
-from helpers.ranks.rank_steps import rank_inputs, run_step
+from helpers.ranks.rank_steps import check_step, rank_inputs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.hf.data import collator
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.runtime.attention import chunk
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document
@@ -148,63 +148,17 @@ def test_groups_of_rings_refuse_slices_by_name(method: str) -> None:
 def test_ulysses_groups_run_slices_of_their_heads(ranks, num_ranks: int, num_heads: int, num_kv: int) -> None:
     lengths, case = [30, 7, 5], ModelCase(num_heads=num_heads, num_kv_heads=num_kv)
     chunks = [[(0, 0, 12)], [(0, 12, 13)], [(0, 13, 30), (1, 0, 7), (2, 0, 5)]]
-    rows = random_rows(lengths)
-    expected = reference_step(build_model(case), rows)
-    for found in run_step(ranks(num_ranks), case, sliced_plan(lengths, chunks, num_ranks=num_ranks), rows):
-        assert worst_error(found, expected) <= TOLERANCE
+    check_step(ranks(num_ranks), case, sliced_plan(lengths, chunks, num_ranks=num_ranks), lengths)
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_parameters_run_slices(ranks, parameters: Any) -> None:
-    rows = random_rows(lengths := [30, 7])
+    lengths = [30, 7]
     plan = sliced_plan(lengths, [[(0, 0, 12)], [(0, 12, 30), (1, 0, 7)]], num_ranks=2, parameters=parameters)
-    expected = reference_step(build_model(ModelCase()), rows)
-    for found in run_step(ranks(2), ModelCase(), plan, rows):
-        assert worst_error(found, expected) <= TOLERANCE
+    check_step(ranks(2), ModelCase(), plan, lengths)
 
 
-# planted bugs, which the checks must notice
-def _dropped_gradients() -> Any:
-    original = KVBook.gradients
-
-    def gradients(book: KVBook, layer: Any, part: Slice) -> tuple[Tensor, Tensor]:
-        front, own = original(book, layer, part)
-        return front, torch.zeros_like(own)
-
-    return patch.object(KVBook, "gradients", gradients)
-
-
-def _stale_entries() -> Any:
-    original, first_step = KVBook.write, {}
-
-    def write(book: KVBook, layer: Any, part: Slice, k: Tensor, v: Tensor, **how: Any) -> Any:
-        # a K/V book that outlives its step and returns the old keys and values instead of the new ones
-        return original(
-            book, layer, part, *first_step.setdefault((type(layer), layer.layer_idx, part), (k.clone(), v.clone())), **how
-        )
-
-    return patch.object(KVBook, "write", write)
-
-
-def _restarting_positions() -> Any:
-    original = collator.chunk_inputs
-
-    def inputs(*args: Any) -> Any:
-        shard = original(*args)
-        restarted = torch.arange(shard.position_ids.shape[1]).unsqueeze(0)
-        return type(shard)(shard.input_ids, restarted, shard.shift_labels)
-
-    return patch.object(collator, "chunk_inputs", inputs)
-
-
-BUGS = {
-    "gradients of later slices dropped": _dropped_gradients,
-    "stale book entry": _stale_entries,
-    "positions restart": _restarting_positions,
-}
-
-
-@pytest.mark.parametrize("bug", ["", *BUGS])
+@pytest.mark.parametrize("bug", ["", "gradients of keys and values dropped", "stale book entry", "positions of the shard"])
 def test_planted_bug_is_noticed(bug: str) -> None:
     plan = sliced_plan([30], [[span] for span in cut(0, [11, 12, 7])])
     steps = [random_rows([30], seed=seed) for seed in (0, 1)]
@@ -216,7 +170,7 @@ def test_planted_bug_is_noticed(bug: str) -> None:
     if not bug:
         run_both()
         return
-    with BUGS[bug](), pytest.raises(AssertionError):
+    with plant(bug, 0, 1), pytest.raises(AssertionError):
         run_both()
 
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 from helpers.models.reference import random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
-from helpers.trainers.trainer_runs import Rows, StepRecorder, make_trainer, plain_steps, resuming, training_arguments
+from helpers.trainers.trainer_runs import (
+    PLAIN_DESCENT,
+    Rows,
+    StepRecorder,
+    make_trainer,
+    plain_steps,
+    resuming,
+    training_arguments,
+)
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
 
 NUM_STEPS = 3
-# all rows in every step; gradients without clipping, weights by plain gradient descent
-ARGUMENTS = {
-    "max_steps": NUM_STEPS,
-    "optim": "sgd",
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.0,
-    "warmup_steps": 0,
-    "lr_scheduler_type": "constant",
-}
+ARGUMENTS = {**PLAIN_DESCENT, "max_steps": NUM_STEPS}
 LENGTHS = [40, 33, 30, 26, 21, 13, 8, 5]
 CASE = ModelCase(promoted=True, num_layers=8, tied=True)
 STAGES = {"stages": 2, "interleave": 2, "tokens_per_rank": 128}

@@ -10,7 +10,7 @@ import peft
 import pytest
 from helpers.models.reference import random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
-from helpers.trainers.trainer_runs import Rows, StepRecorder, make_trainer, plain_steps, resuming
+from helpers.trainers.trainer_runs import PLAIN_DESCENT, Rows, StepRecorder, make_trainer, plain_steps, resuming
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
@@ -19,16 +19,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 NUM_STEPS = 3
-# all rows in every step; gradients without clipping, weights by plain gradient descent
-ARGUMENTS = {
-    "max_steps": NUM_STEPS,
-    "optim": "sgd",
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.0,
-    "warmup_steps": 0,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-}
+ARGUMENTS = {**PLAIN_DESCENT, "max_steps": NUM_STEPS, "logging_steps": 1}
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
 CASE = ModelCase(promoted=True, num_layers=4, lora=LORA)
 EXPERTS = ModelCase("mixtral", balance=0.02, lora=(("r", 2), ("target_modules", ["q_proj"])))

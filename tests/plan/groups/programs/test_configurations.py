@@ -7,15 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.cost_models import COST_KINDS, cost_model
-from helpers.plans.grouping_problems import flexsp_problem, flexsp_problems, least_micro_batch_seconds, lognormal_lengths
+from helpers.plans.grouping_problems import (
+    few_lengths,
+    flexsp_problem,
+    flexsp_problems,
+    kinds,
+    least_micro_batch_seconds,
+    lognormal_lengths,
+    small_problem,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.planner_config import PlannerConfig
 from hf_longctx.plan.groups.bounds import fluid_bound_s
 from hf_longctx.plan.groups.greedy import plan_one_micro_batch
-from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.groups.programs import configurations
 from hf_longctx.plan.groups.programs.configurations import configuration_bound_s
 from hf_longctx.plan.groups.programs.length_classes import LengthClasses
@@ -23,18 +28,11 @@ from hf_longctx.plan.groups.programs.pricing import Pricing
 from hf_longctx.plan.solver import solve
 from hf_longctx.plan.solver.program import SolverError
 
-kinds = st.sampled_from(COST_KINDS)
-few_lengths = st.lists(st.integers(4, 1600), min_size=1, max_size=5)
-
-
-def build(lengths: list[int], kind: str = "attention", capacity: int = 400) -> GroupingProblem:
-    return GroupingProblem.build(lengths, cost_model(kind, 4), PlannerConfig(capacity, (1, 2, 4)))
-
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(few_lengths, kinds, st.sampled_from([400, 800, 2000]))
 def test_no_grouping_is_faster_than_the_bound(lengths: list[int], kind: str, capacity: int) -> None:
-    problem = build(lengths, kind, capacity)
+    problem = small_problem(lengths, kind, capacity)
     best_s = least_micro_batch_seconds(problem)
     assert fluid_bound_s(problem) <= configuration_bound_s(problem) <= best_s * (1 + 1e-9)
 
@@ -42,7 +40,7 @@ def test_no_grouping_is_faster_than_the_bound(lengths: list[int], kind: str, cap
 def test_different_fixed_costs_keep_the_bound_a_bound() -> None:
     draw = np.random.default_rng(5)
     for _ in range(25):
-        problem = build(draw.integers(4, 1600, draw.integers(1, 6)).tolist())
+        problem = small_problem(draw.integers(4, 1600, draw.integers(1, 6)).tolist())
         problem = replace(problem, group_s=tuple(draw.uniform(0, 0.5, 3)), seconds=draw.uniform(0, 1, problem.seconds.shape))
         assert configuration_bound_s(problem) <= least_micro_batch_seconds(problem) * (1 + 1e-9)
 
@@ -51,8 +49,8 @@ def test_different_fixed_costs_keep_the_bound_a_bound() -> None:
 @given(few_lengths, kinds)
 def test_more_sequences_never_lower_the_bound(lengths: list[int], kind: str) -> None:
     # the tolerance of the search: 0.05 % of T and 0.1 % of the ranks
-    more = configuration_bound_s(build([*lengths, 100], kind, 4000))
-    assert more >= configuration_bound_s(build(lengths, kind, 4000)) * (1 - 2e-3)
+    more = configuration_bound_s(small_problem([*lengths, 100], kind, 4000))
+    assert more >= configuration_bound_s(small_problem(lengths, kind, 4000)) * (1 - 2e-3)
 
 
 def test_the_bounds_reproduce_the_measured_ones() -> None:
@@ -98,8 +96,8 @@ def test_a_machine_without_highs_finds_the_same_bound(monkeypatch: pytest.Monkey
 
 
 def test_what_memory_rules_out_has_an_infinite_bound() -> None:
-    assert math.isinf(configuration_bound_s(build([400] * 5)))
-    assert configuration_bound_s(build([])) == 0
+    assert math.isinf(configuration_bound_s(small_problem([400] * 5)))
+    assert configuration_bound_s(small_problem([])) == 0
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -108,7 +106,7 @@ def test_ceilings_of_pricing_lie_above_every_configuration(seed: int) -> None:
     """Compares all ceilings with every way to fill a group; configurations that pricing returns must keep both constraints."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(200, 4000, 6).tolist()
-    problem = build(lengths, capacity=1500)
+    problem = small_problem(lengths, capacity=1500)
     classes = LengthClasses.of(problem, 64, rounded_up=False)
     limit_s = float(draw.uniform(0.5, 2.0) * problem.seconds[1].max()) + max(problem.group_s)
     pricing = Pricing.at(problem, classes, limit_s)
