@@ -58,8 +58,8 @@ def _check_compute(
             raise _fault(name, group, stage, index, f"does not belong to stage {stage.stage}")
         if not 0 <= action.chunk < len(group.chunks) or not 0 <= action.part < len(stage.parts):
             raise _fault(name, group, stage, index, "names a chunk or part that does not exist")
-        if action.helpers:
-            _check_helpers(plan, name, group, stage, index)
+        if action.lenders:
+            _check_lenders(plan, name, group, stage, index)
         key = (action.kind, action.part, action.chunk)
         if key in done:
             raise _fault(name, group, stage, index, "runs twice")
@@ -92,17 +92,17 @@ def _slice_neighbours(group: SequenceGroup) -> dict[tuple[str, int], list[int]]:
     return neighbours
 
 
-def _check_helpers(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, index: int) -> None:
+def _check_lenders(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, index: int) -> None:
     action = stage.actions[index]
     if action.kind not in ("F", "B"):
-        raise _fault(name, group, stage, index, "has helpers, but only F and B can be shared")
-    if len(set(action.helpers)) != len(action.helpers):
-        raise _fault(name, group, stage, index, "names a helper twice")
-    for helper_stage, position in action.helpers:
-        if helper_stage == stage.stage or not 0 <= helper_stage < plan.num_stages:
-            raise _fault(name, group, stage, index, f"names helper stage {helper_stage}, which must be another stage of the plan")
+        raise _fault(name, group, stage, index, "has lenders, but only F and B can be lent ranks")
+    if len(set(action.lenders)) != len(action.lenders):
+        raise _fault(name, group, stage, index, "names a lender twice")
+    for lender_stage, position in action.lenders:
+        if lender_stage == stage.stage or not 0 <= lender_stage < plan.num_stages:
+            raise _fault(name, group, stage, index, f"names lender stage {lender_stage}, which must be another stage of the plan")
         if not 0 <= position < plan.ranks_per_stage:
-            raise _fault(name, group, stage, index, f"names helper position {position}, but a stage has {plan.ranks_per_stage}")
+            raise _fault(name, group, stage, index, f"names lender position {position}, but a stage has {plan.ranks_per_stage}")
 
 
 def _fault(name: str, group: SequenceGroup, stage: StagePlan, index: int, text: str) -> PlanError:

@@ -8,7 +8,8 @@ token, longer shards first. So Ulysses ranks hold contiguous shards, ring ranks 
 HF layers reject empty tensors, so blocks are filled up with dummy tokens until every rank has one token. Each dummy is a
 document of its own, after the real tokens, and has no loss.
 
-If several pipeline stages share a slice, the shard of every position is cut again, in zigzag over these stages.
+If a slice is lent ranks of other pipeline stages, the shard of every position is cut again, in zigzag over the stages that run
+it.
 """
 
 from __future__ import annotations
@@ -227,15 +228,15 @@ def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
 
 
 def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-    """Pieces that `[stage][position]` holds of a slice shared by stages: the shard of its position, cut in zigzag over stages.
+    """Pieces that `[stage][position]` holds of a slice that several stages run: the shard of its position, cut in zigzag.
 
     `start` counts from the start of the slice. Raises ValueError if a rank would get no token.
     """
     shards = even_shards(num_tokens, num_positions)
     if min(shards) < num_stages:
         raise ValueError(
-            f"a slice of {num_tokens} tokens cannot be shared by {num_stages} stages of {num_positions} rank(s); give it at "
-            f"least {num_stages * num_positions} tokens, or no helpers"
+            f"a slice of {num_tokens} tokens cannot be run by {num_stages} stages of {num_positions} rank(s); give it at "
+            f"least {num_stages * num_positions} tokens, or lend it no ranks"
         )
     by_position = []
     for first, count in zip((0, *accumulate(shards)), shards, strict=False):
@@ -247,24 +248,24 @@ def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[t
 
 
 def is_lent(group: SequenceGroup) -> bool:
-    """Whether stages share any chunk of the group (actions with helpers)."""
-    return any(action.helpers for stage in group.stages for action in stage.actions)
+    """Whether any chunk of the group is lent ranks of other stages."""
+    return any(action.lenders for stage in group.stages for action in stage.actions)
 
 
 def running_stages(action: Action) -> tuple[int, ...]:
     """Stages whose ranks run an action together, in order."""
-    return tuple(sorted({action.stage, *(stage for stage, _ in action.helpers)}))
+    return tuple(sorted({action.stage, *(stage for stage, _ in action.lenders)}))
 
 
 def lent_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
-    """Forwards and backwards that the ranks of every stage run, their own and those they help with, in order.
+    """Forwards and backwards that the ranks of every stage run, their own and those to which they are lent, in order.
 
-    Slices shared with later stages come first, then slices that are not shared, then those shared with earlier stages; the
-    backwards run in reverse.
+    Slices with lenders from later stages come first, then slices without lenders, then those with lenders from earlier stages;
+    the backwards run in reverse.
     """
 
     def order(action: Action) -> tuple[int, int, int]:
-        phase = 1 if not action.helpers else 0 if action.helpers[0][0] > action.stage else 2
+        phase = 1 if not action.lenders else 0 if action.lenders[0][0] > action.stage else 2
         return phase, action.stage, action.chunk
 
     actions = sorted((action for stage in group.stages for action in stage.actions), key=order)

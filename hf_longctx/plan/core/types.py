@@ -68,20 +68,20 @@ class Action:
 
     F and B compute. SF sends activations to the next part of the model and RF receives them from the previous one; SB and RB
     do the same for gradients in the other direction. `part` is the index of one of the stage's layer ranges (more than one with
-    interleaving). `helpers` are (stage, position) pairs of otherwise idle ranks that share the chunk's tokens (SPPO's
-    multiplexed sequence partitioning).
+    interleaving). `lenders` are (stage, position) pairs of ranks that would idle and take part in the chunk's tokens
+    (lending: SPPO's multiplexed sequence partitioning).
     """
 
     kind: ActionKind
     stage: int
     chunk: int
     part: int = 0
-    helpers: tuple[tuple[int, int], ...] = ()
+    lenders: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         part = f".{self.part}" if self.part else ""
-        helpers = "@" + ",".join(f"{stage}:{position}" for stage, position in self.helpers) if self.helpers else ""
-        return f"{self.stage}{part}{self.kind}{self.chunk}{helpers}"
+        lenders = "@" + ",".join(f"{stage}:{position}" for stage, position in self.lenders) if self.lenders else ""
+        return f"{self.stage}{part}{self.kind}{self.chunk}{lenders}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -92,14 +92,14 @@ class Action:
                 f"{text!r} is not an action; write STAGE[.PART]KIND CHUNK[@STAGE:POSITION,...] without blanks, for "
                 f"example '2F0' or '2.1F0@3:0', with KIND one of {', '.join(ACTION_KINDS)}"
             )
-        stage, part, kind, chunk, helpers = match.groups()
-        pairs = [pair.split(":") for pair in helpers.split(",")] if helpers else []
+        stage, part, kind, chunk, lenders = match.groups()
+        pairs = [pair.split(":") for pair in lenders.split(",")] if lenders else []
         return cls(
             kind=kind,  # type: ignore[arg-type]
             stage=int(stage),
             chunk=int(chunk),
             part=int(part or 0),
-            helpers=tuple((int(stage), int(position)) for stage, position in pairs),
+            lenders=tuple((int(stage), int(position)) for stage, position in pairs),
         )
 
 

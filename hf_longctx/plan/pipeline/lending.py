@@ -24,9 +24,9 @@ Fits = Callable[[StepPlan, Evaluation], bool]
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """A plan with helpers where they pay. plain_s, lent_s: predicted seconds of the step without and with helpers.
+    """A plan that lends stages where it pays. plain_s, lent_s: predicted seconds of the step without and with lending.
 
-    num_lent: groups with helpers. num_able: groups that could have helpers.
+    num_lent: groups with lent ranks. num_able: groups that could be lent ranks.
     """
 
     plan: StepPlan
@@ -43,12 +43,12 @@ class Lending:
     def __str__(self) -> str:
         return (
             f"lent stages: {self.lent_s:.3f} s for {self.plain_s:.3f} s ({self.gain:.1%} saved), in {self.num_lent} of "
-            f"{self.num_able} group(s) that can be shared"
+            f"{self.num_able} group(s) that can be lent ranks"
         )
 
 
 def lend(plan: StepPlan, predict: Predict, fits: Fits = lambda plan, run: True) -> Lending:
-    """Adds helpers to every group where they save predicted seconds of the step; tries three ways per group and takes the best.
+    """Lends ranks to every group where this saves predicted seconds of the step; tries three ways per group, takes the best.
 
     fits: plans for which it returns False are left out.
     """
@@ -74,7 +74,7 @@ def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]
 
     There are none for packs, rings, several layer ranges per stage, activation policies, or passes in another order.
     """
-    can_share = (
+    can_lend = (
         plan.parameters == "replicated"
         and 1 < len(group.stages) <= len(group.chunks) + 1
         and group.shape.num_blocks == 1
@@ -82,14 +82,14 @@ def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]
         and all(len(chunk.spans) == 1 for chunk in group.chunks)
         and len(families(group.chunks)) == 1
     )
-    for front, back in ((True, True), (True, False), (False, True)) if can_share else ():
-        shared = lent_group(group, front, back)
-        if _keeps_order(shared) and _has_tokens(shared):
-            yield shared
+    for front, back in ((True, True), (True, False), (False, True)) if can_lend else ():
+        lent = lent_group(group, front, back)
+        if _keeps_order(lent) and _has_tokens(lent):
+            yield lent
 
 
 def _keeps_order(group: SequenceGroup) -> bool:
-    """Whether every stage's own passes are in the only order in which lent ranks can share them."""
+    """Whether every stage's own passes are in the only order in which ranks can be lent to them."""
     return all(
         [action for action in row if action.stage == stage.stage] == [a for a in stage.actions if a.kind in ("F", "B")]
         for row, stage in zip(lent_order(group), group.stages, strict=True)
@@ -97,12 +97,12 @@ def _keeps_order(group: SequenceGroup) -> bool:
 
 
 def _has_tokens(group: SequenceGroup) -> bool:
-    """Whether every sharing rank gets a token of every slice."""
+    """Whether every rank gets a token of every slice that it runs."""
     return all(
         group.chunks[action.chunk].num_tokens >= len(running_stages(action)) * group.degree
         for stage in group.stages
         for action in stage.actions
-        if action.helpers
+        if action.lenders
     )
 
 

@@ -35,10 +35,10 @@ from hf_longctx.plan.pipeline.orders import families
 
 
 def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:
-    """Adds `helpers` to every F and B that idle stages share, at the group's positions; messages stay as they are.
+    """Adds `lenders` to every F and B for which stages idle, at the group's positions; messages stay as they are.
 
-    front, back: whether idle stages share the first slices, and whether the last ones. Raises ValueError unless the chunks are
-    one family of at least P - 1 and every stage has one part.
+    front, back: whether idle stages are lent to the first slices, and whether to the last ones. Raises ValueError unless the
+    chunks are one family of at least P - 1 and every stage has one part.
     """
     num_stages, num_chunks = len(group.stages), len(group.chunks)
     num_families = len(families(group.chunks))
@@ -52,7 +52,7 @@ def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> S
     return replace(
         group,
         stages=tuple(
-            replace(stage, actions=tuple(_with_helpers(action, group, front, back) for action in stage.actions))
+            replace(stage, actions=tuple(_with_lenders(action, group, front, back) for action in stage.actions))
             for stage in group.stages
         ),
     )
@@ -67,10 +67,10 @@ def stages_of_slice(stage: int, chunk: int, num_stages: int, num_chunks: int) ->
     return range(stage, stage + 1)
 
 
-def _with_helpers(action: Action, group: SequenceGroup, front: bool, back: bool) -> Action:
+def _with_lenders(action: Action, group: SequenceGroup, front: bool, back: bool) -> Action:
     if action.kind not in ("F", "B"):
         return action
     stages = stages_of_slice(action.stage, action.chunk, len(group.stages), len(group.chunks))
     lenders = [stage for stage in stages if (stage > action.stage and front) or (stage < action.stage and back)]
     lent = tuple((stage, position) for stage in lenders for position in group.positions)
-    return replace(action, helpers=lent)
+    return replace(action, lenders=lent)

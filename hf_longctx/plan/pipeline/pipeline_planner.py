@@ -181,7 +181,7 @@ class PipelineSearch:
         return tuple(ordered[:num_long]), tuple(ordered[num_long:])
 
     def lent_plans(self, plan: StepPlan) -> Iterator[StepPlan]:
-        """Plans with lent ranks to compare with `plan`, which has none: helpers in its own groups, or long sequences apart.
+        """Plans with lent ranks to compare with `plan`, which has none: lent to its own groups, or to long sequences apart.
 
         There are none unless `lend_stages` is set. A group of several sequences cannot be lent ranks, so the longest sequences
         get a micro-batch each, one more in every plan, before the micro-batches of the others.

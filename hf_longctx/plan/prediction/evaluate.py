@@ -63,7 +63,7 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
 
     Each group is a pipeline over its positions of all stages. `with_events=False` leaves `events` empty, which is faster. known:
     cache for plans of the same model, so that the bytes of equal chunks are computed once. Raises ValueError naming what cannot
-    be run yet: helpers together with parts, policies or packs. Raises PlanError for a deadlock.
+    be run yet: lent stages together with parts, policies or packs. Raises PlanError for a deadlock.
     """
     run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
     for micro_batch in plan.micro_batches:

@@ -1,6 +1,6 @@
-"""Predicts a pipeline whose stages share chunks: when every action runs, and how many bytes the ranks of every stage hold.
+"""Predicts a pipeline whose idle stages lend ranks: when every action runs, and how many bytes the ranks of every stage hold.
 
-A shared action occupies all of its stages at once, in the order of `sharding.lent_order`, which is also the runtime's. Its
+An action with lenders occupies all of its stages at once, in the order of `sharding.lent_order`, which is also the runtime's. Its
 tokens are split evenly, its fixed seconds are not. No communication overlaps with compute: every rank sends its keys and
 values to the ranks of the other stages (in backward its part of their gradients, in at least fp32); lent ranks get the keys and
 values of earlier tokens with the first chunk for which they lack them; the stage's own ranks hand out and collect hidden states.
@@ -65,17 +65,17 @@ def run_lent(
 def run_lent_pipeline(
     plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float] = ()
 ) -> tuple[StageRun, ...]:
-    """Predicts a group that shares some of its chunks among stages; each stage's run includes the actions in which it helps.
+    """Predicts a group with lent stages; each stage's run includes the actions to which it is lent.
 
     Raises ValueError for parts, activation policies, packs and hybrids.
     """
     for stage in group.stages:
         for action in stage.actions:
-            check_action(replace(action, helpers=()), stage)
+            check_action(replace(action, lenders=()), stage)
     if any(len(stage.parts) != 1 or stage.activations for stage in group.stages):
-        raise ValueError("helpers cannot be evaluated together with parts or activation policies; leave out one of them")
+        raise ValueError("lent stages cannot be evaluated together with parts or activation policies; leave out one of them")
     if any(len(chunk.spans) != 1 for chunk in group.chunks):
-        raise ValueError("helpers cannot be evaluated for packs, hybrids and dummies; give one sequence a group of its own")
+        raise ValueError("lent stages cannot be evaluated for packs, hybrids and dummies; give one sequence a group of its own")
     seconds = _LentSeconds(plan, group, costs)
     order = lent_order(group)
     runs = []
@@ -88,13 +88,13 @@ def run_lent_pipeline(
 
 
 class _LentSeconds:
-    """Seconds of a group's actions, shared or not."""
+    """Seconds of a group's actions, with and without lenders."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> None:
         self.plan, self.group, self.costs = plan, group, costs
         self.alone = StageSeconds(plan, group, costs)
         self.first_back = [
-            min((a.chunk for a in stage.actions if a.helpers and a.helpers[0][0] < stage.stage), default=len(group.chunks))
+            min((a.chunk for a in stage.actions if a.lenders and a.lenders[0][0] < stage.stage), default=len(group.chunks))
             for stage in group.stages
         ]
 
@@ -106,7 +106,7 @@ class _LentSeconds:
         return self.alone.hop_s(action)
 
     def of(self, action: Action) -> float:
-        if not action.helpers:
+        if not action.lenders:
             return self.alone.of(action)
         group, costs, num_stages = self.group, self.costs, len(running_stages(action))
         chunk, is_backward = group.chunks[action.chunk], action.kind == "B"
@@ -122,7 +122,7 @@ class _LentSeconds:
 
     def exchange_s(self, action: Action) -> float:
         """Seconds of an action that are communication between its ranks."""
-        if not action.helpers:
+        if not action.lenders:
             return self.alone.exchange_s(action)
         group, costs, stages = self.group, self.costs, running_stages(action)
         num_layers, is_backward = group.stages[action.stage].num_layers, action.kind == "B"

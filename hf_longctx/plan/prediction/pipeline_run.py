@@ -51,10 +51,10 @@ class StageRun:
 
 
 def check_action(action: Action, stage: StagePlan) -> None:
-    """Raises ValueError by name for what cannot be evaluated: helpers, and parts that do not exist."""
-    if action.helpers or action.part >= len(stage.parts):
+    """Raises ValueError by name for what cannot be evaluated: lenders, and parts that do not exist."""
+    if action.lenders or action.part >= len(stage.parts):
         raise ValueError(
-            f"action {action} cannot be evaluated yet; only F and B of the stage's parts, without helpers, and messages can"
+            f"action {action} cannot be evaluated yet; only F and B of the stage's parts, without lenders, and messages can"
         )
 
 

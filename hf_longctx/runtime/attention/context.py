@@ -149,7 +149,7 @@ class GroupContext:
     kv_book: the K/V book of the micro-batch.
     activations: policies for the saved tensors of layers; None keeps everything.
     attention_record: keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed.
-    shared: the lent slice that ranks of several stages compute together; None for chunks that their stage runs alone.
+    lent_slice: the slice that ranks of several stages compute together; None for chunks that their stage runs alone.
     position_ids: [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs.
     """
 
@@ -163,7 +163,7 @@ class GroupContext:
     calls: AttentionCalls = field(default_factory=AttentionCalls)
     activations: ChunkActivations | None = None
     attention_record: AttentionRecord | None = None
-    shared: LentSlice | None = None
+    lent_slice: LentSlice | None = None
     position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:

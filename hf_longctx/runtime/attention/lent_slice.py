@@ -43,7 +43,7 @@ from hf_longctx.runtime.attention.rows import (
 
 @dataclass(frozen=True, slots=True)
 class LentSlice:
-    """A slice and the ranks that share it: one rank of every sharing stage, all at one position, in `process_group`'s order.
+    """A slice and the ranks that run it: one rank of every stage, all at one position, in `process_group`'s order.
 
     index: this rank's index in the group. owner: index of the rank of the slice's own stage. blocks: the pieces of every rank;
     their `start` counts from the start of the slice, their `first` within the rank's block. slice_: the slice as this rank's K/V
@@ -78,14 +78,14 @@ class LentAttention:
     """Attention of one layer within a lent slice. layer: its key in the K/V book; it must be the same object in every chunk."""
 
     rule: AttentionRule
-    shared: LentSlice
+    lent: LentSlice
     kv_book: KVBook
     layer: Hashable
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
         """Attention of this rank's tokens, shape [S, h, E], differentiable.
 
-        All sharing ranks must call it for the layers in the same order, and run backward in the reverse order.
+        All ranks of the slice must call it for the layers in the same order, and run backward in the reverse order.
         """
         output: Tensor = _LentAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, self)
         return output
@@ -94,16 +94,16 @@ class LentAttention:
 class _LentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, call: LentAttention) -> Tensor:
-        slice_, head_dim = call.shared.slice_, q_hSD.shape[2]
-        kv_gTW = _whole_slice(join_kv(k_gSD, v_gSE), call.shared)
-        if call.shared.moves_front and not call.shared.is_owner:
+        slice_, head_dim = call.lent.slice_, q_hSD.shape[2]
+        kv_gTW = _whole_slice(join_kv(k_gSD, v_gSE), call.lent)
+        if call.lent.moves_front and not call.lent.is_owner:
             _receive_front(kv_gTW, head_dim, call)
         front = call.kv_book.write(call.layer, slice_, *split_kv(kv_gTW, head_dim), pattern=call.rule.pattern)
-        if call.shared.moves_front and call.shared.is_owner:
+        if call.lent.moves_front and call.lent.is_owner:
             _send_front(front, call)
         out_ShE = q_hSD.new_empty(q_hSD.shape[1], q_hSD.shape[0], v_gSE.shape[2])
         lses = []
-        for piece in call.shared.pieces:
+        for piece in call.lent.pieces:
             start = slice_.start + piece.start
             own = split_kv(kv_gTW[:, piece.start : piece.stop], head_dim)
             rows = (q_hSD[:, piece.tokens], *own, (*front, KeyRun(slice_.start, kv_gTW[:, : piece.start])))
@@ -118,11 +118,11 @@ class _LentAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_ShE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_hSD, out_ShE, lse_hS, sinks_h = ctx.saved_tensors
         call: LentAttention = ctx.call
-        shared, slice_, head_dim = call.shared, call.shared.slice_, q_hSD.shape[2]
+        lent, slice_, head_dim = call.lent, call.lent.slice_, q_hSD.shape[2]
         front, kv_gTW = call.kv_book.read(call.layer, slice_)
         front_sum_gUW, own_sum_gTW = call.kv_book.gradients(call.layer, slice_)
         dq_hSD = torch.empty_like(q_hSD)
-        for piece in shared.pieces:
+        for piece in lent.pieces:
             rows = piece.tokens
             gradient_hPE, out_hPE = gradient_ShE[rows].transpose(0, 1), out_ShE[rows].transpose(0, 1)
             start, num_rows = slice_.start + piece.start, piece.num_tokens
@@ -138,45 +138,41 @@ class _LentAttention(torch.autograd.Function):
         dsinks_h = None
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
-        dk_gSD, dv_gSE = split_kv(_own_tokens(own_sum_gTW, shared).to(q_hSD.dtype), head_dim)
-        if shared.moves_front:
-            _return_front(front_sum_gUW, shared)
+        dk_gSD, dv_gSE = split_kv(_own_tokens(own_sum_gTW, lent).to(q_hSD.dtype), head_dim)
+        if lent.moves_front:
+            _return_front(front_sum_gUW, lent)
         call.kv_book.backward_done(call.layer, slice_)
         return dq_hSD, dk_gSD, dv_gSE, dsinks_h, None
 
 
-def _whole_slice(own_gSW: Tensor, shared: LentSlice) -> Tensor:
+def _whole_slice(own_gSW: Tensor, lent: LentSlice) -> Tensor:
     """Keys and values of all tokens of the slice, [g, T, W], gathered from the ranks that hold the tokens."""
     num_kv, num_own, width = own_gSW.shape
     token_values = num_kv * width
-    counts = shared.block_tokens
+    counts = lent.block_tokens
     receive_sizes = [token_values * count for count in counts]
     received = own_gSW.new_empty(sum(receive_sizes))
     send_sizes = [token_values * num_own] * len(counts)
-    dist.all_to_all_single(
-        received, own_gSW.reshape(-1).repeat(len(counts)), receive_sizes, send_sizes, group=shared.process_group
-    )
+    dist.all_to_all_single(received, own_gSW.reshape(-1).repeat(len(counts)), receive_sizes, send_sizes, group=lent.process_group)
     whole_gTW = own_gSW.new_empty(num_kv, sum(counts), width)
-    for block, count, flat in zip(shared.blocks, counts, received.split(receive_sizes), strict=True):
+    for block, count, flat in zip(lent.blocks, counts, received.split(receive_sizes), strict=True):
         block_gSW = flat.view(num_kv, count, width)
         for piece in block:
             whole_gTW[:, piece.start : piece.stop] = block_gSW[:, piece.tokens]
     return whole_gTW
 
 
-def _own_tokens(whole_gTW: Tensor, shared: LentSlice) -> Tensor:
+def _own_tokens(whole_gTW: Tensor, lent: LentSlice) -> Tensor:
     """Gradients of this rank's tokens summed over all ranks, [g, S, W]: the backward of `_whole_slice`."""
     num_kv, _, width = whole_gTW.shape
     token_values = num_kv * width
-    counts = shared.block_tokens
-    blocks = [
-        torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in block], dim=1).reshape(-1) for block in shared.blocks
-    ]
-    num_own = counts[shared.index]
+    counts = lent.block_tokens
+    blocks = [torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in block], dim=1).reshape(-1) for block in lent.blocks]
+    num_own = counts[lent.index]
     receive_sizes = [token_values * num_own] * len(counts)
     received = whole_gTW.new_empty(sum(receive_sizes))
     send_sizes = [token_values * count for count in counts]
-    dist.all_to_all_single(received, torch.cat(blocks), receive_sizes, send_sizes, group=shared.process_group)
+    dist.all_to_all_single(received, torch.cat(blocks), receive_sizes, send_sizes, group=lent.process_group)
     return received.view(len(counts), num_kv, num_own, width).sum(0)
 
 
@@ -184,26 +180,26 @@ def _send_front(front: tuple[KeyRun, ...], call: LentAttention) -> None:
     """Sends the keys and values of the front that the slice sees, if any; every rank knows from the plan how many they are."""
     if front:
         front_gUW = torch.cat([run.kv_GUW for run in front], dim=1)
-        dist.broadcast(front_gUW, group=call.shared.process_group, group_src=call.shared.owner)
+        dist.broadcast(front_gUW, group=call.lent.process_group, group_src=call.lent.owner)
 
 
 def _receive_front(kv_gTW: Tensor, head_dim: int, call: LentAttention) -> None:
     """Receives the front from the owner and writes it into this rank's K/V book."""
-    slice_ = call.shared.slice_
+    slice_ = call.lent.slice_
     num_seen = slice_.start - call.rule.pattern.first_seen(slice_.start)
     front_gUW = kv_gTW.new_empty(kv_gTW.shape[0], num_seen, kv_gTW.shape[2])
     if num_seen:
-        dist.broadcast(front_gUW, group=call.shared.process_group, group_src=call.shared.owner)
+        dist.broadcast(front_gUW, group=call.lent.process_group, group_src=call.lent.owner)
     if slice_.start:
         earlier = replace(slice_, start=0, stop=slice_.start)
         call.kv_book.write(call.layer, earlier, *split_kv(front_gUW, head_dim), pattern=call.rule.pattern, keeps_own=False)
 
 
-def _return_front(front_sum_gUW: Tensor, shared: LentSlice) -> None:
+def _return_front(front_sum_gUW: Tensor, lent: LentSlice) -> None:
     """Adds the other ranks' gradients of the front to the owner's."""
     if not front_sum_gUW.shape[1]:
         return
     total_gUW = front_sum_gUW.contiguous()
-    dist.reduce(total_gUW, group=shared.process_group, group_dst=shared.owner)
-    if shared.is_owner:
+    dist.reduce(total_gUW, group=lent.process_group, group_dst=lent.owner)
+    if lent.is_owner:
         front_sum_gUW.copy_(total_gUW)

@@ -91,8 +91,8 @@ def _attention(
 ) -> Tensor:
     """Attention of this rank's heads for the tokens of its block, shape [1, S, h, E]; a ring if the group has several blocks."""
     record = context.attention_record
-    if context.shared is not None:
-        attend_lent = LentAttention(rule, context.shared, context.kv_book, layer)
+    if context.lent_slice is not None:
+        attend_lent = LentAttention(rule, context.lent_slice, context.kv_book, layer)
         return attend_lent(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     if context.ring.num_blocks > 1:
         return ring_attention(q_1hSD, k_1gSD, v_1gSE, rule, context.ring, record, sinks_h)

@@ -13,7 +13,7 @@ from torch import nn
 from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.execution.lent_round import check_lending, without_helpers
+from hf_longctx.runtime.execution.lent_round import check_lending, without_lending
 from hf_longctx.runtime.execution.round import layers_of
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -22,7 +22,7 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 def forward_only(plan: RankPlan) -> RankPlan:
     """The plan as an evaluation runs it: no stage lends ranks, and activation policies make tiles but save nothing."""
     rounds = tuple(
-        (without_helpers(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
+        (without_lending(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
         for group, stage in plan.rounds
     )
     return replace(plan, rounds=rounds)

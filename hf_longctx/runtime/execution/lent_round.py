@@ -1,8 +1,8 @@
-"""Lent rounds: micro-batches whose first and last slices are shared by several stages (SPPO, arXiv 2503.10377, section 6).
+"""Lent rounds: micro-batches whose first and last slices are lent ranks of idle stages (SPPO, arXiv 2503.10377, section 6).
 
 Every rank has the weights of all stages, both frozen weights and replicated adapters, and runs the order that
 `plan.core.sharding.lent_order` gives its stage. A slice's own stage receives the slice's hidden states as in any pipeline, and
-hands every sharing stage the rows of that stage's tokens. It then collects the outputs of the sharing stages and sends them on as
+hands every lent stage the rows of that stage's tokens. It then collects their outputs and sends them on as
 one message; backward returns gradients along the same path. At the first and the last stage of the model nothing is handed out:
 every rank has the token ids and the labels of its position.
 
@@ -35,10 +35,10 @@ from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups.pool import GroupPool
 
 
-def without_helpers(group: SequenceGroup) -> SequenceGroup:
+def without_lending(group: SequenceGroup) -> SequenceGroup:
     """The group with every stage running its own chunks alone."""
     stages = tuple(
-        replace(stage, actions=tuple(replace(action, helpers=()) for action in stage.actions)) for stage in group.stages
+        replace(stage, actions=tuple(replace(action, lenders=()) for action in stage.actions)) for stage in group.stages
     )
     return replace(group, stages=stages)
 
@@ -56,11 +56,11 @@ class Phases:
     def of(cls, actions: Sequence[Action], stage: int, num_chunks: int) -> Phases:
         """Reads the phases of a stage from its actions.
 
-        Raises ValueError unless the first chunks are shared with later stages, the last ones with earlier stages, and the chunks
-        in between with none, and unless forward and backward of a chunk are shared by the same stages.
+        Raises ValueError unless later stages are lent to the first chunks, earlier stages to the last ones, and none to those in
+        between, and unless the same stages run forward and backward of a chunk.
         """
-        sharers = {(action.kind, action.chunk): running_stages(action) for action in actions if action.kind in ("F", "B")}
-        forward = [sharers["F", chunk] for chunk in range(num_chunks)]
+        running = {(action.kind, action.chunk): running_stages(action) for action in actions if action.kind in ("F", "B")}
+        forward = [running["F", chunk] for chunk in range(num_chunks)]
         front, back = forward[0], forward[-1]
         first_alone = next((chunk for chunk, stages in enumerate(forward) if stages != front), num_chunks)
         if front[-1] == stage:
@@ -70,19 +70,19 @@ class Phases:
             back, first_back = (stage,), num_chunks
         phases = cls(front, first_alone, back, first_back)
         is_regular = phases.front[0] == phases.back[-1] == stage and first_alone <= first_back
-        if not is_regular or any(sharers[kind, chunk] != phases.sharers(chunk, stage) for kind, chunk in sharers):
+        if not is_regular or any(running[kind, chunk] != phases.running(chunk, stage) for kind, chunk in running):
             found = {f"{chunk}": list(stages) for chunk, stages in enumerate(forward)}
             raise ValueError(
-                f"the chunks of stage {stage} are shared by stages {found}; the first chunks must be shared with later stages, "
-                f"the last ones with earlier stages, with the same ones forward and backward; let the planner choose them"
+                f"the chunks of stage {stage} are run by stages {found}; only later stages can be lent to the first chunks, and "
+                f"only earlier ones to the last chunks, the same ones forward and backward; let the planner choose them"
             )
         return phases
 
     def phase(self, chunk: int) -> int:
-        """0 for a shared chunk at the front, 2 for one at the back, 1 in between."""
+        """0 for a chunk at the front that is lent ranks, 2 for one at the back, 1 in between."""
         return (chunk >= self.first_alone) + (chunk >= self.first_back)
 
-    def sharers(self, chunk: int, stage: int) -> tuple[int, ...]:
+    def running(self, chunk: int, stage: int) -> tuple[int, ...]:
         """The stages that run `chunk` of `stage`."""
         return (self.front, (stage,), self.back)[self.phase(chunk)]
 
@@ -113,16 +113,16 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
         )
     if any(len(chunk.spans) != 1 or chunk.spans[0].sequence != group.chunks[0].spans[0].sequence for chunk in group.chunks):
         raise ValueError(
-            "a group lends ranks, but its chunks hold several sequences; only slices of one sequence can be shared, so give the "
-            "sequence a group of its own"
+            "a group lends ranks, but its chunks hold several sequences; only slices of one sequence can be lent ranks, so give "
+            "the sequence a group of its own"
         )
     phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
     for chunk in range(len(group.chunks)):
         found = [of_stage.phase(chunk) for of_stage in phases]
         if found != sorted(found):
             raise ValueError(
-                f"the stages that share chunk {chunk} would wait for each other forever: some share it as one of their first "
-                f"chunks after stages that share it as one of their last; let the planner choose the shared chunks"
+                f"the stages that run chunk {chunk} would wait for each other forever: for some it is one of their first chunks, "
+                f"after stages for which it is one of their last; let the planner choose to which chunks stages are lent"
             )
     for row, stage in zip(lent_order(group), group.stages, strict=True):
         own = [action for action in row if action.stage == stage.stage]
@@ -133,14 +133,14 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
                 f"first, then all backwards: {' '.join(map(str, own))}"
             )
         for action in planned:
-            positions = sorted(position for _, position in action.helpers)
+            positions = sorted(position for _, position in action.lenders)
             if positions != sorted(group.positions * (len(running_stages(action)) - 1)):
-                raise ValueError(f"action {action} must be shared by the group's positions {group.positions} of every stage")
+                raise ValueError(f"action {action} must be run at the group's positions {group.positions} of every stage")
             lent_pieces(group.chunks[action.chunk].num_tokens, group.degree, len(running_stages(action)))
 
 
 class LentRound(Round):
-    """A micro-batch whose first and last slices are shared by several stages. `check_lending` must have passed.
+    """A micro-batch to whose first and last slices idle stages are lent. `check_lending` must have passed.
 
     Every rank of all stages takes part. Received hidden states and outputs are keyed by (stage, chunk), since a rank runs chunks
     of several stages.
@@ -197,7 +197,7 @@ class LentRound(Round):
         came_1TC = None
         if action.stage == self.stage.stage:
             assert self.messages is not None
-            came_1TC = self.messages.receive(replace(action, kind=kind, helpers=()))
+            came_1TC = self.messages.receive(replace(action, kind=kind, lenders=()))
         none_10C = torch.empty((1, 0, model.hidden_size), dtype=model.hidden_dtype, device=self.host.device)
         return rows.spread(came_1TC, none_10C)
 
@@ -206,7 +206,7 @@ class LentRound(Round):
         whole_1TC = rows.collect(own_1SC)
         if whole_1TC is not None:
             assert self.messages is not None
-            self.messages.send(replace(action, kind=kind, helpers=()), whole_1TC)
+            self.messages.send(replace(action, kind=kind, lenders=()), whole_1TC)
 
     def _note_memory(self) -> None:
         self.memory = self.memory.most(StepMemory(kv_book=sum(book.num_bytes for book in self.books)))
@@ -230,7 +230,7 @@ class LentRound(Round):
         last = phases.first_alone - 1 if is_front and action.stage != own else len(group.chunks) - 1
         held = lent_pieces(chunk.num_tokens, group.degree, len(stages))
         tokens = tuple(sum(piece.num_tokens for piece in pieces) for pieces in held[stages.index(own)])
-        shared = LentSlice(
+        lent_slice = LentSlice(
             process_group=pool.lending_group(stages),
             index=stages.index(own),
             owner=stages.index(action.stage),
@@ -240,7 +240,7 @@ class LentRound(Round):
         )
         block = Block(context.block.process_group, context.block.index, tokens)
         documents = ((tokens[block.index], sequence_ends((*group.chunks, chunk))[span.sequence]),)
-        return replace(context, block=block, cu_seqlens=(0, sum(tokens)), slices=(), documents=documents, shared=shared)
+        return replace(context, block=block, cu_seqlens=(0, sum(tokens)), slices=(), documents=documents, lent_slice=lent_slice)
 
 
 def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
@@ -254,7 +254,7 @@ def block_of(positions: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows that each sharing stage holds of one position's shard of a slice; the position is this rank's.
+    """Rows that each stage that runs a slice holds of one position's shard of it; the position is this rank's.
 
     process_group: group of the ranks at this position, None if the stage runs the slice alone. owner: index in the group of the
     slice's own stage. index: index of this rank. rows: for each rank of the group, its rows of the shard.

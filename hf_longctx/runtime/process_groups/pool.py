@@ -119,7 +119,7 @@ class GroupPool:
         ranks = tuple(stage * self.ranks_per_stage + self.position for stage in stages)
         if ranks not in self._groups:
             raise ValueError(
-                f"stages {stages} are not a group of this run; create the pool with lends=True, and share slices only among "
+                f"stages {stages} are not a group of this run; create the pool with lends=True, and lend ranks only among "
                 f"consecutive stages that include the first or the last one"
             )
         return self._groups[ranks]
@@ -173,7 +173,7 @@ def sum_over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def lending_ranks(num_stages: int, ranks_per_stage: int) -> list[tuple[int, ...]]:
-    """Ranks of every set of stages that may share a slice, per position, in the order of creation."""
+    """Ranks of every set of stages that may run a slice together, per position, in the order of creation."""
     spans = [range(first, num_stages) for first in range(num_stages - 1)] + [range(last + 1) for last in range(1, num_stages - 1)]
     return [
         tuple(stage * ranks_per_stage + position for stage in stages) for stages in spans for position in range(ranks_per_stage)

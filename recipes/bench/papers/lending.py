@@ -39,7 +39,7 @@ Seconds = Callable[[Action, int], float]
 
 
 def lent_makespan(order: Sequence[Sequence[Action]], seconds: Seconds) -> float:
-    """Seconds until all stages have finished. `seconds` takes an action and the number of stages that share it."""
+    """Seconds until all stages have finished. `seconds` takes an action and the number of stages that run it."""
     times = run_lent(order, lambda action: seconds(action, len(running_stages(action))), lambda action: 0.0)
     return max(stop_s for row in times for _, stop_s in row)
 
@@ -54,18 +54,18 @@ class Lending:
     moves_kv: bool = False
     moves_weights: bool = False
 
-    def seconds(self, action: Action, num_sharers: int) -> float:
-        """Seconds of an action that `num_sharers` stages share."""
+    def seconds(self, action: Action, num_running: int) -> float:
+        """Seconds of an action that `num_running` stages run."""
         chunk, num_layers = self.group.chunks[action.chunk], self.group.stages[action.stage].num_layers
         shape = GroupShape(self.group.degree)
         alone_s = self.costs.part_s(chunk, shape, action.kind == "B", num_layers, has_head=False)
-        return alone_s / num_sharers + (self.moved_bytes(action, num_sharers) / self.bytes_per_s if action.helpers else 0.0)
+        return alone_s / num_running + (self.moved_bytes(action, num_running) / self.bytes_per_s if action.lenders else 0.0)
 
-    def moved_bytes(self, action: Action, num_sharers: int) -> float:
+    def moved_bytes(self, action: Action, num_running: int) -> float:
         """Bytes that a rank of the stage exchanges with lent ranks for one action."""
         model, chunk = self.costs.model, self.group.chunks[action.chunk]
         num_layers = self.group.stages[action.stage].num_layers
-        is_last = action.helpers[0][0] < action.stage
+        is_last = action.lenders[0][0] < action.stage
         # first action of its phase (first or last slices) in this pass: the phase's lowest slice in forward, highest in backward
         edge = len(self.group.chunks) - action.stage if is_last else 0
         other_edge = len(self.group.chunks) - 1 if is_last else len(self.group.stages) - 2 - action.stage
@@ -73,7 +73,7 @@ class Lending:
         passes = 1 if action.kind == "F" else 2
         moved = 0.0
         if self.moves_kv:
-            lent_share = (num_sharers - 1) / num_sharers
+            lent_share = (num_running - 1) / num_running
             prefix = chunk.prefix_tokens if is_last and is_first_of_phase else 0
             kv_values = 2 * model.num_kv_heads * model.head_dim * num_layers * passes * (chunk.num_tokens + prefix)
             moved += lent_share * (kv_values + 2 * model.hidden_size * chunk.num_tokens) / self.group.degree

@@ -1,4 +1,4 @@
-"""Stages that share a sequence's first and last slices give the loss and the gradients of one plain process, in fp64."""
+"""Stages that are lent to a sequence's first and last slices give the loss and the gradients of one plain process, in fp64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool = True, nu
 
 
 def lent_words(plan: StepPlan, rank: int) -> list[str]:
-    """Actions that a rank takes part in, in the plan's order; in micro-batches with shared slices without the messages."""
+    """Actions that a rank takes part in, in the plan's order; in micro-batches with lent slices without the messages."""
     stage, _ = plan.place(rank)
     groups = [group for group, _ in plan.for_rank(rank).rounds]
     return [
@@ -136,12 +136,12 @@ def refused() -> dict[str, tuple[StepPlan, str]]:
         "sharded": (replace(plan, parameters="sharded"), "so every rank needs all weights, but parameters='sharded'"),
         "policies": (changed(stages=(replace(first, activations=(policy,)), last)), "activation policies"),
         "ring": (replace(plan, micro_batches=(MicroBatch((ring,)),)), "a ring group with 1 layer range"),
-        "hybrid chunk": (changed(chunks=(*group.chunks[:3], tail)), "only slices of one sequence can be shared"),
-        "backward alone": (swapped({"0F0@1:0": "0F0"}), "the chunks of stage 0 are shared by stages"),
-        "in the middle": (swapped({"0F1": "0F1@1:0", "0B1": "0B1@1:0", "0F0@1:0": "0F0", "0B0@1:0": "0B0"}), "are shared by"),
-        "a position": (swapped({"0F0@1:0": "0F0@1:1", "0B0@1:0": "0B0@1:1"}), "must be shared by the group's positions"),
+        "hybrid chunk": (changed(chunks=(*group.chunks[:3], tail)), "only slices of one sequence can be lent ranks"),
+        "backward alone": (swapped({"0F0@1:0": "0F0"}), "the chunks of stage 0 are run by stages"),
+        "in the middle": (swapped({"0F1": "0F1@1:0", "0B1": "0B1@1:0", "0F0@1:0": "0F0", "0B0@1:0": "0B0"}), "are run by"),
+        "a position": (swapped({"0F0@1:0": "0F0@1:1", "0B0@1:0": "0B0@1:1"}), "must be run at the group's positions"),
         "another order": (changed(stages=(back_first, last)), "with lent ranks all forwards must come first, then all backwards"),
-        "few tokens": (one_sequence([1, 20, 1], 2), "1 tokens cannot be shared by 2 stages"),
+        "few tokens": (one_sequence([1, 20, 1], 2), "1 tokens cannot be run by 2 stages"),
     }
 
 
@@ -162,13 +162,13 @@ def test_trained_weights_match_too(ranks) -> None:
     check(ranks(2), ModelCase(num_layers=4, tied=True), one_sequence([15, 11, 9], 2), lora=False)
 
 
-def test_rounds_with_and_without_helpers_match(ranks) -> None:
-    """First two groups of one rank side by side whose stages share slices, then packs and a hybrid whose stages do not."""
+def test_rounds_with_and_without_lending_match(ranks) -> None:
+    """First two groups of one rank side by side whose stages are lent, then packs and a hybrid whose stages are not."""
     batches = [
         [(1, [[span] for span in cut(0, [12, 9, 8])]), (1, [[span] for span in cut(1, [11, 10])])],
         [(2, [[(2, 0, 9), (3, 0, 7)], [(4, 0, 8)], [(4, 8, 15), (5, 0, 4)]])],
     ]
     plan = pipeline_plan([29, 21, 9, 7, 15, 4], batches, 2)
-    shared = lent_plan(replace(plan, lengths=(29, 21), micro_batches=plan.micro_batches[:1]))
-    plan = validate_plan(replace(plan, micro_batches=(*shared.micro_batches, *plan.micro_batches[1:])))
+    lent = lent_plan(replace(plan, lengths=(29, 21), micro_batches=plan.micro_batches[:1]))
+    plan = validate_plan(replace(plan, micro_batches=(*lent.micro_batches, *plan.micro_batches[1:])))
     check(ranks(4), ModelCase("qwen3", num_layers=4), plan)

@@ -1,4 +1,4 @@
-"""Steps of pipelines whose stages share the first and last slices, on a pool of gloo ranks."""
+"""Steps of pipelines whose idle stages are lent to the first and last slices, on a pool of gloo ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from hf_longctx.runtime.process_groups.pool import GroupPool
 _POOLS: dict[int, GroupPool] = {}
 
 
-def _own_alone(whole_gTW: Tensor, shared: LentSlice) -> Tensor:
-    return torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in shared.pieces], dim=1)
+def _own_alone(whole_gTW: Tensor, lent: LentSlice) -> Tensor:
+    return torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in lent.pieces], dim=1)
 
 
-def _in_order_of_ranks(own_gSW: Tensor, shared: LentSlice) -> Tensor:
-    counts = [0, *accumulate(shared.block_tokens)]
+def _in_order_of_ranks(own_gSW: Tensor, lent: LentSlice) -> Tensor:
+    counts = [0, *accumulate(lent.block_tokens)]
     blocks = tuple((Piece(0, start, stop, 0),) for start, stop in pairwise(counts))
-    return _WHOLE_SLICE(own_gSW, replace(shared, blocks=blocks))
+    return _WHOLE_SLICE(own_gSW, replace(lent, blocks=blocks))
 
 
 def _other_labels(rows: Any, inputs: ChunkInputs) -> ChunkInputs:
@@ -55,8 +55,8 @@ _WHOLE_SLICE, _OF_INPUTS = lent_slice._whole_slice, lent_round._Rows.of_inputs
 
 # name of a bug -> (module or class, function of the runtime, wrong function that replaces it)
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "a front's gradients stay with the helpers": (lent_slice, "_return_front", lambda *_: None),
-    "helpers' gradients of keys and values are left out": (lent_slice, "_own_tokens", _own_alone),
+    "a front's gradients stay with the lenders": (lent_slice, "_return_front", lambda *_: None),
+    "lenders' gradients of keys and values are left out": (lent_slice, "_own_tokens", _own_alone),
     "tokens of a slice come in the order of ranks": (lent_slice, "_whole_slice", _in_order_of_ranks),
     "a rank's weights get its own gradients alone": (StepExecutor, "_reduce", lambda self: self.parameters.reduce(None)),
     "labels of the whole shard": (lent_round._Rows, "of_inputs", _other_labels),
@@ -70,7 +70,7 @@ def lent_plan(plan: StepPlan, front: bool = True, back: bool = True) -> StepPlan
 
 
 def lending_pool(num_stages: int) -> GroupPool:
-    """This rank's pool for `num_stages` stages that share slices, made once per process."""
+    """This rank's pool for `num_stages` stages that are lent, made once per process."""
     if num_stages not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() + 1))
         _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, 60.0, num_stages=num_stages, lends=True))

@@ -44,7 +44,7 @@ PLAIN_DESCENT = {
 
 @dataclass
 class RecordedStep:
-    """Loss and gradients of one optimizer step, and its plan's layer ranges of a stage, actions with helpers, and policies."""
+    """Loss and gradients of one optimizer step, and its plan's layer ranges of a stage, actions with lenders, and policies."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ class StepRecorder:
             groups = [group for each in plan.micro_batches for group in each.groups]
             actions = [action for group in groups for stage in group.stages for action in stage.actions]
             gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-            parts, num_lent = {action.part for action in actions}, sum(bool(action.helpers) for action in actions)
+            parts, num_lent = {action.part for action in actions}, sum(bool(action.lenders) for action in actions)
             num_policies = sum(bool(policy.layers) for group in groups for stage in group.stages for policy in stage.activations)
             self.steps.append(RecordedStep(float(result.loss), gradients, parts, num_lent, num_policies))
             original(plan, result)

@@ -169,7 +169,7 @@ def test_no_rank_holds_more_than_an_even_share(lengths: list[int], shape: tuple[
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60))
-def test_shared_pieces_keep_every_token_at_its_position(num_positions: int, num_stages: int, more: int) -> None:
+def test_lent_pieces_keep_every_token_at_its_position(num_positions: int, num_stages: int, more: int) -> None:
     num_tokens = num_positions * num_stages + more
     held = lent_pieces(num_tokens, num_positions, num_stages)
     alone = rank_pieces(chunk_of([num_tokens]), GroupShape(num_positions, num_positions))
@@ -182,7 +182,7 @@ def test_shared_pieces_keep_every_token_at_its_position(num_positions: int, num_
             assert [piece.first for piece in stage[position]] == [0, *accumulate(p.num_tokens for p in stage[position])][:-1]
 
 
-def test_shared_pieces_by_hand() -> None:
+def test_lent_pieces_by_hand() -> None:
     # shards [0, 9) and [9, 17): the first stage holds quarters 0 and 3, the second quarters 1 and 2; the first gets the odd token
     assert lent_pieces(17, 2, 2) == (
         ((Piece(0, 0, 3, 0), Piece(0, 7, 9, 3)), (Piece(0, 9, 11, 0), Piece(0, 15, 17, 2))),
@@ -190,6 +190,6 @@ def test_shared_pieces_by_hand() -> None:
     )
 
 
-def test_a_slice_of_too_few_tokens_cannot_be_shared() -> None:
-    with pytest.raises(ValueError, match=r"7 tokens cannot be shared by 4 stages of 2 rank\(s\); give it at least 8 tokens"):
+def test_a_slice_of_too_few_tokens_cannot_be_lent_ranks() -> None:
+    with pytest.raises(ValueError, match=r"7 tokens cannot be run by 4 stages of 2 rank\(s\); give it at least 8 tokens"):
         lent_pieces(7, 2, 4)

@@ -31,7 +31,7 @@ actions = st.builds(
     stage=numbers,
     chunk=numbers,
     part=numbers,
-    helpers=st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
+    lenders=st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
 )
 
 
@@ -43,8 +43,8 @@ actions = st.builds(
         ("12RF34", Action("RF", 12, 34)),
         ("3RB1", Action("RB", 3, 1)),
         ("2.1F0", Action("F", 2, 0, part=1)),
-        ("2F0@3:0,3:1", Action("F", 2, 0, helpers=((3, 0), (3, 1)))),
-        ("2.3B10@0:1", Action("B", 2, 10, part=3, helpers=((0, 1),))),
+        ("2F0@3:0,3:1", Action("F", 2, 0, lenders=((3, 0), (3, 1)))),
+        ("2.3B10@0:1", Action("B", 2, 10, part=3, lenders=((0, 1),))),
     ],
 )
 def test_an_action_reads_and_writes_as_the_design_spells_it(text: str, action: Action) -> None:

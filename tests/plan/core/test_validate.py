@@ -319,20 +319,20 @@ def test_packs_may_run_backward_in_any_order() -> None:
         validate_plan(edited("nested", micro_batches__1__groups__0__stages__0__actions=text))
 
 
-# helpers
+# lenders
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("0SF0", "0SF0@1:0", "only F and B can be shared"),
-        ("0F0@1:0,1:1", "0F0@1:0,1:0", "names a helper twice"),
-        ("0F0@1:0,1:1", "0F0@0:0", "helper stage 0, which must be another stage"),
-        ("0F0@1:0,1:1", "0F0@2:0", "helper stage 2, which must be another stage"),
-        ("0F0@1:0,1:1", "0F0@1:2", "helper position 2, but a stage has 2"),
+        ("0SF0", "0SF0@1:0", "only F and B can be lent ranks"),
+        ("0F0@1:0,1:1", "0F0@1:0,1:0", "names a lender twice"),
+        ("0F0@1:0,1:1", "0F0@0:0", "lender stage 0, which must be another stage"),
+        ("0F0@1:0,1:1", "0F0@2:0", "lender stage 2, which must be another stage"),
+        ("0F0@1:0,1:1", "0F0@1:2", "lender position 2, but a stage has 2"),
     ],
 )
-def test_helpers_are_ranks_of_other_stages_and_share_only_compute(old: str, new: str, message: str) -> None:
+def test_lenders_are_ranks_of_other_stages_and_take_part_only_in_compute(old: str, new: str, message: str) -> None:
     plan = fixture("lent")
     words = [new if str(action) == old else str(action) for action in plan.micro_batches[0].groups[0].stages[0].actions]
     assert f">{new}<" in refused(with_actions(plan, 0, " ".join(words)), message)

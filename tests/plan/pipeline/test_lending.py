@@ -90,7 +90,7 @@ def test_equal_slices_on_two_stages_save_a_slot_where_lending_is_free() -> None:
     # five slots a pass, of which the first and the last are shared; the head is not on both stages
     assert 0.15 < found.gain <= 0.2
     saved = f"{found.lent_s:.3f} s for {found.plain_s:.3f} s ({found.gain:.1%} saved)"
-    assert str(found) == f"lent stages: {saved}, in 1 of 1 group(s) that can be shared"
+    assert str(found) == f"lent stages: {saved}, in 1 of 1 group(s) that can be lent ranks"
 
 
 def test_a_limit_of_memory_keeps_the_plan() -> None:
@@ -136,8 +136,8 @@ def test_a_step_with_lent_stages_is_never_predicted_slower(lengths, ranks: tuple
         return
     lent = plan_step(0, lengths, model, dataclasses.replace(config, lend_stages=True))
     assert lent.estimate.step_s <= plain.estimate.step_s
-    has_helpers = any(is_lent(group) for batch in lent.micro_batches for group in batch.groups)
-    assert has_helpers == (lent.estimate.step_s < plain.estimate.step_s)
+    has_lenders = any(is_lent(group) for batch in lent.micro_batches for group in batch.groups)
+    assert has_lenders == (lent.estimate.step_s < plain.estimate.step_s)
     run = evaluate_plan(lent, model)
     assert run.step_s == lent.estimate.step_s and max(run.peak_bytes) == lent.estimate.peak_bytes
     if budget is not None:

@@ -35,14 +35,14 @@ def test_eight_slices_on_four_stages_are_the_papers_table() -> None:
     for stage in group.stages:
         for action in stage.actions:
             stages = stages_of_slice(stage.stage, action.chunk, 4, 8) if action.kind in ("F", "B") else [stage.stage]
-            assert [helper for helper, _ in action.helpers] == [other for other in stages if other != stage.stage]
+            assert [lender for lender, _ in action.lenders] == [other for other in stages if other != stage.stage]
 
 
 def test_the_hand_written_plan_comes_out() -> None:
     plan = fixture("lent")
     (group,) = plan.micro_batches[0].groups
     bare = tuple(
-        dataclasses.replace(stage, actions=tuple(dataclasses.replace(action, helpers=()) for action in stage.actions))
+        dataclasses.replace(stage, actions=tuple(dataclasses.replace(action, lenders=()) for action in stage.actions))
         for stage in group.stages
     )
     assert lent_group(dataclasses.replace(group, stages=bare)) == group
@@ -58,8 +58,8 @@ def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more:
     num_slices = max(1, num_stages - 1 + more)
     plan = plan_of(chunks_of([(num_slices, 0)]), num_stages, "elastic")
     group = lent_group(plan.micro_batches[0].groups[0], *sides)
-    helped = {(a.stage, a.chunk, s) for stage in group.stages for a in stage.actions for s, _ in a.helpers}
-    both = {(a.stage, a.chunk, s) for stage in lent_group(group).stages for a in stage.actions for s, _ in a.helpers}
+    helped = {(a.stage, a.chunk, s) for stage in group.stages for a in stage.actions for s, _ in a.lenders}
+    both = {(a.stage, a.chunk, s) for stage in lent_group(group).stages for a in stage.actions for s, _ in a.lenders}
     assert helped == {one for one in both if sides[one[2] < one[0]]}
     validate_plan(dataclasses.replace(plan, micro_batches=(MicroBatch((group,)),)))
     rows = lent_order(group)
@@ -68,8 +68,8 @@ def test_every_lent_plan_is_valid_and_keeps_its_own_order(num_stages: int, more:
         assert len(set(row)) == len(row)
     everything = {action for stage in without_messages(group).stages for action in stage.actions}
     for action in everything:
-        sharers = {action.stage, *(helper for helper, _ in action.helpers)}
-        assert {stage for stage, row in enumerate(rows) if action in row} == sharers
+        running = {action.stage, *(lender for lender, _ in action.lenders)}
+        assert {stage for stage, row in enumerate(rows) if action in row} == running
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,8 +82,8 @@ def test_no_action_waits_for_a_rank_that_waits_for_it(num_stages: int, more: int
     def is_ready(action: Action) -> bool:
         source = action.stage + (-1 if action.kind == "F" else 1)
         has_source = not 0 <= source < num_stages or (action.kind, source, action.chunk) in done
-        sharers = (action.stage, *(helper for helper, _ in action.helpers))
-        return has_source and all(rows[stage][:1] == [action] for stage in sharers)
+        running = (action.stage, *(lender for lender, _ in action.lenders))
+        return has_source and all(rows[stage][:1] == [action] for stage in running)
 
     while any(rows):
         ready = sorted({row[0] for row in rows if row and is_ready(row[0])}, key=str)

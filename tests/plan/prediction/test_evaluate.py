@@ -153,7 +153,7 @@ def test_every_action_of_every_rank_is_an_event() -> None:
     ("actions", "found"),
     [("0F0@1:0 0B0", "0F0@1:0"), ("0F0 0.1B0", "0.1B0")],
 )
-def test_helpers_and_parts_that_do_not_exist_are_refused_by_name(actions: str, found: str) -> None:
+def test_lenders_and_parts_that_do_not_exist_are_refused_by_name(actions: str, found: str) -> None:
     with pytest.raises(ValueError, match=f"action {found} cannot be evaluated yet"):
         evaluate_plan(edited("flexsp", micro_batches__1__groups__0__stages__0__actions=actions), counted_costs(4))
 

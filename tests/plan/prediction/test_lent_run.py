@@ -1,4 +1,4 @@
-"""Promises of the predicted run of stages that share slices, against numbers worked out by hand."""
+"""Promises of the predicted run of lent stages, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_two_stages_of_four_slices_lose_the_fifth_slot() -> None:
     }
 
 
-def test_kernels_are_not_shared_and_the_head_is() -> None:
+def test_kernels_are_not_divided_among_lent_stages_and_the_head_is() -> None:
     passes = (PassCoefficients(0.0, 1.0, 10.0), PassCoefficients(0.0, 2.0, 20.0))
     head = MODEL.head_share
     lent = run(sliced(4, 2), MODEL, passes)
@@ -86,7 +86,7 @@ def test_what_moves_takes_its_seconds(ranks_per_node: int) -> None:
     assert found["0F1"] == 0
 
 
-def test_a_rank_holds_its_parts_of_shared_slices_and_the_states_of_all_stages() -> None:
+def test_a_rank_holds_its_parts_of_lent_slices_and_the_states_of_all_stages() -> None:
     lent, parameters = run(sliced(2, 2)), HEADLESS.layer_parameters * 2
     loads = [Load(20, (20,), 2, 0, 20, has_head=False, is_shared=True), Load(40, (40,), 2, 40, 40, has_head=False)]
     loads = [*loads, Load(40, (40,), 2, 0, 40), Load(20, (20,), 2, 40, 20, is_shared=True)]
@@ -136,7 +136,7 @@ def test_the_hand_written_plan_is_evaluated() -> None:
     assert {event.name for event in lent.events if event.rank == 3} >= {"0F0@1:0,1:1", "1F3@0:0,0:1"}
 
 
-def test_policies_and_packs_together_with_helpers_are_refused_by_name() -> None:
+def test_policies_and_packs_together_with_lenders_are_refused_by_name() -> None:
     plan = sliced(4, 2)
     (group,) = plan.micro_batches[0].groups
     first = dataclasses.replace(group.stages[0], activations=(ActivationPolicy(0, tile_tokens=8),))

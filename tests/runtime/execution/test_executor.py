@@ -96,7 +96,7 @@ def small_refusals() -> dict[str, tuple[dict[str, Any], str]]:
             {"activations": tuple(replace(policy, layers=()) for policy in stage_field("layer_first", "activations"))},
             "activation policies (recompute, offload, tiles)",
         ),
-        "helpers": (
+        "lenders": (
             {"actions": actions("0F0@1:0 0B0@1:0")},
             "the plan lends ranks to other stages, so every rank needs the weights of all stages; give the executor `all_stages`",
         ),

@@ -22,8 +22,8 @@ def sliced(num_stages: int, num_slices: int) -> SequenceGroup:
     return pipelined(SequenceGroup((0,), "local", chunks, ()), layer_ranges(num_stages, num_stages))
 
 
-def unit_s(action: Action, num_sharers: int) -> float:
-    return (1 if action.kind == "F" else 2) / num_sharers
+def unit_s(action: Action, num_running: int) -> float:
+    return (1 if action.kind == "F" else 2) / num_running
 
 
 def forward_slots(num_stages: int, num_slices: int) -> float:
@@ -80,18 +80,18 @@ def test_what_moves_for_a_first_and_a_last_slice_by_hand() -> None:
     chunks = tuple(Chunk(place, (Span(0, 100 * place, 100 * place + 100),)) for place in range(4))
     group = pipelined(SequenceGroup((0, 1), "ring", chunks, ()), layer_ranges(32, 4))
     lending = bench.Lending(costs, lent_group(group), 1.0, True, True)
-    helpers = tuple((stage, position) for stage in (0, 1, 2) for position in (0, 1))
-    # 100 tokens in bf16: 4096 hidden values there and back, 8 layers of 4096 keys and values; 3 of 4 sharers lent, 2 ranks each
+    lenders = tuple((stage, position) for stage in (0, 1, 2) for position in (0, 1))
+    # 100 tokens in bf16: 4096 hidden values there and back, 8 layers of 4096 keys and values; 3 of 4 stages lent, 2 ranks each
     own = 0.75 * 100 * (2 * 4096 + 8 * 2 * 4096) * 2 / 2
     weights = 8 * model.layer_parameters * 2
     # slices 1 to 3 of the last stage are shared; the first brings 100 tokens of earlier keys and values, and weights
     earlier = 0.75 * 100 * 8 * 2 * 4096 * 2 / 2
-    assert lending.moved_bytes(Action("F", 3, 1, helpers=helpers), 4) == own + earlier + weights
-    assert lending.moved_bytes(Action("F", 3, 2, helpers=helpers), 4) == own
+    assert lending.moved_bytes(Action("F", 3, 1, lenders=lenders), 4) == own + earlier + weights
+    assert lending.moved_bytes(Action("F", 3, 2, lenders=lenders), 4) == own
     # backward starts with slice 3, which has 300 tokens before it, and also moves the gradients of all that
     gradients = 0.75 * 100 * (2 * 4096 + 2 * 8 * 2 * 4096) * 2 / 2
-    assert lending.moved_bytes(Action("B", 3, 3, helpers=helpers), 4) == gradients + 2 * 3 * earlier + 2 * weights
-    assert lending.moved_bytes(Action("B", 3, 1, helpers=helpers), 4) == gradients
+    assert lending.moved_bytes(Action("B", 3, 3, lenders=lenders), 4) == gradients + 2 * 3 * earlier + 2 * weights
+    assert lending.moved_bytes(Action("B", 3, 1, lenders=lenders), 4) == gradients
 
 
 def test_the_pass_tells_the_numbers_of_the_simulation() -> None:
