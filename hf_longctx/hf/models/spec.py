@@ -20,7 +20,6 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.core.windows import Windows, config_windows
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # config fields that may hold the MLP's width, and nested configs that may hold the sizes of layers
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
@@ -112,6 +111,6 @@ def usable_device_bytes(cluster: ClusterSpec) -> int:
 
 
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-    """Number of tokens whose saved tensors fit beside the model's states on one rank, by formula; may be zero or negative."""
-    states = ByteModel(spec).states(parameters, shard_ranks)
-    return (usable_device_bytes(cluster) - states) // saved_token_bytes(spec)
+    """Number of tokens whose saved tensors fit beside the model's states on one rank, by formula; 0 if not even one fits."""
+    byte_model = ByteModel(spec)
+    return byte_model.kept_tokens(usable_device_bytes(cluster) - byte_model.states(parameters, shard_ranks))

@@ -15,7 +15,6 @@ from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 
 # share of a machine's host memory that its ranks may fill with saved tensors, unless `host_gib` is set
 _HOST_SHARE = 0.5
@@ -47,7 +46,8 @@ def activation_budget(
     own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
-    left_bytes = max(0, usable_bytes - ByteModel(spec).most_states(ranges, parameters, shard_ranks))
+    byte_model = ByteModel(spec)
+    left_bytes = max(0, usable_bytes - byte_model.most_states(ranges, parameters, shard_ranks))
     if config.host_gib is None:
         # a share of all memory, not of what is free, so that a resumed run gets the same budget
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0
@@ -58,4 +58,4 @@ def activation_budget(
             f"host_gib is {config.host_gib} for each of {cluster.ranks_per_node} ranks of a node, which has "
             f"{available_bytes / 2**30:.1f} GiB available for each of them; lower it, or leave it out"
         )
-    return ActivationBudget(left_bytes // saved_token_bytes(spec), left_bytes, host_bytes, config.tile_tokens)
+    return byte_model.budget(left_bytes, host_bytes, config.tile_tokens)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hf_longctx.plan.core.arrays import IntArray
 from hf_longctx.plan.core.model_spec import ModelSpec
+from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import sequence_ends
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
@@ -124,6 +125,10 @@ class ByteModel:
     def kept_tokens(self, device_bytes: int) -> int:
         """Most tokens whose saved tensors all fit into `device_bytes`, which excludes the states; workspace is not counted."""
         return max(0, device_bytes) // saved_token_bytes(self.model)
+
+    def budget(self, device_bytes: int, host_bytes: int, tile_tokens: int) -> ActivationBudget:
+        """Budget of a rank with these bytes of the device besides the states, and these of the host."""
+        return ActivationBudget(self.kept_tokens(device_bytes), device_bytes, host_bytes, tile_tokens)
 
     def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
         """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.

@@ -24,7 +24,6 @@ from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.layouts import deal_sequences
 from hf_longctx.plan.pipeline.orders import pipelined
@@ -108,10 +107,11 @@ class Machine:
 
     def budget(self, costs: CostModel, ranges: Parts, host_bytes: int) -> ActivationBudget:
         """Memory left beside the states of the largest stage; raises ValueError if nothing is left."""
-        held = ByteModel(costs.model).most_states(ranges, costs.parameters, costs.shard_ranks)
+        byte_model = ByteModel(costs.model)
+        held = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
         if (left := self.device_bytes - held) <= 0:
             raise ValueError(f"states take {held / 2**30:.1f} GiB of {self.device_bytes / 2**30:.1f}")
-        return ActivationBudget(left // saved_token_bytes(costs.model), left, host_bytes, self.tile_tokens)
+        return byte_model.budget(left, host_bytes, self.tile_tokens)
 
 
 def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...]:

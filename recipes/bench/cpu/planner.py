@@ -38,7 +38,7 @@ from statistics import mean
 import numpy as np
 
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
-from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig, default_degrees
+from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
 from hf_longctx.plan.core.types import GroupShape, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
@@ -46,7 +46,7 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.bounds import fluid_bounds_s
 from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.pipeline_planner import stage_parts
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
@@ -121,7 +121,7 @@ def print_stages() -> list[str]:
         name = "everything kept"
         if device_gib is not None:
             num_bytes = int(device_gib * 2**30)
-            room = ActivationBudget(num_bytes // saved_token_bytes(model), num_bytes, int(host_gib * 2**30), 1024)
+            room = ByteModel(model).budget(num_bytes, int(host_gib * 2**30), 1024)
             name = f"{device_gib:g} GiB" + (f" + {host_gib:g} host" if host_gib else "")
         cells = []
         for num_stages in STAGES:

@@ -39,7 +39,7 @@ from pathlib import Path
 from statistics import NormalDist, mean, stdev
 from typing import Any
 
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
+from hf_longctx.plan.core.cluster_spec import USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
 from hf_longctx.plan.cost.catalog import named_model
@@ -53,7 +53,6 @@ from hf_longctx.sim.others.baselines import BASELINES, all_baselines, static_lay
 
 PADDING = 128
 RANKS_PER_NODE = 8
-USABLE_SHARE = 0.75
 LEAST_TOKENS = 32
 
 # log-normal fits: sigma of the logarithm, and mean tokens before any length is left out
