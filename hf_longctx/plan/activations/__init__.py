@@ -1,1 +1,1 @@
-"""Shares of activations that are kept, offloaded or recomputed on one group."""
+"""Activation policies of a group: which shares of its saved tensors are kept, offloaded or recomputed."""

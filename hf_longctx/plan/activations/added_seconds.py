@@ -30,7 +30,7 @@ def group_seconds(costs: CostModel, group: SequenceGroup) -> float:
 
 
 def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> dict[int, tuple[float, float]]:
-    """Seconds that policies add to (forward, backward) of each chunk: copies that compute does not hide, and recomputation."""
+    """Seconds that policies add to (forward, backward) of each chunk: recomputation, and copies that compute does not hide."""
     policies = {policy.chunk: policy for policy in stage.activations if policy.layers}
     if not policies:
         return {}
@@ -42,7 +42,7 @@ def added_seconds(costs: CostModel, group: SequenceGroup, stage: StagePlan) -> d
         policy = policies.get(chunk.index, ActivationPolicy(chunk.index))
         of_layers = layer_slots(costs, chunk, group.shape)
         chosen = [_shares_of(policy, place, slot) for place, slot in enumerate(of_layers)]
-        # each slice is one slot, with the mean shares of its layers
+        # a slice is one slot, whose shares are the mean over its layers
         slots += [one_slot(costs, chunk, group.shape)] if is_sliced else of_layers
         shares += [_mean(chosen)] if is_sliced else chosen
         owners += [chunk.index] * (1 if is_sliced else len(of_layers))

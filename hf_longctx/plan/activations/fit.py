@@ -1,7 +1,7 @@
-"""Makes a group fit: propose policies, predict the run, and reduce the memory offered until the prediction fits its limits.
+"""Makes a group fit: propose policies, predict the run, and offer less memory until the prediction is within its limits.
 
-Two callers decide what to propose and how to predict a group: one for groups on one stage, one for pipelines. The policies of
-least memory, which are tried last, and the cache of groups that were solved before are the same for both.
+There are two callers, one for groups on one stage and one for pipelines. Each decides what to propose and how to predict a group.
+Both share the policies of least memory, which are tried last, and the cache of groups that were solved before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Trial:
 
     seconds: predicted for the group alone. over_bytes: bytes above the device limit on each stage, negative where room is left;
     over_host_bytes: bytes above the host limit. counted_s, counted_bytes: added seconds and device bytes that the policy program
-    expected. reason: why it chose these policies; empty if not asked for.
+    expected. reason: why the program chose these policies; empty unless it was asked for.
     """
 
     group: SequenceGroup
@@ -44,7 +44,7 @@ class Trial:
         return max(self.over_bytes) <= 0 and self.over_host_bytes <= 0
 
 
-# proposes policies for a group and predicts it under each of them
+# function that proposes policies for a group and predicts the group under each of them
 Program = Callable[[], Iterable[Trial]]
 
 
@@ -55,7 +55,8 @@ def first_fitting(
 ) -> list[Trial]:
     """Returns the fitting trials of the first program that has any, without trying later ones; empty if nothing fits.
 
-    lean: groups under policies of least memory, which are predicted and tried after all programs, those of one entry together.
+    lean: groups under policies of least memory, which are predicted after all programs failed; the groups of one entry are tried
+    together, and later entries only if none of them fits.
     """
     for trials in chain((program() for program in programs), (map(predict, groups) for groups in lean)):
         if fitting := [trial for trial in trials if trial.fits]:
@@ -68,8 +69,8 @@ def search_room(
 ) -> Trial | None:
     """Returns the fastest trial that fits; None if none does.
 
-    `propose` makes a trial for some room, or None where there is no solution. `next_room` gives less room after a trial that
-    does not fit, and more room, or None to stop, after one that does.
+    propose: makes a trial with the given room, or None if there is no solution. next_room: gives less room after a trial that
+    does not fit; after one that fits, it gives more room, or None to stop.
     """
     best: Trial | None = None
     for _ in range(attempts):
@@ -86,7 +87,7 @@ def search_room(
 
 
 class FittedGroups:
-    """Groups that were made to fit; groups with equal lengths, chunks, shape and actions are solved once."""
+    """Cache of groups that were made to fit: groups with equal lengths, chunks, shape and actions are solved once."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[SequenceGroup, SequenceGroup]] = {}
@@ -101,9 +102,10 @@ class FittedGroups:
         nothing_fits: Callable[[SequenceGroup], str],
         variant: Hashable = None,
     ) -> SequenceGroup:
-        """The fastest of the trials that fit, which `search` finds, for the sequences and ranks of `group`.
+        """The fastest of the fitting trials that `search` finds, with the sequences and ranks of `group`.
 
-        variant: whatever else the answer depends on. Raises ValueError with the sentence of `nothing_fits` if there is no trial.
+        variant: everything else that the answer depends on. Raises ValueError with the sentence of `nothing_fits` if there is no
+        trial.
         """
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
         key = group.shape, spans, tuple(stage.actions for stage in group.stages), variant
@@ -132,7 +134,7 @@ def _like(group: SequenceGroup, solved: SequenceGroup, found: SequenceGroup) -> 
 
 
 def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -> SequenceGroup:
-    """Gives the group these policies by stage, chunk and part, and tiles to every chunk."""
+    """The group with these layer policies, by stage, chunk and part, and with tiles in every chunk."""
     stages = tuple(
         replace(
             stage,
@@ -156,8 +158,8 @@ def lean_group(
 ) -> SequenceGroup:
     """The group with every layer of every chunk recomputed, which needs the least device memory.
 
-    host_share: host bytes for a chunk of so many tokens on a rank and so many layers, asked for chunk by chunk on each stage.
-    keeps_attention: see `lean_policy`.
+    host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk on
+    every stage. keeps_attention: see `lean_policy`.
     """
     tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
     layers: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}

@@ -2,13 +2,13 @@
 
 Work is a sequence of *slots* in the order of the forward: each is one layer of one chunk (or one whole slice of a stage). The
 tensors that slot n saves are split by tokens into three shares that sum to 1: recomputed r, host h, device g. Copies out of slot
-n run during the forward of slot n+1, copies back during the backward of slot n+1, which comes before that of slot n; the time by
-which a copy is longer is *exposed*. With b bytes and t seconds to recompute all of a class, B bytes per second, and T the compute
-of a slot:
+n run during the forward of slot n+1. Copies back run during the backward of slot n+1, which comes before that of slot n. If a
+copy takes longer than that, the difference is *exposed*. With b bytes of a class, t seconds to recompute all of it, a link of B
+bytes per second, and T seconds of computation in a slot:
 
     minimize    sum r t  +  sum_n max(0, H_n / B - T_forward[n+1])  +  sum_n max(0, H_n / B - T_backward[n+1])
-    subject to  G_n + H_n + H_(n-1) <= device bytes      for every slot: in its backward its own tensors are there, and
-                                                         those of the slot before it arrive
+    subject to  G_n + H_n + H_(n-1) <= device bytes      for every slot: during its backward its own tensors are on the device,
+                                                         and those of the slot before it arrive
                 sum_n H_n <= host bytes
     where       H_n = sum of h b in slot n,   G_n = sum of g b in slots 0 to n
 
@@ -17,10 +17,11 @@ its pairs, and more than r^2 under a window. The program uses a convex piecewise
 because the exact curve is not convex with several documents; outcomes are priced by the exact curve.
 
 The layer input, from which everything else is recomputed, cannot be recomputed itself. That is the only dependency: attention and
-MLP are replayed from the layer input on, and use whatever is kept of the classes between.
+MLP are replayed from the layer input on, and use whatever is kept of the classes in between.
 
-Where only the link binds, h is SPPO's share of slice i, min(1, B T[i+1] / A_i) (arXiv 2503.10377, section 5.2), with no exposed
-second and nothing recomputed. Splitting by shares under host and device limits is MEMO's (SIGMOD 2025).
+If the link is the only limit, h is SPPO's share of slice i, min(1, B T[i+1] / A_i) with A_i the slice's bytes (arXiv 2503.10377,
+section 5.2), with no exposed second and nothing recomputed. Splitting by shares under host and device limits is MEMO's idea
+(SIGMOD 2025).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.plan.solver.program import LinearProgram, SolverError
 from hf_longctx.plan.solver.solve import solve_linear_program
 
-# part of a limit (or of the largest class, if that is larger) subtracted beforehand, since solvers exceed limits by a tolerance
+# fraction of a limit (or of the largest class, if larger) that is subtracted from it, since solvers exceed limits a little
 _MARGIN = 1e-6
 # tie-breaker: a hidden copy costs a millionth of its time, so nothing moves for nothing
 _IDLE_COPY = 1e-6
@@ -67,7 +68,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """The chosen shares and why the host is used as it is. `shares[slot][place]` belongs to `slots[slot].saved[place]`."""
+    """The chosen shares, and the reason for using the host or not. `shares[slot][i]` belongs to `slots[slot].saved[i]`."""
 
     shares: tuple[tuple[TensorShare, ...], ...]
     outcome: PolicyOutcome
@@ -78,7 +79,7 @@ class PolicyChoice:
 def choose_policy(
     slots: Sequence[Slot], limits: MemoryLimits, time_limit_s: float = 10.0, explains: bool = True, solves: bool = True
 ) -> PolicyChoice:
-    """Finds the cheapest shares within the limits, never costlier than `greedy_shares`; raises ValueError if none fit.
+    """Finds the cheapest shares within the limits, at most as costly as `greedy_shares`; raises ValueError if none fit.
 
     `explains`: whether to give a reason, which may require solving a second program. `solves`: False skips the linear program,
     so that the choice takes a few milliseconds.
@@ -100,7 +101,7 @@ def choose_policy(
 
 
 def outcome_of(slots: Sequence[Slot], shares: FloatArray, limits: MemoryLimits) -> PolicyOutcome:
-    """Computes the cost and bytes of (recompute, host) shares, [classes of all slots, 2], ordered by slot and class."""
+    """Computes cost and bytes of shares: one row (recompute, host) for each class of each slot, in order."""
     num_bytes, owner = _bytes_of(slots)
     host = np.bincount(owner, weights=shares[:, 1] * num_bytes, minlength=len(slots))
     kept = np.bincount(owner, weights=(1 - shares.sum(1)) * num_bytes, minlength=len(slots))
@@ -125,7 +126,7 @@ def slot_seconds(slots: Sequence[Slot], shares: FloatArray, bytes_per_s: float) 
 
 
 def _bytes_of(slots: Sequence[Slot]) -> tuple[FloatArray, IntArray]:
-    """Bytes of every class of all slots, and the slot of each."""
+    """Bytes of every class of all slots, and the index of its slot."""
     saved = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
     return np.array([item.num_bytes for _, item in saved]), np.array([n for n, _ in saved], dtype=np.int64)
 
@@ -133,9 +134,9 @@ def _bytes_of(slots: Sequence[Slot]) -> tuple[FloatArray, IntArray]:
 def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | None:
     """Fills memory in the order of seconds saved per byte and returns (r, h) of every class; None if that does not fit.
 
-    Classes that cannot be recomputed come first. Each segment of a class's curve takes hidden copies, then the device, then
-    exposed copies where they pay; the rest is recomputed. Among equals the latest slots come first: they stay for the shortest
-    time.
+    Classes that cannot be recomputed come first. Each segment of a class's curve first uses copies that are hidden, then the
+    device, then exposed copies if they cost less than recomputation; the rest is recomputed. Among equals the latest slots come
+    first, because their tensors stay for the shortest time.
     """
     places = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
     pieces = [(place, *segment) for place, (_, item) in enumerate(places) for segment in item.segments()]
@@ -161,7 +162,7 @@ def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | N
 
 
 class _Filling:
-    """Bytes still free while shares are assigned. slack[n]: free on the device during the backward of slot n."""
+    """Bytes that are still free while shares are assigned. slack[n]: bytes free on the device during the backward of slot n."""
 
     def __init__(self, slots: Sequence[Slot], limits: MemoryLimits) -> None:
         self.copy_s = 1 / limits.bytes_per_s
@@ -171,7 +172,7 @@ class _Filling:
         self.window = np.array([*following, 0.0]) * limits.bytes_per_s
 
     def place(self, slot: int, item: SavedClass, num_bytes: float, recompute_s: float) -> tuple[float, float] | None:
-        """Places a piece of a class; returns its bytes that are recomputed and on the host, or None if it fits nowhere."""
+        """Places a piece of a class; returns its bytes that are recomputed and those on the host, or None if it fits nowhere."""
         left = num_bytes
         hidden = min(left, self.hidden_room(slot)) if item.can_offload else 0.0
         self.offload(slot, hidden)
@@ -242,13 +243,13 @@ class _Problem:
         self.second_unit = max([*times, self.byte_unit / limits.bytes_per_s * 1e-3])
 
     def solve(self, time_limit_s: float) -> FloatArray | None:
-        """(r, h) of every class; None where nothing fits or no solution was found."""
+        """(r, h) of every class; None if nothing fits or no solution was found."""
         if not self.items:
             return np.zeros((0, 2))
         try:
             solution = solve_linear_program(self._program(), time_limit_s)
         except SolverError:
-            # the greedy order stands in, and the choice says so
+            # the greedy shares are used instead, and the choice names them as its solver
             return None
         if not solution.has_values:
             return None
@@ -291,7 +292,7 @@ class _Problem:
         )
 
     def _add_curves(self, rows: _Rows, column: int) -> None:
-        """Makes r of each class with a curve the sum of its segments, whose columns begin at `column`."""
+        """Sets r of each class that has a curve to the sum of its segments, whose columns begin at `column`."""
         for place, segments in self.curves:
             rows.add([(2 * place, -1.0), *((column + index, 1.0) for index in range(len(segments)))], 0.0, 0.0)
             column += len(segments)
@@ -332,7 +333,7 @@ def _check(limits: MemoryLimits) -> None:
 
 
 def _fits(outcome: PolicyOutcome, limits: MemoryLimits) -> bool:
-    # sums of many shares round
+    # a little more is allowed, since sums of many shares round
     device, host = (limit * (1 + 1e-9) + 1e-3 for limit in (limits.device_bytes, limits.host_bytes))
     return outcome.device_bytes <= device and outcome.host_bytes <= host
 
@@ -347,7 +348,7 @@ def _nothing_fits(slots: Sequence[Slot], limits: MemoryLimits) -> str:
 
 
 def _reason(slots: Sequence[Slot], limits: MemoryLimits, outcome: PolicyOutcome, time_limit_s: float) -> str:
-    """Explains in one sentence why so many bytes go to the host."""
+    """Explains in one sentence why bytes go to the host, or why none do."""
     total = sum(item.num_bytes for slot in slots for item in slot.saved)
     if outcome.host_bytes <= 0.5:
         if total <= limits.device_bytes:

@@ -1,4 +1,4 @@
-"""One slot of a policy: the tensors a layer saves for a chunk, and what it takes to move or recompute them."""
+"""Slots of a policy program: the tensors that a layer saves for a chunk, and what it costs to move or recompute them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, TensorClass
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 
-# equal segments of a class's curve of recomputation seconds; ends of documents add more
+# number of equal segments in a class's curve of recomputation seconds; ends of documents add more
 _SEGMENTS = 8
 
 
@@ -19,7 +19,7 @@ class SavedClass:
     """Tensors of one class that one slot saves, and what may be done with them.
 
     recompute_s: seconds to recompute all of its tokens. documents: (earlier tokens, tokens) of each document, in order, if
-    seconds are proportional to query-key `pairs`; () if every token costs as much. A partial recompute takes the front tokens.
+    seconds are proportional to query-key `pairs`; () if all tokens cost the same. A partial recompute takes the first tokens.
     """
 
     tensor_class: TensorClass
@@ -32,7 +32,7 @@ class SavedClass:
     pairs: AttentionPairs = FULL
 
     def recompute_part_s(self, share: float) -> float:
-        """Seconds to run the front `share` of the tokens again, exactly."""
+        """Exact seconds to recompute the first `share` of the tokens."""
         if not self.documents:
             return share * self.recompute_s
         whole = _front_pairs(self, sum(tokens for _, tokens in self.documents))
@@ -40,7 +40,7 @@ class SavedClass:
         return self.recompute_s * _front_pairs(self, rows) / whole if whole else 0.0
 
     def segments(self) -> tuple[tuple[float, float], ...]:
-        """Returns (width, seconds) of the convex curve's segments, front to back: widths sum to 1, seconds to `recompute_s`."""
+        """Returns (width, seconds) of the convex curve's segments in order: widths sum to 1, seconds to `recompute_s`."""
         if not self.documents or not self.recompute_s:
             return ((1.0, self.recompute_s),)
         total = sum(tokens for _, tokens in self.documents)
@@ -65,7 +65,7 @@ class Slot:
 
 
 def _front_pairs(saved: SavedClass, num_rows: float) -> float:
-    """Counts query-key pairs of the first `num_rows` rows of the documents, each with its earlier tokens as keys."""
+    """Counts query-key pairs of the first `num_rows` rows of the documents; each document's earlier tokens are keys too."""
     pairs = 0.0
     for start, tokens in saved.documents:
         rows = min(num_rows, tokens)
@@ -80,7 +80,7 @@ def _is_above(point: tuple[float, float], left: tuple[float, float], right: tupl
 
 
 def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot, ...]:
-    """Makes one slot per layer of `chunk`, on one rank of a group, with what the runtime may do with each class."""
+    """Makes one slot per layer of `chunk`, for one rank of a group; each class says what the runtime may do with it."""
     windows = costs.model.windows or (None,) * costs.model.num_layers
     slots = {window: layer_slot(costs, chunk, shape, AttentionPairs.of((window,))) for window in dict.fromkeys(windows)}
     return tuple(slots[window] for window in windows)
@@ -89,8 +89,8 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
 def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs) -> Slot:
     """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers.
 
-    Recomputation takes its seconds of the forward: attention by exact pairs, other classes by their share of the layer's
-    parameters. The MLP's seconds include the output projection, since its replay runs through it.
+    Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
+    of the layer's parameters. The MLP's seconds include the output projection, since the MLP's replay runs through it.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree

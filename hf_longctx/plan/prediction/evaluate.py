@@ -39,9 +39,10 @@ class RankUse:
 class Evaluation:
     """Predicted seconds and bytes of a plan.
 
-    once_s: seconds that a step takes once, for the optimizer and all else that belongs to no chunk. peak_bytes, host_bytes: one
-    entry per rank. events: every F and B of every rank; exchange_s: communication inside each event. in_flight: for each stage,
-    the most chunks that wait for their backward at one time; a chunk counts once for each layer range where it waits.
+    once_s: seconds that a step spends once, on the optimizer and everything else that is not part of a chunk. peak_bytes,
+    host_bytes: one entry per rank. events: every F and B of every rank; exchange_s: communication inside each event. in_flight:
+    for each stage, the most chunks that wait for their backward at one time; a chunk counts once for each layer range where it
+    waits.
     """
 
     step_s: float
@@ -59,11 +60,11 @@ class Evaluation:
 
 
 def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, known: PredictionCache | None = None) -> Evaluation:
-    """Predicts the plan's run. A rank waits for its group; ranks that share shards wait for each other at every micro-batch.
+    """Predicts the plan's run. A rank waits for its group; ranks that hold one copy of the shards end every micro-batch together.
 
-    Each group is a pipeline over its positions of all stages. `with_events=False` leaves `events` empty, which is faster. known:
-    cache for plans of the same model, so that the bytes of equal chunks are computed once. Raises ValueError naming what cannot
-    be run yet: lent stages together with parts, policies or packs. Raises PlanError for a deadlock.
+    Each group is a pipeline through its positions on all stages. `with_events=False` leaves `events` empty, which is faster.
+    known: cache for plans of the same model, so that the bytes of equal chunks are computed once. Raises ValueError naming what
+    cannot be predicted yet: lent ranks together with interleaving, policies or packs. Raises PlanError for a deadlock.
     """
     run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
     for micro_batch in plan.micro_batches:
@@ -78,7 +79,7 @@ _KEPT_ACTIONS = (Action("F", 0, 0), Action("B", 0, 0))
 
 
 class _Run:
-    """Clocks of all ranks, with the seconds, bytes and events that have been added up so far."""
+    """Clocks of all ranks, and the seconds, bytes and events that have been added up so far."""
 
     def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: PredictionCache) -> None:
         self.plan, self.costs, self.block_ranks, self.with_events, self.known = plan, costs, plan.block_ranks, with_events, known
@@ -90,7 +91,7 @@ class _Run:
         self.in_flight = [0] * plan.num_stages
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
-        # seconds of an exchange, fixed and per token, by (shape, near ranks, is backward): many groups share them
+        # (shape, near ranks, is backward) -> seconds of an exchange, fixed and per token; many groups have equal keys
         self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
 
     def enter(self, group: SequenceGroup) -> None:
@@ -114,7 +115,7 @@ class _Run:
                 self._record(group, of_stage, action, time, inside_s)
 
     def _enter_kept(self, group: SequenceGroup, start_s: float) -> None:
-        """Runs a chunk that keeps everything, by formulas for the whole model: most groups of a plain run need no event loop."""
+        """Runs a chunk that keeps everything by formulas for the whole model; most groups without stages need no event loop."""
         (stage,), (chunk,) = group.stages, group.chunks
         near = near_ranks(group.positions, self.costs.cluster.ranks_per_node)
         clock_s, times, inside = start_s, [], []
@@ -159,7 +160,7 @@ class _Run:
             self.exchange_s += [exchange_s] * len(ranks)
 
     def leave_together(self) -> None:
-        """Ends a micro-batch: ranks that share shards wait for the last of them."""
+        """Ends a micro-batch: ranks that hold one copy of the shards wait for the last of them."""
         block = self.block_ranks
         if block > 1:
             for first in range(0, len(self.clocks), block):

@@ -1,17 +1,17 @@
-"""Computes when every action of a pipeline starts and stops, given the seconds of each.
+"""Computes when every action of a pipeline starts and stops, given the seconds of each action.
 
-Which action waits for which does not depend on seconds: `Wiring` finds it once and walks it for every set of seconds.
+The seconds do not change which action waits for which: `Wiring` finds that once, and reuses it for every set of seconds.
 
-Stages and their parts form a chain of places: part 0 of every stage, then part 1 of every stage. A forward waits for the result
-of the place before it to arrive; a backward waits for its own forward and for the gradient from the next place. A stage runs one
-action at a time in its own order. Sends do not block, receives do; neither takes the stage any time of its own. If the actions
-contain no messages, a result is sent as soon as it is made, and the action that needs it waits.
+The layer ranges (parts) of all stages form a chain: part 0 of every stage, then part 1 of every stage. A forward waits until the
+result of the layer range before it arrives; a backward waits for its own forward, and for the gradient from the layer range after
+it. A stage runs one action at a time in its own order. Sends do not block, receives do; neither takes the stage any time of its
+own. If the actions contain no messages, a result is sent as soon as it is made, and the action that needs it waits.
 
-Each stage has one channel to the host and one back, both first come, first served. A copy out is queued when its layers have run
-forward; nothing waits for it. A copy back is requested when the step above begins its backward, as the runtime does, and starts
-when its copy out is done; its step waits for it. The copy back of the uppermost step is requested when its own turn comes, or,
-with `fetches_ahead`, when the stage begins its previous backward, as SPPO does (arXiv 2503.10377), which needs more device
-memory.
+Each stage has one channel to the host and one back; each serves copies in the order of their requests. A copy out is requested
+when its layers have run forward; nothing waits for it. A copy back is requested when the backward of the layers above begins, as
+the runtime does it, and starts when its copy out is done; its own layers wait for it. The topmost layers have none above them:
+their copy back is requested when their backward begins, or, with `fetches_ahead`, when the stage begins its previous backward, as
+SPPO does (arXiv 2503.10377), which needs more device memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = {"F": 0, "B": 1, "RF": 2, "RB": 3, "SF": 4, "SB": 5}
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """Consecutive layers of one pass: seconds to compute them, and seconds of the link to copy what they save.
+    """Consecutive layers of one pass: seconds to compute them, and seconds to copy what they save over the link.
 
     In forward the copy out starts after the last of these layers; in backward the copy back ends before the first of them begins.
     """
@@ -82,7 +82,7 @@ def run_copying(
     start_s: Sequence[float] = (),
     fetches_ahead: bool = False,
 ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-    """Does `run_actions` with copies to the host and back: a backward lasts longer by the seconds it waits for its copies."""
+    """Does the work of `run_actions`, with copies to the host and back: a backward also takes the seconds it waits for them."""
     wiring = Wiring.of_actions(stages, num_parts)
     actions = [action for stage in stages for action in stage]
     handing = set(wiring.handing)
@@ -100,7 +100,8 @@ class Wiring:
 
     Actions are numbered stage after stage. order: (number, stage, number of the action whose result must arrive, or -1).
     handing: numbers of actions whose results others wait for. units: each action's index into a table of seconds,
-    ((part * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether it is an F or B.
+    ((part * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether each action is an F
+    or B.
     """
 
     def __init__(self, kinds: Sequence[IntArray], chunks: Sequence[IntArray], parts: Sequence[IntArray], num_parts: int) -> None:
@@ -131,15 +132,15 @@ class Wiring:
         return cls(kinds, chunks, parts, num_parts)
 
     def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
-        """Runs each ready stage until it has to wait, until none is ready. sends: whether SF and SB hand over the results."""
+        """Lets each stage that is ready run until it has to wait, until no stage is ready. sends: SF and SB hand over results."""
         num_stages, num_chunks = self.num_stages, self.num_chunks
         size = self.num_parts * num_stages * num_chunks
-        # number of the action that hands over each activation and each gradient; -1: none is needed, -2: not made yet
+        # for each result, forward and backward: number of the action that hands it over; -1: not needed, -2: not made yet
         made = [[-1] * num_chunks + [-2] * (size - num_chunks), [-2] * (size - num_chunks) + [-1] * num_chunks]
         has_run = bytearray(size)
         hands_over = [not sends or num_stages == 1] * 2 + [False] * 2 + [True] * 2
         done = [0] * num_stages
-        # result that each stage waits for: (0 forward or 1 backward, key), or None
+        # for each stage, the result that it waits for: (0 for forward or 1 for backward, key), or None
         waits_for: list[tuple[int, int] | None] = [None] * num_stages
         ready = list(range(num_stages))
         order, handing = self.order, self.handing
@@ -195,7 +196,7 @@ class Wiring:
         copies: Sequence[tuple[CopyStep, ...]] = (),
         fetches_ahead: bool = False,
     ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
-        """Does `run_copying` for seconds, hops and copies that are listed by the numbers of the actions."""
+        """Does the work of `run_copying`; seconds, hops and copies are listed in the order of the actions' numbers."""
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
         links = [_Links(fetches_ahead) for _ in clocks]
@@ -243,8 +244,8 @@ def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: i
 class _Links:
     """Channels between one stage and the host.
 
-    out_s, back_s: when each channel is free. begun_s: when the stage began its latest backward. done: for each chunk, when its
-    copies out are done, in the order of the forward.
+    out_s, back_s: times at which the channels become free. begun_s: start of the stage's latest backward. done: for each chunk,
+    the times at which its copies out are done, in the order of the forward.
     """
 
     fetches_ahead: bool
@@ -267,7 +268,7 @@ class _Links:
 
     def backward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
-        # layers without copies, and the head, run before the first step
+        # the head, and layers without copies, run before the first copy step
         clock_s = start_s + seconds - sum([step.compute_s for step in steps])
         sent_s = self.begun_s if self.fetches_ahead else clock_s
         self.begun_s = start_s

@@ -1,9 +1,10 @@
 """Predicts a pipeline whose idle stages lend ranks: when every action runs, and how many bytes the ranks of every stage hold.
 
 An action with lenders occupies all of its stages at once, in the order of `sharding.lent_order`, which is also the runtime's. Its
-tokens are split evenly, its fixed seconds are not. No communication overlaps with compute: every rank sends its keys and
-values to the ranks of the other stages (in backward its part of their gradients, in at least fp32); lent ranks get the keys and
-values of earlier tokens with the first chunk for which they lack them; the stage's own ranks hand out and collect hidden states.
+tokens are split evenly among the ranks, but every rank spends all of its fixed seconds. No communication overlaps with
+computation: every rank sends its keys and values to the ranks of the other stages (in backward, its part of their gradients, in
+at least fp32). Lent ranks get the keys and values of earlier tokens with the first chunk for which they lack them. The stage's
+own ranks hand out and collect hidden states.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def run_lent(
     hop_s: Callable[[Action], float],
     start_s: Sequence[float] = (),
 ) -> tuple[Times, ...]:
-    """Returns (start, stop) of every F and B in every stage's row; an action in several rows runs in all of them at once.
+    """Returns (start, stop) of every F and B in every stage's row; an action that is in several rows runs in all at once.
 
     hop_s: seconds from the end of an action to the arrival of its result at the next stage. Raises PlanError when stages wait
     for each other.
@@ -65,9 +66,9 @@ def run_lent(
 def run_lent_pipeline(
     plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float] = ()
 ) -> tuple[StageRun, ...]:
-    """Predicts a group with lent stages; each stage's run includes the actions to which it is lent.
+    """Predicts a group with lent stages; a stage's run includes the actions of other stages to which it is lent.
 
-    Raises ValueError for parts, activation policies, packs and hybrids.
+    Raises ValueError for interleaved layer ranges, activation policies, packs and hybrids.
     """
     for stage in group.stages:
         for action in stage.actions:
@@ -99,7 +100,7 @@ class _LentSeconds:
         ]
 
     def tokens(self, action: Action) -> int:
-        """Tokens of an action on one rank."""
+        """Tokens that one rank computes in an action."""
         return -(-self.alone.tokens[action.chunk] // len(running_stages(action)))
 
     def hop_s(self, action: Action) -> float:
@@ -111,7 +112,7 @@ class _LentSeconds:
         group, costs, num_stages = self.group, self.costs, len(running_stages(action))
         chunk, is_backward = group.chunks[action.chunk], action.kind == "B"
         degree = group.degree * num_stages
-        # the head's tokens are part of what a pass over the model takes
+        # seconds of a pass over the whole model include those of the head, which only the last stage has
         pairs = costs.model.attention_pairs(group.stages[action.stage].parts)
         whole_s = costs.local_s(chunk, GroupShape(degree, degree), is_backward, pairs)
         token_s = (costs.coefficients.backward if is_backward else costs.coefficients.forward).token_s
@@ -149,16 +150,16 @@ class _LentSeconds:
         num_layers = group.stages[action.stage].num_layers
         num_tokens = (others * chunk.num_tokens + front) / group.shape.num_blocks
         kv_bytes = kv_heads * model.kv_head_size * num_layers * num_tokens * value_bytes
-        # nothing travels at the ends of the model
+        # hidden states are not handed out at the first stage nor collected at the last one
         num_ways = (action.stage > 0) + (action.stage < len(group.stages) - 1)
         return kv_bytes + num_ways * others * self.alone.tokens[action.chunk] * model.hidden_size * model.bytes_per_element
 
 
 def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: int, row: Sequence[Action]) -> int:
-    """Upper bound on the bytes of a rank of `stage`: those held when all forwards are done, plus the largest workspace.
+    """Upper bound on the bytes of a rank of `stage`: bytes held when all forwards are done, plus the largest workspace.
 
-    Every rank holds the states of all stages. Keys and values of each stage that a rank serves count in full, as do their
-    gradients.
+    Every rank holds the states of all stages. For each stage that a rank runs chunks of, it counts keys and values of all tokens
+    up to the last of these chunks, and their gradients.
     """
     model = costs.model
     total = ByteModel(model).states(plan.parameters, plan.block_ranks)
@@ -180,7 +181,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, costs: CostModel, stage: i
 
 
 def _chunk_bytes(group: SequenceGroup, costs: CostModel, action: Action) -> ChunkBytes:
-    """Bytes that a rank holds for a pass in which it takes part."""
+    """Bytes that a rank holds for its share of an action."""
     num_stages, num_layers = len(running_stages(action)), group.stages[action.stage].num_layers
     load = chunk_load(group, group.chunks[action.chunk], 0, Load(0, (), num_layers))
     tokens = -(-load.num_tokens // num_stages)

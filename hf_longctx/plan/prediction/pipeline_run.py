@@ -38,8 +38,8 @@ from hf_longctx.plan.prediction.event_loop import CopiedOut, CopyStep, Times, Wi
 class StageRun:
     """Run of a group on one stage. actions: its F and B; times: (start, stop) of each; exchange_s: communication inside each.
 
-    peak_bytes: device bytes, states included. host_bytes: saved tensors on the host. peak_tokens: most tokens that wait for
-    their backward on the first rank.
+    peak_bytes: most bytes on the device, including states. host_bytes: saved tensors on the host. peak_tokens: most tokens that
+    wait for their backward on the fullest rank.
     """
 
     actions: tuple[Action, ...]
@@ -51,7 +51,7 @@ class StageRun:
 
 
 def check_action(action: Action, stage: StagePlan) -> None:
-    """Raises ValueError by name for what cannot be evaluated: lenders, and parts that do not exist."""
+    """Raises ValueError naming an action that cannot be evaluated: one with lenders, or of a layer range that does not exist."""
     if action.lenders or action.part >= len(stage.parts):
         raise ValueError(
             f"action {action} cannot be evaluated yet; only F and B of the stage's parts, without lenders, and messages can"
@@ -59,25 +59,25 @@ def check_action(action: Action, stage: StagePlan) -> None:
 
 
 def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
-    """Returns the fewest of these ranks on any one node: those receive the most from other nodes over the network."""
+    """Number of these ranks on the node that has the fewest; these receive the most over the network, from other nodes."""
     if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node:
         return len(ranks)
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
 
 
 def is_alone(group: SequenceGroup) -> bool:
-    """Whether the group runs on one stage of one part, as in a plain run."""
+    """Whether the group runs on a single stage with one layer range, as in a run without a pipeline."""
     return len(group.stages) == 1 and len(group.stages[0].parts) == 1
 
 
 class PredictionCache:
-    """Cache for all plans of one step under one cost model: bytes and seconds of chunks, and runs of groups predicted before."""
+    """Cache for all plans of one step under one cost model: bytes and seconds of chunks, and predicted runs of groups."""
 
     def __init__(self) -> None:
         self._bytes: ByteModel | None = None
-        # runs, by ids of chunks and stages; the group is stored too, so that these ids are not reused
+        # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
-        # groups on one stage
+        # groups on one stage that were made to fit
         self.fitted_groups = FittedGroups()
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
@@ -89,7 +89,7 @@ class PredictionCache:
         return self._bytes
 
     def wiring(self, group: SequenceGroup) -> Wiring:
-        """Returns the wiring of the group's actions, which does not depend on policies. Raises ValueError as `check_action`."""
+        """Returns the wiring of the group's actions, which does not depend on policies. Raises ValueError like `check_action`."""
         key = tuple(id(stage.actions) for stage in group.stages)
         if key not in self._wirings:
             for stage in group.stages:
@@ -110,7 +110,7 @@ class PredictionCache:
 def run_pipeline(
     plan: StepPlan, group: SequenceGroup, costs: CostModel, start_s: Sequence[float], known: PredictionCache | None = None
 ) -> tuple[StageRun, ...]:
-    """Predicts a group whose stages are free at `start_s`; one run per stage."""
+    """Predicts a group whose stages are free at `start_s`; returns one run per stage."""
     known = PredictionCache() if known is None else known
     key = id(group.chunks), id(group.stages), group.positions, tuple(start_s)
     if key not in known.runs:
@@ -177,7 +177,7 @@ def _stage_run(
 def _copying_bytes(
     seconds: StageSeconds, actions: Sequence[Action], times: Times, copied: Sequence[CopiedOut]
 ) -> tuple[int, ...]:
-    """Returns for every action the bytes still on their way to the host, at its begin or its end, whichever are more."""
+    """For every action, the bytes that are still being copied to the host when it begins or when it ends, whichever are more."""
     rate = seconds.costs.cluster.hardware.copy_bytes_per_s
     steps = [(step.copy_s, stop_s) for one in copied for step, stop_s in zip(one.steps, one.stops_s, strict=True)]
     stops_s = [stop_s for _, stop_s in steps]
@@ -195,7 +195,7 @@ def _copying_bytes(
 
 
 class ChunkSeconds:
-    """Seconds of a group's chunks on one layer, each computed once."""
+    """Seconds of a group's chunks on one layer; each number is computed once."""
 
     def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
         self.group, self.costs = group, costs
@@ -203,7 +203,7 @@ class ChunkSeconds:
         self._passes: dict[tuple[bool, int, Windows], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._saved: dict[tuple[int, int | None], list[SavedClass]] = {}
-        # seconds by id(layer); the layer is stored too, so that its id is not reused
+        # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
         self._layers: dict[tuple[int, int, int | None], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
     def passes(self, is_backward: bool, near: int, windows: Windows) -> FloatArray:
@@ -224,7 +224,7 @@ class ChunkSeconds:
         return self._passes[key]
 
     def hops(self, leaves: bool) -> list[float]:
-        """Seconds of the message that carries each chunk to the next stage. leaves: whether that stage is on another node."""
+        """Seconds of the message that takes each chunk to the next stage. leaves: whether that stage is on another node."""
         if leaves not in self._hops:
             self._hops[leaves] = [self.costs.hop_s(count, leaves) for count in self.tokens]
         return self._hops[leaves]
@@ -243,7 +243,7 @@ class ChunkSeconds:
         return self._layers[key][1]
 
     def saved(self, chunk: int, window: int | None) -> list[SavedClass]:
-        """Tensors that a layer saves for a chunk. Recomputing "qkv" and "mlp" leaves out the head's share of seconds."""
+        """Tensors that a layer saves for a chunk. Seconds to recompute "qkv" and "mlp" are without the output head's share."""
         if (chunk, window) not in self._saved:
             slot = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, AttentionPairs.of((window,)))
             inside = 1 - self.costs.head_share(is_backward=False)
@@ -255,7 +255,7 @@ class ChunkSeconds:
 
 
 class StageSeconds:
-    """Seconds of a group's actions, each computed once."""
+    """Seconds of a group's actions; each number is computed once."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> None:
         self.group, self.costs = group, costs
@@ -264,7 +264,7 @@ class StageSeconds:
         per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
         self.near = [near_ranks(of_stage, per_node) for of_stage in ranks]
-        # stages whose next stage is on another node for any rank: one message across nodes makes the whole group wait
+        # whether any rank's next stage is on another node, for each stage: one message across nodes makes the whole group wait
         self.leaves = [
             any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
             for place, of_stage in enumerate(ranks)
@@ -273,10 +273,10 @@ class StageSeconds:
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
         ]
-        # on one stage, added seconds are those that the policy program computes; in a pipeline copies also run while a stage
-        # waits, which only the event loop knows
+        # on one stage, policies add the seconds that the policy program computes; in a pipeline copies also run while a stage
+        # waits, so only the event loop knows
         self._added = added_seconds(costs, group, group.stages[0]) if is_alone(group) else None
-        # whether layers have copies, by id(layers); the group keeps the policies alive
+        # id of a policy's layers -> whether they have copies; the group keeps the policies alive
         self._moves: dict[int, bool] = {}
         self._under_seconds: dict[tuple[int, bool, int, int, Windows, int], tuple[float, tuple[CopyStep, ...]]] = {}
         self.has_copies = self._added is None and any(
@@ -304,7 +304,7 @@ class StageSeconds:
         return np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
 
     def _by_layer(self, column: int) -> FloatArray:
-        """Multiplies a column of `ChunkSeconds.passes` by the layers of every part; shape (parts, stages, chunks, F/B)."""
+        """A column of `ChunkSeconds.passes` times the number of layers of every part; shape (parts, stages, chunks, F/B)."""
         stages = self.group.stages
         per_layer = np.array(
             [
@@ -320,7 +320,7 @@ class StageSeconds:
         return table
 
     def of(self, action: Action) -> float:
-        """Seconds of an F or B, including recomputation but not the wait for copies."""
+        """Seconds of an F or B, with recomputation but without waits for copies."""
         body_s, head_s, _ = self._body(action)
         stage = self.group.stages[action.stage]
         is_last = action.stage == len(self.group.stages) - 1 and action.part == len(stage.parts) - 1
@@ -353,7 +353,7 @@ class StageSeconds:
         return (0.0, ()) if policy is None else self._under_policy(action.stage, policy, action.kind == "B")
 
     def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
-        """Seconds recomputed and copies under a policy, computed once for equal stages."""
+        """Seconds of recomputation, and copies, that a policy adds to a pass; computed once for equal stages."""
         if self._added is not None:
             return self._added[policy.chunk][is_backward], ()
         num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
@@ -376,12 +376,12 @@ class StageSeconds:
     def _under(
         self, policy: ActivationPolicy, is_backward: bool, near: int, windows: Windows
     ) -> tuple[float, tuple[CopyStep, ...]]:
-        # in a model without windows, all layers take equal seconds, stored under ()
+        # in a model without windows all layers take equal seconds, which are stored under the key ()
         pass_s = float(self.chunks.passes(is_backward, near, windows if self.costs.model.windows else ())[policy.chunk, 0])
         of_layers = [self.chunks.layer(policy.chunk, *each) for each in zip(policy.layers, windows, strict=False)]
         of_layers += [None] * (len(windows) - len(policy.layers))
         again_s = plain_s = 0.0
-        # copy steps of the pass: [seconds of consecutive layers, seconds of their copies]
+        # copy steps of the pass: [seconds to compute consecutive layers, seconds to copy their tensors]
         steps: list[list[float]] = []
         for of_layer in reversed(of_layers) if is_backward else of_layers:
             if of_layer is None:
@@ -390,7 +390,7 @@ class StageSeconds:
             layer_s = of_layer[0] if is_backward else 0.0
             again_s += layer_s
             if is_backward and steps:
-                # layers that keep everything count with the step whose backward ran before theirs
+                # layers that keep everything belong to the step whose backward ran just before
                 steps[-1][0] += plain_s
             steps.append([pass_s + layer_s + (0.0 if is_backward else plain_s), of_layer[1]])
             plain_s = 0.0

@@ -1,4 +1,4 @@
-"""Inputs that every pass of the planner reads besides a plan: costs, settings, and the predictions made so far."""
+"""Inputs of every pass of the planner besides the plan: costs, settings, and the predictions made so far."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Planning:
             return 0
         beside = budget.device_bytes
         if plan.num_stages == 1:
-            # kept_tokens may have been measured; then it allows more than the formula
+            # if kept_tokens was measured, it may allow more bytes than the formula does
             beside = max(beside, budget.kept_tokens * saved_token_bytes(self.costs.model))
         return beside + max(state_bytes(plan, self.costs))
 
 
-# Function that turns a plan into another plan. Raises ValueError where the plan cannot be made to fit.
+# pass of the planner: a function that turns a plan into another plan, and raises ValueError if it cannot make the plan fit
 Pass = Callable[[StepPlan, Planning], StepPlan]
