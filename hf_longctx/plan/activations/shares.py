@@ -342,8 +342,8 @@ def _nothing_fits(slots: Sequence[Slot], limits: MemoryLimits) -> str:
     needed = sum(item.num_bytes for slot in slots for item in slot.saved if not item.can_recompute)
     return (
         f"{needed / 2**30:.3f} GiB of saved tensors cannot be recomputed, and {limits.device_bytes / 2**30:.3f} GiB on the "
-        f"device with {limits.host_bytes / 2**30:.3f} GiB on the host do not hold them beside two layers at work; use more "
-        f"ranks, shorter sequences, or more host memory"
+        f"device with {limits.host_bytes / 2**30:.3f} GiB on the host cannot hold them next to the tensors of two running "
+        f"layers; use more ranks, shorter sequences, or more host memory"
     )
 
 
@@ -356,15 +356,15 @@ def _reason(slots: Sequence[Slot], limits: MemoryLimits, outcome: PolicyOutcome,
         if limits.host_bytes <= 0:
             return "nothing is offloaded: there is no host memory for it"
         return (
-            f"nothing is offloaded: running again ({outcome.recompute_s:.3g} s) is faster than copies over "
+            f"nothing is offloaded: recomputing ({outcome.recompute_s:.3g} s) is faster than copies over "
             f"{limits.bytes_per_s / 1e9:.3g} GB/s that computation does not hide"
         )
-    text = f"{outcome.host_bytes / 2**30:.3f} GiB are offloaded, {outcome.exposed_s:.3g} s of their copies are exposed"
+    text = f"{outcome.host_bytes / 2**30:.3f} GiB are offloaded; computation hides all but {outcome.exposed_s:.3g} s of copies"
     without = _Problem(slots, MemoryLimits(limits.device_bytes, 0.0, limits.bytes_per_s)).solve(time_limit_s)
     if without is None:
-        return f"{text}; without the host nothing fits"
+        return f"{text}; without host memory nothing fits"
     saved_s = outcome_of(slots, without, limits).cost_s - outcome.cost_s
-    return f"{text}; without the host {saved_s:.3g} s more would be spent"
+    return f"{text}; without host memory it would take {saved_s:.3g} s more"
 
 
 def _as_shares(slots: Sequence[Slot], shares: FloatArray) -> tuple[tuple[TensorShare, ...], ...]:

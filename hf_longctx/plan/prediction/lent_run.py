@@ -74,7 +74,7 @@ def run_lent_pipeline(
         for action in stage.actions:
             check_action(replace(action, lenders=()), stage)
     if any(len(stage.parts) != 1 or stage.activations for stage in group.stages):
-        raise ValueError("lent stages cannot be evaluated together with parts or activation policies; leave out one of them")
+        raise ValueError("lent stages cannot be evaluated together with interleaving or activation policies; leave one out")
     if any(len(chunk.spans) != 1 for chunk in group.chunks):
         raise ValueError("lent stages cannot be evaluated for packs, hybrids and dummies; give one sequence a group of its own")
     seconds = _LentSeconds(plan, group, costs)

@@ -54,7 +54,8 @@ def check_action(action: Action, stage: StagePlan) -> None:
     """Raises ValueError naming an action that cannot be evaluated: one with lenders, or of a layer range that does not exist."""
     if action.lenders or action.part >= len(stage.parts):
         raise ValueError(
-            f"action {action} cannot be evaluated yet; only F and B of the stage's parts, without lenders, and messages can"
+            f"action {action} cannot be evaluated yet; use only messages, and F and B of the stage's {len(stage.parts)} layer "
+            f"range(s) without lenders"
         )
 
 

@@ -83,7 +83,7 @@ def test_slow_links_are_refused_with_the_reason() -> None:
     choice = choose_policy(slots, MemoryLimits(20, 100, 1.0))
     assert all(host == 0 for _, host, _ in shares_of(choice))
     assert choice.outcome.recompute_s == pytest.approx(1.0, rel=1e-4)
-    assert choice.reason.startswith("nothing is offloaded: running again (1 s) is faster than copies over")
+    assert choice.reason.startswith("nothing is offloaded: recomputing (1 s) is faster than copies over")
 
 
 def test_exposed_copies_are_taken_where_running_again_takes_longer() -> None:
@@ -91,7 +91,7 @@ def test_exposed_copies_are_taken_where_running_again_takes_longer() -> None:
     choice = choose_policy(slots, MemoryLimits(30, 100, 1.0))
     # ten bytes out and back at one byte per second
     assert choice.outcome.exposed_s == pytest.approx(20, rel=1e-3)
-    assert "without the host 80 s more would be spent" in choice.reason
+    assert "without host memory it would take 80 s more" in choice.reason
 
 
 def test_windows_of_both_ways_count_apart() -> None:
