@@ -13,6 +13,7 @@ import numpy as np
 from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
+# share by which rounding may put a finish time above its limit
 _ROUNDING = 1e-12
 # relative precision of the bound of one micro-batch, and of the bounds of many
 _TOLERANCE, _CRUDE_TOLERANCE = 1e-9, 1e-3

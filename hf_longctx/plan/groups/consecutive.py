@@ -14,6 +14,7 @@ as one array.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,20 @@ from numpy.typing import NDArray
 from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Piece
 
-# makespans tried first, as multiples of the fluid bound; the last one allows any makespan
-_FIRST_FACTORS = np.array([1.02, 1.06, 1.12, 1.25, 1.5, 2.0, 4.0, np.inf])
-# number of makespans tried per piece in every later iteration
-_LIMITS_PER_ITERATION = 6
+
+@dataclass(frozen=True, slots=True)
+class _MakespanSearch:
+    """Constants of the search; repeat the tables times and problems of `recipes/bench/cpu/planner.py` when one changes.
+
+    first_factors: makespans tried first, as multiples of the fluid bound; the last one allows any makespan. most_limits:
+    makespans tried per piece in every later iteration.
+    """
+
+    first_factors: tuple[float, ...] = (1.02, 1.06, 1.12, 1.25, 1.5, 2.0, 4.0, np.inf)
+    most_limits: int = 6
+
+
+_SEARCH = _MakespanSearch()
 
 
 def group_runs(
@@ -36,7 +47,7 @@ def group_runs(
     within `tolerance` of the best.
     """
     tables = _Tables(problem, pieces, num_ranks)
-    limits = np.maximum(bounds_s, 1e-12)[:, None] * _FIRST_FACTORS
+    limits = np.maximum(bounds_s, 1e-12)[:, None] * np.array(_SEARCH.first_factors)
     # per piece: the least feasible makespan found, and the choices of degrees that reach it
     kept: dict[int, tuple[float, NDArray[np.int16]]] = {}
     low, high = bounds_s.astype(np.float64), np.full(len(pieces), np.inf)
@@ -54,7 +65,7 @@ def group_runs(
                 high[piece] = problem.micro_batch_seconds(tables.groups(piece, *kept[piece])) if is_any else limits[row][first]
         # pieces that fit within no limit are given up; the others are refined until their gap is small
         open_pieces = np.array([p for p in kept if high[p] - low[p] > tolerance * high[p]], dtype=np.int64)
-        shares = np.arange(1, _LIMITS_PER_ITERATION + 1) / (_LIMITS_PER_ITERATION + 1)
+        shares = np.arange(1, _SEARCH.most_limits + 1) / (_SEARCH.most_limits + 1)
         limits = low[open_pieces, None] + (high[open_pieces] - low[open_pieces])[:, None] * shares
     return [tables.groups(piece, *kept[piece]) if piece in kept else [] for piece in range(len(pieces))]
 

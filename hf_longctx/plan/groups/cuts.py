@@ -22,6 +22,7 @@ from hf_longctx.plan.core.arrays import FloatArray, IntArray
 from hf_longctx.plan.groups.bounds import least_work
 from hf_longctx.plan.groups.problem import GroupingProblem, Piece
 
+# share by which rounding may put a sum above its limit
 _ROUNDING = 1e-12
 
 

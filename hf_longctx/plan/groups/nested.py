@@ -11,6 +11,8 @@ The idea is that of Megatron's hybrid context parallelism and ByteScale (arXiv 2
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,10 +20,20 @@ from hf_longctx.plan.core.arrays import FloatArray
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.groups.problem import GroupingProblem
 
-# finish times to aim for, as multiples of the lower bound; with many sequences only the first is tried
-_LIMIT_FACTORS = (1.08, np.inf, 1.04)
-# most pairs of a sequence and a degree that are looked at, over all finish times
-_MAX_OPTIONS = 12_000
+
+@dataclass(frozen=True, slots=True)
+class _NestedSearch:
+    """Constants of the search; repeat the tables times and ablation of `recipes/bench/cpu/planner.py` when one changes.
+
+    limit_factors: finish times to aim for, as multiples of the lower bound; with many sequences only the first is tried.
+    most_options: pairs of a sequence and a degree that are looked at, over all finish times.
+    """
+
+    limit_factors: tuple[float, ...] = (1.08, np.inf, 1.04)
+    most_options: int = 12_000
+
+
+_SEARCH = _NestedSearch()
 
 
 def plan_nested(problem: GroupingProblem, ranks_per_node: int) -> list[PlacedGroup]:
@@ -36,8 +48,8 @@ def plan_nested(problem: GroupingProblem, ranks_per_node: int) -> list[PlacedGro
     if not usable or ordered.lengths[0] > largest:
         return []
     bound_s = ordered.lower_bound_s()
-    tries = max(1, _MAX_OPTIONS // (len(usable) * len(order)))
-    runs = [_Board(ordered, usable, bound_s * factor).place_all() for factor in _LIMIT_FACTORS[:tries]]
+    tries = max(1, _SEARCH.most_options // (len(usable) * len(order)))
+    runs = [_Board(ordered, usable, bound_s * factor).place_all() for factor in _SEARCH.limit_factors[:tries]]
     groups, _ = min(runs, key=lambda run: run[1])
     return [PlacedGroup(g.first, g.degree, tuple(order[i] for i in g.members)) for g in groups]
 

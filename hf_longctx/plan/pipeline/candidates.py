@@ -18,24 +18,38 @@ from hf_longctx.plan.pipeline.layouts import dealt_groups, dealt_layouts
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 
-SLICE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# chunks per stage where packs may take longer than the longest sequence
-_CHUNKS_PER_STAGE = (1, 2, 3, 4, 6, 8, 12, 16)
-# most chunks of all concurrent groups together: more cost more in messages, small kernels and planning than they save
-_MOST_CHUNKS = 512
-# most layouts that are simulated; for each group, cuts that fit before the search stops, and cuts tried before it gives up
-_SIMULATED_LAYOUTS = 4
-_SIMULATED_CUTS, _MOST_CUTS = 2, 5
-# a layout is not simulated if this share of its estimate is more than the fastest simulated time: estimates are that accurate
-_DOUBT = 0.95
-# numbers of slices to try where memory is short
-_LEAN_SLICES = (1, 4, 16)
-# most slices per stage where stages lend ranks: with more slices, idle time is too small a share to save
-_LENT_SLICES = 4
-# share of a pipeline's seconds within which cuts count as equally fast, so that fewer chunks win
-_SAME = 0.01
-# factor by which the formula's held tokens may exceed the room, since the formula is rough
-_ROUGH = 1.3
+
+@dataclass(frozen=True, slots=True)
+class _CandidateSearch:
+    """Constants of the search for candidates.
+
+    slice_counts: numbers of slices of the longest sequence to try. chunks_per_stage: numbers of chunks per stage to try where
+    packs may take longer than the longest sequence. most_chunks: most chunks of all concurrent groups together; more cost more in
+    messages, small kernels and planning than they save. least_memory_slices: numbers of slices to try where memory is short.
+    lent_slices: most slices per stage where stages lend ranks; with more slices, idle time is too small a share to save.
+
+    equal: share of a pipeline's seconds within which cuts count as equally fast, so that fewer chunks win. rough: factor by which
+    the formula's held tokens may exceed the room, since the formula is rough. doubt: a layout is not simulated if this share of
+    its estimate is more than the fastest simulated time, since estimates are that accurate. most_layouts: layouts that
+    are simulated. fitting_cuts, most_cuts: for each group, cuts that fit before the simulation stops, and cuts that it tries
+    before it gives up.
+    """
+
+    slice_counts: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    chunks_per_stage: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+    most_chunks: int = 512
+    least_memory_slices: tuple[int, ...] = (1, 4, 16)
+    lent_slices: int = 4
+    equal: float = 0.01
+    rough: float = 1.3
+    doubt: float = 0.95
+    most_layouts: int = 4
+    fitting_cuts: int = 2
+    most_cuts: int = 5
+
+
+# repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_SEARCH = _CandidateSearch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,7 @@ class Candidates:
         found: list[Candidate] = []
         for estimate_s, groups in estimated:
             least_s = min((candidate.seconds for candidate in found), default=math.inf)
-            if len(found) == _SIMULATED_LAYOUTS or _DOUBT * estimate_s > least_s or math.isinf(estimate_s):
+            if len(found) == _SEARCH.most_layouts or _SEARCH.doubt * estimate_s > least_s or math.isinf(estimate_s):
                 break
             candidate = self._in_step(groups) if self._share_blocks(groups) else self._simulated(groups)
             if candidate is not None:
@@ -96,22 +110,22 @@ class Candidates:
         # fewest chunks that memory allows
         fewest = -(-tokens // (group.degree * staged.config.tokens_per_rank))
         can_slice = staged.can_slice(group.degree)
-        targets = [(count, longest_s / count) for count in SLICE_COUNTS if count == 1 or (can_slice and count <= longest)]
-        packs = [(1, work_s / (count * staged.num_stages)) for count in _CHUNKS_PER_STAGE]
+        targets = [(count, longest_s / count) for count in _SEARCH.slice_counts if count == 1 or (can_slice and count <= longest)]
+        packs = [(1, work_s / (count * staged.num_stages)) for count in _SEARCH.chunks_per_stage]
         found: list[Cut] = []
         for num_slices, target_s in [*targets, *(pack for pack in packs if pack[1] > longest_s)]:
             num_chunks = max(fewest, work_s / target_s if target_s > 0 else num_slices)
-            if num_chunks * staged.ranks_per_stage > _MOST_CHUNKS * group.degree and found:
+            if num_chunks * staged.ranks_per_stage > _SEARCH.most_chunks * group.degree and found:
                 continue
             slot_s = min(target_s, work_s / num_chunks) + rates.chunk_s
             # a stage of several layer ranges waits for chunks on one of them
             estimate_s = work_s + num_chunks * rates.chunk_s + (staged.num_stages - 1) * slot_s / len(staged.parts[0])
             held = min(tokens, longest + (staged.num_stages - 1) * tokens / num_chunks) / group.degree
-            estimate_s += staged.room.added_s([held / _ROUGH], work_s)
+            estimate_s += staged.room.added_s([held / _SEARCH.rough], work_s)
             found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
         # fewest chunks first among equally fast cuts: small kernels and messages cost more than any model says
-        alike_s = (1 + _SAME) * min(cut.estimate_s for cut in found)
-        return sorted(found, key=lambda cut: (max(alike_s, cut.estimate_s), cut.num_chunks))
+        equal_s = (1 + _SEARCH.equal) * min(cut.estimate_s for cut in found)
+        return sorted(found, key=lambda cut: (max(equal_s, cut.estimate_s), cut.num_chunks))
 
     def _share_blocks(self, groups: Sequence[PlacedGroup]) -> bool:
         """Whether two groups have ranks that share parameters, so that both must run forwards and backwards in one order."""
@@ -128,13 +142,13 @@ class Candidates:
         slowest_s = 0.0
         for group in sorted(cuts, key=lambda group: -cuts[group][0].estimate_s):
             best_s, num_fitting = math.inf, 0
-            for cut in cuts[group][:_MOST_CUTS]:
+            for cut in cuts[group][: _SEARCH.most_cuts]:
                 seconds, made = self._run(group, cut)
                 num_fitting += seconds < math.inf
                 if seconds < best_s:
                     best_s, chunks[group] = seconds, made
                 # a group faster than the slowest one gains nothing
-                if best_s <= slowest_s or num_fitting == _SIMULATED_CUTS:
+                if best_s <= slowest_s or num_fitting == _SEARCH.fitting_cuts:
                     break
             if math.isinf(best_s):
                 return None
@@ -163,7 +177,7 @@ class Candidates:
         """
         busy = [group for group in groups if group.members]
         best: tuple[float, dict[PlacedGroup, tuple[Chunk, ...]]] | None = None
-        for count in _CHUNKS_PER_STAGE:
+        for count in _SEARCH.chunks_per_stage:
             made = {group: self._chunks(group, 1, self.staged.work_s(group) / (count * self.staged.num_stages)) for group in busy}
             if any(chunk.prefix_tokens for chunks in made.values() for chunk in chunks):
                 return None
@@ -188,7 +202,7 @@ class Candidates:
         if self._share_blocks(groups):
             return []
         longest = int(self.staged.lengths[list(members)].max())
-        counts = [count for count in _LEAN_SLICES if count <= longest] if self.staged.can_slice(degree) else [1]
+        counts = [count for count in _SEARCH.least_memory_slices if count <= longest] if self.staged.can_slice(degree) else [1]
         return self._sliced(groups, counts)
 
     def alone(self, sequence: int) -> list[Candidate]:
@@ -200,8 +214,8 @@ class Candidates:
         group, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
         [groups] = with_idle_ranks([[group]], staged.ranks_per_stage, 0)
         can_slice = staged.can_slice(degree) and length <= staged.longest[degree]
-        most = min(length // degree, _LENT_SLICES * staged.num_stages) if can_slice else 0
-        return self._sliced(groups, [count for count in SLICE_COUNTS if staged.num_stages - 1 <= count <= most])
+        most = min(length // degree, _SEARCH.lent_slices * staged.num_stages) if can_slice else 0
+        return self._sliced(groups, [count for count in _SEARCH.slice_counts if staged.num_stages - 1 <= count <= most])
 
     def _sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:
         """Candidates with the longest sequence of every group in each of these numbers of slices; equal ones are made once."""

@@ -7,6 +7,7 @@ optimum for m equal groups). Faster groups thus get more work, and a group never
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
 
 import numpy as np
@@ -19,10 +20,21 @@ from hf_longctx.plan.pipeline.staged_step import StagedStep
 # degrees of the groups of a stage, the largest first; ranks that they leave over are idle
 StageLayout = tuple[int, ...]
 
-# most ranks for which layouts may have three different degrees; beyond it two, or there would be thousands of layouts
-_FEW_RANKS = 16
-# most layouts of mixed degrees that are tried
-_MIXED_LAYOUTS = 12
+
+@dataclass(frozen=True, slots=True)
+class _LayoutSearch:
+    """Constants of the search for layouts.
+
+    few_ranks: most ranks for which layouts may have three different degrees; beyond it two, or there would be thousands of
+    layouts. most_mixed: layouts of mixed degrees that are tried.
+    """
+
+    few_ranks: int = 16
+    most_mixed: int = 12
+
+
+# repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_SEARCH = _LayoutSearch()
 
 
 def dealt_layouts(staged: StagedStep, members: Sequence[int]) -> Iterator[list[PlacedGroup]]:
@@ -30,7 +42,7 @@ def dealt_layouts(staged: StagedStep, members: Sequence[int]) -> Iterator[list[P
     layouts = stage_layouts(staged.ranks_per_stage, staged.degrees)
     chosen = np.array(members, dtype=np.int64)
     seconds = {degree: each[chosen] for degree, each in staged.seconds.items()}
-    for layout in promising(layouts, seconds, staged.lengths[chosen], staged.longest, _MIXED_LAYOUTS):
+    for layout in promising(layouts, seconds, staged.lengths[chosen], staged.longest, _SEARCH.most_mixed):
         yield dealt_groups(staged, layout, members)
 
 
@@ -50,7 +62,7 @@ def dealt_groups(staged: StagedStep, layout: StageLayout, members: Sequence[int]
 
 def stage_layouts(num_ranks: int, degrees: Sequence[int]) -> list[StageLayout]:
     """All layouts of at most three different degrees (at most two for more than 16 ranks) in which no further group fits."""
-    most = 3 if num_ranks <= _FEW_RANKS else 2
+    most = 3 if num_ranks <= _SEARCH.few_ranks else 2
     usable = [degree for degree in sorted(degrees, reverse=True) if degree <= num_ranks]
     return list(_layouts(num_ranks, usable, most)) if usable else []
 

@@ -19,15 +19,26 @@ from hf_longctx.plan.groups.programs.length_classes import LengthClasses
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits
 from hf_longctx.plan.solver.solve import solve_integer_program
 
-# weights of time in mixtures of time and tokens; 0 is tokens alone, 1 is time alone
-_MIXTURES = np.linspace(0.0, 1.0, 9)
-# cells into which the dynamic program divides the mixed constraint
-_CELLS = 20_000
-# mixtures that `on_grid` tries, and most further fillings that one dynamic program returns
-_GRID_TRIALS = 4
-_MAX_FILLINGS = 30
-# relative gap at which the integer program stops
-_PRICING_GAP = 1e-3
+
+@dataclass(frozen=True, slots=True)
+class _PricingSearch:
+    """Constants of the search; repeat the table problems of `recipes/bench/cpu/planner.py` when one changes.
+
+    num_mixtures: mixtures of time and tokens that bound the worth, evenly spaced from tokens alone to time alone. cells:
+    cells into which the dynamic program divides the mixed constraint. most_trials: mixtures that `on_grid` tries. most_fillings:
+    further fillings that one dynamic program returns. gap: relative gap at which the integer program stops.
+    """
+
+    num_mixtures: int = 9
+    cells: int = 20_000
+    most_trials: int = 4
+    most_fillings: int = 30
+    gap: float = 1e-3
+
+
+_SEARCH = _PricingSearch()
+# weights of time in the mixtures; 0 is tokens alone, 1 is time alone
+_MIXTURES = np.linspace(0.0, 1.0, _SEARCH.num_mixtures)
 # relative tolerance of a constraint, for sums that fill it exactly
 _SLACK = 1e-12
 
@@ -138,7 +149,7 @@ class Pricing:
         program = LinearProgram.dense(
             -duals[useful], shares, np.full(2, -np.inf), np.ones(2), upper=self.most[kind, useful].astype(np.float64)
         )
-        limits = SearchLimits(time_limit_s, _PRICING_GAP)
+        limits = SearchLimits(time_limit_s, _SEARCH.gap)
         found = solve_integer_program(program, np.ones(int(useful.sum()), dtype=bool), limits)
         if not found.has_values:
             return Configurations.none(len(duals)), math.inf
@@ -158,7 +169,7 @@ class Pricing:
         low, high = 0.0, 1.0
         found = Configurations.none(len(duals))
         times = np.where(self.most[kind] > 0, self.time_share[kind], 0.0)
-        for _ in range(_GRID_TRIALS):
+        for _ in range(_SEARCH.most_trials):
             mixed = mixture * times + (1 - mixture) * self.token_share[kind]
             ceiling, fillings = _fill_grid(mixed, duals, self.most[kind], float(self.degrees[kind]))
             least = min(least, ceiling)
@@ -194,12 +205,12 @@ class Pricing:
 
 
 def _fill_grid(shares: FloatArray, duals: FloatArray, most: FloatArray, least_worth: float) -> tuple[float, FloatArray]:
-    """The largest worth that fits one constraint of `_CELLS` cells, shares rounded down, and fillings (sequences per class).
+    """The largest worth that fits one constraint of equal cells, shares rounded down, and fillings (sequences per class).
 
     The first filling is the best; after it come the best ones with fewer cells, as long as they are worth more than
     `least_worth`.
     """
-    cells = np.floor(shares * _CELLS * (1 - _SLACK)).astype(np.int64)
+    cells = np.floor(shares * _SEARCH.cells * (1 - _SLACK)).astype(np.int64)
     # bundles of 1, 2, 4, ... sequences of a class add up to every number up to `most`
     bundles: list[tuple[int, int]] = []
     for j in np.flatnonzero((most > 0) & (duals > 0)).tolist():
@@ -207,17 +218,17 @@ def _fill_grid(shares: FloatArray, duals: FloatArray, most: FloatArray, least_wo
         while left > 0:
             bundles.append((j, min(size, left)))
             left, size = left - size, 2 * size
-    value = np.zeros(_CELLS + 1)
-    is_taken = np.zeros((len(bundles), _CELLS + 1), dtype=bool)
+    value = np.zeros(_SEARCH.cells + 1)
+    is_taken = np.zeros((len(bundles), _SEARCH.cells + 1), dtype=bool)
     for row, (j, size) in enumerate(bundles):
         width = int(cells[j]) * size
-        if width <= _CELLS:
-            candidate = value[: _CELLS + 1 - width] + duals[j] * size
+        if width <= _SEARCH.cells:
+            candidate = value[: _SEARCH.cells + 1 - width] + duals[j] * size
             np.greater(candidate, value[width:], out=is_taken[row, width:])
             value[width:] = np.maximum(candidate, value[width:])
     # the first cell at each level of worth, highest first
     levels = np.flatnonzero(np.diff(value, prepend=-1.0) > 1e-9)[::-1]
-    last_cells = [_CELLS, *[int(cell) for cell in levels[:_MAX_FILLINGS] if value[cell] > least_worth]]
+    last_cells = [_SEARCH.cells, *[int(cell) for cell in levels[: _SEARCH.most_fillings] if value[cell] > least_worth]]
     fillings = np.zeros((len(last_cells), len(duals)))
     for filling, cell in zip(fillings, last_cells, strict=True):
         for row in range(len(bundles) - 1, -1, -1):
@@ -225,4 +236,4 @@ def _fill_grid(shares: FloatArray, duals: FloatArray, most: FloatArray, least_wo
                 j, size = bundles[row]
                 filling[j] += size
                 cell -= int(cells[j]) * size
-    return float(value[_CELLS]), fillings
+    return float(value[_SEARCH.cells]), fillings

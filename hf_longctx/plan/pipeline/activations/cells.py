@@ -32,12 +32,23 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.pipeline.activations.joint_program import Cell, JointChoice, Moments
 
-# largest share of the time beside it that a copy may fill: copies share a link with messages, and start late
-_LINK_SHARE = 0.9
-# largest share of one layer's backward that a layer's copy back may take
-_LAYER_SHARE = 0.95
-# tie-breaker: a hidden copy costs this share of its time, so that nothing moves for nothing
-_IDLE_COPY = 1e-4
+
+@dataclass(frozen=True, slots=True)
+class _CopyConstants:
+    """Constants with which copies to the host are priced.
+
+    link_share: largest share of the time beside it that a copy may fill, since copies share a link with messages and start late.
+    layer_share: largest share of one layer's backward that a layer's copy back may take. idle_share: share of its time that a
+    hidden copy costs, a tie-breaker so that nothing moves for nothing.
+    """
+
+    link_share: float = 0.9
+    layer_share: float = 0.95
+    idle_share: float = 1e-4
+
+
+# repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_COPIES = _CopyConstants()
 
 
 def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
@@ -187,7 +198,7 @@ class GroupCells:
         out_s, backward_s = windows_s
         behind = (num_layers - 1) / num_layers
         copy_s = num_layers * ways.host_bytes / self.costs.cluster.hardware.copy_bytes_per_s
-        hidden_s = min(_LINK_SHARE * out_s, _LAYER_SHARE * backward_s * behind)
+        hidden_s = min(_COPIES.link_share * out_s, _COPIES.layer_share * backward_s * behind)
         return Cell(
             diagonal,
             num_layers,
@@ -195,7 +206,7 @@ class GroupCells:
             ways.kept_bytes - ways.recomputed_bytes,
             num_layers * (ways.kept_bytes - ways.offloaded_bytes),
             num_layers * ways.host_bytes,
-            _IDLE_COPY * copy_s + num_layers * ways.offload_s,
+            _COPIES.idle_share * copy_s + num_layers * ways.offload_s,
             min(behind, hidden_s / copy_s) if copy_s else 0.0,
         )
 

@@ -33,15 +33,29 @@ from hf_longctx.plan.core.arrays import BoolArray, FloatArray, IntArray
 from hf_longctx.plan.solver.program import LinearProgram, SearchLimits, SolverError
 from hf_longctx.plan.solver.solve import solve_integer_program, solve_linear_program
 
-# share of the linear program's bound by which a solution may exceed it, and most nodes that the search for a better one visits
-_GAP = 0.02
-_MOST_NODES = 50
-# most columns of a program that is searched although rounding found a solution: in a larger one a rounded layer hardly matters
-_SEARCHED = 64
-# most times that fractions are rounded up, and the share of them each time
-_MOST_DIVES, _RAISED = 8, 0.7
 # relative margin by which limits are tightened, since solvers may exceed them slightly
 _MARGIN = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class _JointSearch:
+    """Constants of the search for an integer solution.
+
+    gap: share of the linear program's bound by which a solution may exceed it. most_nodes: nodes that the search for a better one
+    visits. few_columns: most columns of a program that is searched although rounding found a solution; in a larger one a rounded
+    layer hardly matters. most_dives: how often fractions are rounded up. raised: share of the fractions that is rounded up each
+    time.
+    """
+
+    gap: float = 0.02
+    most_nodes: int = 50
+    few_columns: int = 64
+    most_dives: int = 8
+    raised: float = 0.7
+
+
+# repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_SEARCH = _JointSearch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +175,11 @@ class _JointProgram:
             if not relaxed.has_values:
                 return None
             start = self._dive(program, relaxed.values, time_limit_s)
-            gap = max(_GAP, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
+            gap = max(_SEARCH.gap, tolerance_s / self.second_unit / max(1e-9, relaxed.bound))
             is_near = start is not None and program.costs @ start <= (1 + gap) * relaxed.bound + 1e-9
-            if start is not None and (is_near or len(program.costs) > _SEARCHED):
+            if start is not None and (is_near or len(program.costs) > _SEARCH.few_columns):
                 return self._choice(start, relaxed.bound, "rounding")
-            limits = SearchLimits(time_limit_s, gap, most_nodes=_MOST_NODES)
+            limits = SearchLimits(time_limit_s, gap, most_nodes=_SEARCH.most_nodes)
             found = solve_integer_program(program, whole, limits, start)
         except SolverError:
             return None
@@ -210,7 +224,7 @@ class _JointProgram:
         Where rounding all layers up leaves too little to offload, 70 % of the fractional layers (the largest fractions first) are
         rounded up, and the program is solved again for the others.
         """
-        for _ in range(_MOST_DIVES):
+        for _ in range(_SEARCH.most_dives):
             if (start := self._rounded(program, values)) is not None:
                 return start
             layers = values[: self.num_diagonals]
@@ -218,7 +232,7 @@ class _JointProgram:
             broken = np.flatnonzero(fractions > 1e-6)
             if not len(broken):
                 return None
-            raised = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_RAISED * len(broken))]
+            raised = broken[np.argsort(fractions[broken], kind="stable")][: math.ceil(_SEARCH.raised * len(broken))]
             lower = program.lower.copy()
             lower[raised] = np.ceil(layers[raised])
             program = replace(program, lower=lower)
