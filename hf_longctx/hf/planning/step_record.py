@@ -173,7 +173,7 @@ def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:
 
 def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
     """Predicts `StepResult.memory` of this rank."""
-    memory = NO_MEMORY
+    memory, byte_model = NO_MEMORY, ByteModel(model)
     _, position = plan.place(rank)
     for group, stage in plan.for_rank(rank).rounds:
         if is_lent(group):
@@ -185,7 +185,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
         held: dict[tuple[int, int], tuple[int, int]] = {}
         # a single chunk on one stage, the common case, has neither a K/V book nor messages to count
         is_plain = len(group.chunks) == 1 and plan.num_stages == 1
-        found = None if is_plain else ByteModel(model).moments(group, stage, place).most
+        found = None if is_plain else byte_model.moments(group, stage, place).most
         for action in stage.actions:
             key = (action.part, action.chunk)
             if action.kind == "B":
@@ -203,7 +203,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
             # the plan's estimate is for the stage with the most bytes, but this rank's stage may hold fewer
             most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
             messages = message_bytes(model, stage, plan.num_stages, most_tokens)
-            memory = memory.most(StepMemory(device_peak=ByteModel(model).stage_states(stage, plan) + found.peak + messages))
+            memory = memory.most(StepMemory(device_peak=byte_model.stage_states(stage, plan) + found.peak + messages))
     return memory if plan.num_stages > 1 else replace(memory, device_peak=plan.estimate.peak_bytes)
 
 
