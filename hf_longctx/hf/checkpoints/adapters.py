@@ -24,7 +24,7 @@ def load_adapters(model: Any, folder: str) -> None:
     with safe_open(file, framework="pt", device="cpu") as reader:
         if missing := sorted(set(targets) - set(reader.keys())):
             raise ValueError(
-                f"{file} lacks {len(missing)} weights of this model's adapters, {missing[0]} first; resume with the "
+                f"{file} lacks {len(missing)} weights of this model's adapters (the first is {missing[0]}); resume with the "
                 f"config of the saved adapters"
             )
         for name, target in targets.items():

@@ -78,7 +78,9 @@ def _copy_converted(model: Any, folder: str) -> None:
     found = loaded.state_dict()
     targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     if missing := sorted({*report["missing_keys"], *(model.state_dict().keys() - found.keys())}):
-        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} first; resume with its own model")
+        raise ValueError(
+            f"{folder} lacks {len(missing)} weights of the model (the first is {missing[0]}); resume with its own model"
+        )
     for name in model.state_dict():
         targets[name].copy_(sharded_like(targets[name], found[name]))
 
@@ -107,7 +109,9 @@ def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part
                 loaded.add(id(targets[name]))
     missing = [name for name in model.state_dict() if id(targets[name]) not in loaded]
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} first; resume with its own model")
+        raise ValueError(
+            f"{folder} lacks {len(missing)} weights of the model (the first is {missing[0]}); resume with its own model"
+        )
 
 
 def checkpoint_files(folder: str) -> list[Path]:

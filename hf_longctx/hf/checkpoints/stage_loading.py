@@ -44,7 +44,7 @@ def load_stage(folder: str, parts: Ranges, stage: int, dtype: torch.dtype | str 
     """
     config = checkpoint_config(folder)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{folder} holds a {config.model_type}, which is not a causal language model; use one that is")
+        raise ValueError(f"{folder} holds a {config.model_type}, which is not a causal language model; use one of these")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model, report = _cutting(model_class, parts, stage).from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
@@ -55,7 +55,8 @@ def load_stage(folder: str, parts: Ranges, stage: int, dtype: torch.dtype | str 
         drop_embedding(find_pieces(model))
     if absent := sorted(set(report["missing_keys"]) & set(model.state_dict())):
         raise ValueError(
-            f"the checkpoint in {folder} lacks {len(absent)} weights of stage {stage}, {absent[0]} first; give a complete one"
+            f"the checkpoint in {folder} lacks {len(absent)} weights of stage {stage} (the first is {absent[0]}); give a "
+            f"complete checkpoint"
         )
     loaded: PreTrainedModel = model
     return loaded

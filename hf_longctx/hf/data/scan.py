@@ -242,7 +242,8 @@ def _table_problems(name: str, first_row: int, table: pa.Table | str, vocab_size
     if "attention_mask" in table.column_names:
         mask_lengths = _list_lengths(table["attention_mask"])
         problems += [
-            f"{name} row {first_row + row} has {lengths[row]} tokens but an attention_mask of {mask_lengths[row]}"
+            f"{name} row {first_row + row} has {lengths[row]} tokens but an attention_mask of {mask_lengths[row]}; give one "
+            f"value per token, or remove the column"
             for row in np.flatnonzero(mask_lengths != lengths)
         ]
         lowest = pc.min_max(_values(table["attention_mask"])).as_py()["min"]

@@ -227,7 +227,7 @@ class StreamBatches:
             self._has_told_cuts = True
             what = "truncated" if rules.long_sequences == "truncate" else "split"
             logger.warning(
-                "%s: row %d has %d tokens and is %s at %d; so are later long rows", rules.name, row, num_tokens, what, limit
+                "%s: row %d has %d tokens and is %s at %d, as all later long rows are", rules.name, row, num_tokens, what, limit
             )
         index = SequenceIndex.build(lengths, limit, rules.long_sequences)
         return [slice(int(start), int(stop)) for start, stop in zip(index.starts, index.stops, strict=True)]

@@ -126,7 +126,7 @@ class DraftPlanner:
         return _as_stand_in(fast, "failed")
 
 
-_STANDS_IN = " in the place of a "
+_STANDS_IN = " in place of a "
 
 
 def is_stand_in(plan: StepPlan) -> bool:

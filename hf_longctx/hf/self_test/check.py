@@ -110,7 +110,7 @@ class SelfTest:
         dtype = next((each for each in _EXACT if needed[each] <= free_bytes), None)
         if dtype is None:
             _left_out(
-                f"a copy of a layer of every kind takes {needed[torch.float32] / 2**30:.1f} GiB with its gradients, of which "
+                f"a copy of a layer of every kind takes {needed[torch.float32] / 2**30:.1f} GiB with its gradients, but only "
                 f"{free_bytes / 2**30:.1f} GiB are free",
                 model,
                 control,
@@ -248,13 +248,13 @@ class SelfTest:
         lines = [f"- {name}: {each.check}: {each.text}" for name, found in bad.items() for each in found]
         good = [probe.name for probe in probes if probe.name not in bad]
         remedy = (
-            f"what passed ({', '.join(good)}) may be planned alone (`method`, `degrees`, activations='keep')"
+            f"plans that passed ({', '.join(good)}) may be used alone: set `method`, `degrees` or activations='keep' so"
             if good
             else "none of the plans passed"
         )
         return (
-            f"the parity self-test failed before step 1: under plans {self.name} does not compute what it computes as plain "
-            f"transformers (plans by their name, documents of {_listed(self.lengths)} tokens):\n"
+            f"the parity self-test failed before step 1: under plans {self.name} does not compute what it computes in plain "
+            f"transformers (every line begins with the plan; documents have {_listed(self.lengths)} tokens):\n"
             + "\n".join(lines)
             + f"\n{remedy}; please report this message. self_test=False trains without the check, on gradients that are wrong"
         )
@@ -262,11 +262,11 @@ class SelfTest:
     def _line(self, probes: Sequence[ProbePlan], worst: float, seconds: float) -> str:
         layers = ", ".join(f"{number} ({pattern})" for number, pattern in self.exact.patterns.items())
         layers = f"{layers} of {self.exact.whole_layers}"
-        shortened = ", windows shortened to be filled" if self.exact.was_shortened else ""
-        whole = "" if self.exact.is_cut else ", all, since the model cannot be cut"
+        shortened = ", windows shortened so that documents fill them" if self.exact.was_shortened else ""
+        whole = "" if self.exact.is_cut else " (all layers, since the model cannot be cut)"
         if self.rope_limit:
-            shortened += f", rotary frequencies scaled beyond {self.rope_limit} tokens already"
-        precision = str(self.dtype).removeprefix("torch.") + (" with weights of four bits in full" if self.is_packed else "")
+            shortened += f", rotary frequencies already scaled beyond {self.rope_limit} tokens"
+        precision = str(self.dtype).removeprefix("torch.") + (" with four-bit weights unpacked" if self.is_packed else "")
         precision += "" if self.working is None else " and the run's precision"
         return (
             f"self-test passed in {seconds:.1f} s: plans ({'; '.join(probe.name for probe in probes)}) against the plain model, "

@@ -63,7 +63,7 @@ def findings(errors: Errors, limits: Limits, describe: Callable[[int], str], win
     found = [*_hidden(errors, limits, describe, windows)]
     has_cause = bool(found)
     if not limits.is_kept(errors, ("loss", 0)):
-        why = "" if has_cause else " though all hidden states agree: labels, or the division by their number"
+        why = "" if has_cause else " although all hidden states agree, so the labels or the division by their number are wrong"
         found.append(Finding("loss", f"differs by {_of(errors, limits, ('loss', 0))}{why}"))
     if not has_cause:
         found += _gradients(errors, limits, describe)
@@ -85,7 +85,7 @@ def _hidden(errors: Errors, limits: Limits, describe: Callable[[int], str], wind
         return []
     size = _of(errors, limits, ("values", bad))
     if windows.get(bad) and limits.is_kept(errors, ("early", bad)):
-        return [Finding("window", f"{describe(bad)} differs by {size}, from token {windows[bad]} of a document on only")]
+        return [Finding("window", f"{describe(bad)} differs by {size}, but only from token {windows[bad]} of a document on")]
     return [Finding("hidden states", f"{describe(bad)} is the first that differs, by {size}")]
 
 
@@ -98,9 +98,12 @@ def _gradients(errors: Errors, limits: Limits, describe: Callable[[int], str]) -
     size = _of(errors, limits, ("gradients", bad))
     behind = next((site for site in sites if site > bad), None)
     if behind is None:
-        return [Finding("gradients", f"what comes back to {describe(bad)}, the last, differs by {size}: head or loss")]
+        return [Finding("gradients", f"the gradient that head and loss return to {describe(bad)} differs by {size}")]
     return [
-        Finding("gradients", f"{describe(behind)} gets the right gradient of its output and gives one back that is off by {size}")
+        Finding(
+            "gradients",
+            f"{describe(behind)} gets the right gradient of its output, but its input's gradient differs by {size}",
+        )
     ]
 
 

@@ -229,7 +229,8 @@ def config_problems(config: LongContextConfig, args: TrainingArguments) -> list[
         )
     if config.stages != 1 and args.save_on_each_node:
         problems.append(
-            "save_on_each_node=True would need every stage on every node; write checkpoints to a folder that all nodes share"
+            "save_on_each_node=True would need every stage on every node; leave it out, and write checkpoints to a folder that "
+            "all nodes share"
         )
     return problems
 
@@ -353,11 +354,11 @@ def _lending_problems(model: Any, config: LongContextConfig, loaded: Ranges | No
             "from_pretrained, or leave lend_stages out"
         )
     if four_bit_layers(model):
-        problems.append("lend_stages=True is not tested with weights of four bits; load them in bfloat16, or leave it out")
+        problems.append("lend_stages=True is not tested with four-bit weights; load them in bfloat16, or leave lend_stages out")
     if has_balance(model):
         problems.append(
-            "lend_stages=True cannot take the balance of experts that the model's config asks for (output_router_logits=True); "
-            "set it to False, or leave lend_stages out"
+            "lend_stages=True does not support the load-balancing loss of experts that the model's config asks for "
+            "(output_router_logits=True); set that to False, or leave lend_stages out"
         )
     return problems
 
@@ -393,5 +394,7 @@ def setup_problems(
         problems.append(str(error))
     problems += stage_setting_problems(model, config, num_ranks)
     if config.solver == "static" and config.static_degree and config.static_degree not in degrees:
-        problems.append(f"static_degree {config.static_degree} is not among the degrees {list(degrees)}")
+        problems.append(
+            f"static_degree {config.static_degree} is not among the degrees {list(degrees)}; choose one of these, or set degrees"
+        )
     return problems

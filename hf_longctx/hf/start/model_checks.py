@@ -72,7 +72,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
             "model.gradient_checkpointing_disable()"
         )
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-        problems.append("the model is compiled, which is not supported yet; pass it as it was before compile()")
+        problems.append("the model is compiled, which is not supported yet; pass a model that is not compiled")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         problems.append("no parameter of the model requires a gradient; unfreeze what is to be trained")
@@ -106,7 +106,8 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
     ][:1]
     known = (*_LAYER_TYPES, *(["chunked_attention"] if type(model).__name__ in _CHUNKED else []))
     problems += [
-        f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model of {' and '.join(known)}"
+        f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "
+        f"type {' or '.join(known)}"
         for layer_type in sorted(set(layer_types) - set(known))
     ]
     if "chunked_attention" in known and not (size := config.attention_chunk_size):
@@ -119,7 +120,7 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         if (layer_types[layer] == "sliding_attention") != has_window:
             problems.append(
                 f"layer {layer} is {layer_types[layer]!r} in layer_types, but its window is {module.sliding_window}; "
-                f"let sliding_window, use_sliding_window and layer_types say the same"
+                f"make sliding_window, use_sliding_window and layer_types agree"
             )
     return problems
 

@@ -264,7 +264,10 @@ def starting_costs(
         return cluster, calibration.coefficients
     if control is None or dist.get_rank() == 0:
         known = "; ".join(model.model for model in profile.models) or "none"
-        logger.warning("hardware %s: rates only, its models (%s) are not this one (%s)", hardware, known, spec_name(spec))
+        logger.warning(
+            "hardware %s: only its rates are used, since it was calibrated for other models (%s) than this one (%s)",
+            *(hardware, known, spec_name(spec)),
+        )
     return cluster, default_coefficients(spec, cluster)
 
 
@@ -319,7 +322,7 @@ def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
     host = f" and {budget.host_bytes / 2**30:.1f} GiB of the host" if budget.host_bytes else ""
     return (
         f"{line} | everything is kept up to {min(budget.kept_tokens, setup.planner.tokens_per_rank):,} tokens on a rank, "
-        f"recomputed by need up to {setup.planner.tokens_per_rank:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the "
+        f"recomputed as needed up to {setup.planner.tokens_per_rank:,}, in {budget.device_bytes / 2**30:.1f} GiB beside the "
         f"model{host}"
     )
 

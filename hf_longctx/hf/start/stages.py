@@ -96,8 +96,8 @@ def load_pipeline_stage(
     state, checkpoint, launch = PartialState(), checkpoint_config(folder), LaunchEnvironment.read()
     if state.num_processes != launch.num_ranks:
         raise ValueError(
-            f"the launcher started {launch.num_ranks} processes, but {state.num_processes} of them joined; make the "
-            f"TrainingArguments before the model is loaded, without a GPU with use_cpu=True"
+            f"the launcher started {launch.num_ranks} processes, but only {state.num_processes} of them joined; make the "
+            f"TrainingArguments before the model is loaded (without a GPU, set use_cpu=True in them)"
         )
     if state.num_processes % config.stages:
         raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")

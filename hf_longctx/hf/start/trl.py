@@ -49,11 +49,11 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
         remedy = (
             "pass LongContextCallback(config) in callbacks=[...] and leave LongContextMixin and attach out"
             if found.__name__ == "DPOTrainer"
-            else "SFTTrainer is the trainer of TRL that runs them"
+            else "use SFTTrainer, the trainer of TRL that runs full plans"
         )
         return [
-            f"{found.__name__} takes its loss over whole sequences or generates them, but full plans train the token mean of the "
-            f"cross-entropy; {remedy}"
+            f"{found.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
+            f"the cross-entropy; {remedy}"
         ]
     return trl_problems() + offloading_problems(args) + _sft_problems(args, config)
 
@@ -64,7 +64,7 @@ def prepared_model_problems(model: Any) -> list[str]:
     if loaded_ranges(model) is not None:
         problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
     if four_bit_layers(model):
-        problems.append("weights of four bits are not tested with trainers of TRL; use LongContextTrainer")
+        problems.append("four-bit weights are not tested with trainers of TRL; use LongContextTrainer")
     return problems
 
 
@@ -96,8 +96,9 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
     for name in ("packing", "eval_packing"):
         if getattr(args, name, None):
             problems.append(
-                f"{name}=True makes rows of several documents, which plans would take for one; set {name}=False, since plans "
-                f"pack whole documents themselves, or use the callback in callbacks=[...] alone, which keeps TRL's rows"
+                f"{name}=True makes rows of several documents, each of which plans would train as one document; set "
+                f"{name}=False, since plans pack whole documents themselves, or use the callback in callbacks=[...] alone, which "
+                f"keeps TRL's rows"
             )
     if (loss := getattr(args, "loss_type", "nll")) != "nll":
         problems.append(
@@ -108,7 +109,7 @@ def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
     if limit is not None and config.max_length is not None and limit < config.max_length:
         problems.append(
             f"max_length={limit} of the SFTConfig cuts every row before plans see it, but LongContextConfig has max_length "
-            f"{config.max_length}; set SFTConfig(max_length=None), or both to the same"
+            f"{config.max_length}; set SFTConfig(max_length=None), or give both the same value"
         )
     return problems
 

@@ -85,7 +85,7 @@ class LongContextCallback(TrainerCallback):
     ) -> None:
         if self._trainer is not None:
             if self._trainer.state is not state:
-                raise ValueError("the callback is attached to another trainer than this one; make one for each")
+                raise ValueError("the callback is attached to another trainer; make one callback for each trainer")
             return
         # a training that raised may have left its hooks
         self.detach()
@@ -109,8 +109,8 @@ class LongContextCallback(TrainerCallback):
             problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         if has_balance(model):
             problems.append(
-                "the model's config asks for a balance of its experts (output_router_logits=True), which a stock trainer takes "
-                "over its own rank's tokens alone; attach the callback to the trainer, or set it to False"
+                "the model's config asks for a load-balancing loss of its experts (output_router_logits=True), which a stock "
+                "trainer computes from each rank's tokens alone; attach the callback to the trainer, or set it to False"
             )
         if args.world_size > 1 and vars(model).get("_is_accelerate_prepared"):
             problems.append(
@@ -130,7 +130,7 @@ class LongContextCallback(TrainerCallback):
         if args.process_index == 0 and config.report_steps:
             tqdm.write(run.report.opening)
         if args.process_index == 0 and (idle := _without_effect(config)):
-            logger.warning("%s: no effect on a callback that is not attached to its trainer", ", ".join(idle))
+            logger.warning("settings without effect, since the callback is not attached to the trainer: %s", ", ".join(idle))
 
 
 class AttachedMixin(LongContextMixin):
@@ -234,8 +234,8 @@ def _exchange_problems(config: LongContextConfig) -> list[str]:
         )
     if config.parameters != "replicated":
         problems.append(
-            f"parameters={config.parameters!r} is for LongContextTrainer; the trainer's own DDP holds the parameters here: "
-            f"leave it out"
+            f"parameters={config.parameters!r} needs LongContextTrainer, since here the trainer's own DDP holds the parameters; "
+            f"use it, or leave parameters out"
         )
     if config.tokens_per_step is not None:
         problems.append(

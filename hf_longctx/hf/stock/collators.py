@@ -43,7 +43,7 @@ def collator_problems(collator: Any, dataset: Any) -> list[str]:
     if kind in _PADDING or collator is default_data_collator:
         return _label_problems(name, dataset)
     return [
-        f"data_collator is {name}, and it is not known whether plans would train the same; use one of {_KNOWN} and do the rest "
+        f"data_collator is {name}, which is not tested, so plans might learn other tokens; use one of {_KNOWN} and do the rest "
         f"in the dataset (dataset.map), or use the callback without `attach`"
     ]
 

@@ -30,14 +30,14 @@ class PlannedDataMixin(_TrainerBase):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Planned steps of the training set; not sharded again by accelerate, since every rank draws the same steps."""
         if self.train_dataset is None:
-            raise ValueError("training needs a train_dataset")
+            raise ValueError("training needs a train_dataset; pass one to the trainer")
         return train_loader(self.longctx_run, self.train_dataset, lambda: self.state.global_step)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Planned steps of an evaluation set, in its order; a set given here is checked like the sets given at the start."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset")
+            raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
         return eval_loader(self.longctx_run, "eval_dataset", read_columns(type(self), dataset))
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:

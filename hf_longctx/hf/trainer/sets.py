@@ -119,7 +119,7 @@ def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: in
         what = (
             f"truncated, {dropped} tokens dropped" if dropped else f"split, {len(index)} sequences from {len(row_lengths)} rows"
         )
-        logger.warning("%s: %d rows above %d tokens %s", name, num_long, limit, what)
+        logger.warning("%s: %d rows are longer than %d tokens and were %s", name, num_long, limit, what)
 
 
 def _differing_stages(stage: int, model: nn.Module, control: dist.ProcessGroup | None) -> list[str]:

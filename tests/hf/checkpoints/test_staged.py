@@ -360,7 +360,7 @@ def test_a_checkpoint_without_a_weight_of_the_stage_is_refused(ranks, tmp_path: 
     family_model("llama", num_hidden_layers=3).save_pretrained(tmp_path)
     first, last = ranks(2).run(load_other, str(tmp_path))
     assert first == ""
-    assert "lacks 36 weights of the model, model.layers.3.self_attn.q_proj.weight first" in last
+    assert "lacks 36 weights of the model (the first is model.layers.3.self_attn.q_proj.weight)" in last
 
 
 # the last one, since it ends its pool

@@ -323,7 +323,7 @@ def test_runs_follow_one_plain_process_and_plain_peft_loads_their_adapters(pair,
     resumed = pair.run(train, str(tmp_path / "stages"), STAGES, str(tmp_path / "shards" / "checkpoint-2"))
     for start, results in ((0, whole_run), (2, resumed)):
         for opening, found, adapters in results:
-            assert "tokens in float64 with weights of four bits in full and the run's precision" in opening
+            assert "tokens in float64 with four-bit weights unpacked and the run's precision" in opening
             # AdamW makes steps of one size of gradients that differ in their last bits
             assert found == pytest.approx([before, *losses[start:]], rel=1e-5)
             assert max(relative_error(weight, weights[name]) for name, weight in adapters.items()) <= 1e-4

@@ -46,7 +46,7 @@ def test_late_plans_are_the_fast_planners_and_said_once(caplog) -> None:
     assert first.estimate.solver == "slow"
     for plan in stand_ins:
         assert plan.micro_batches == FAST.micro_batches
-        assert plan.estimate.solver == "greedy in the place of a late one" and is_stand_in(plan)
+        assert plan.estimate.solver == "greedy in place of a late one" and is_stand_in(plan)
     assert source.drafts.late_plans == 3
     assert [record.message.split(":")[0] for record in caplog.records] == ["step 1"]
     assert "late_plans" in caplog.text
@@ -84,7 +84,7 @@ def test_a_failed_solver_is_replaced_and_said_once(caplog, error: Exception) -> 
     source = slow_source(ScriptedPlanner(failing={1: error, 2: error}), late_s=60.0)
     with caplog.at_level(logging.WARNING):
         solvers = solvers_of(source, 4)
-    assert solvers == ["slow", *["greedy in the place of a failed one"] * 2, "slow"]
+    assert solvers == ["slow", *["greedy in place of a failed one"] * 2, "slow"]
     assert (source.drafts.late_plans, source.drafts.failed_plans) == (0, 2)
     (record,) = caplog.records
     assert record.message.startswith("step 1: the solver failed") and record.message.endswith(f"{type(error).__name__}: boom")

@@ -283,7 +283,7 @@ def replaced_on_rank() -> tuple[list[str], list[str], int, int]:
 def test_all_ranks_get_the_plan_that_replaced_a_late_or_failed_one(ranks) -> None:
     first, second = ranks(2).run(replaced_on_rank)
     assert first[:2] == second[:2]
-    assert first[1] == ["slow", "greedy in the place of a failed one", "greedy in the place of a late one"]
+    assert first[1] == ["slow", "greedy in place of a failed one", "greedy in place of a late one"]
     # only the rank that plans counts
     assert first[2:] == (1, 1) and second[2:] == (0, 0)
 

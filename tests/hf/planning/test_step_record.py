@@ -70,7 +70,7 @@ def test_line_shows_how_far_a_measured_plan_is_from_the_bound() -> None:
 
 
 def test_line_of_a_plan_that_replaced_another_says_so() -> None:
-    solver = "greedy in the place of a late one"
+    solver = "greedy in place of a late one"
     assert step_record(solver=solver).line(1).endswith(f"<2> <1x2> | {solver}")
 
 

@@ -22,16 +22,16 @@ def test_the_cause_comes_first_and_what_follows_from_it_is_left_out() -> None:
     assert hidden == ("hidden states", "site 0 is the first that differs, by 1.0e-01 (limit 1e-05)")
     assert loss == ("loss", "differs by 2.0e-01 (limit 1e-05)")
     assert said({("values", 0): 0.1}) == [
-        ("window", "site 0 differs by 1.0e-01 (limit 1e-05), from token 6 of a document on only")
+        ("window", "site 0 differs by 1.0e-01 (limit 1e-05), but only from token 6 of a document on")
     ]
 
 
 def test_gradients_are_followed_from_the_loss_back() -> None:
     ((check, text),) = said({("gradients", EMBEDDING): 0.3, ("gradients", 0): 0.2})
     assert check == "gradients"
-    assert text.startswith("site 1 gets the right gradient of its output and gives one back that is off by 2.0e-01")
+    assert text.startswith("site 1 gets the right gradient of its output, but its input's gradient differs by 2.0e-01")
     ((_, text),) = said({("gradients", 1): 0.3, ("gradients", 0): 0.2})
-    assert text == "what comes back to site 1, the last, differs by 3.0e-01 (limit 1e-05): head or loss"
+    assert text == "the gradient that head and loss return to site 1 differs by 3.0e-01 (limit 1e-05)"
     ((check, text),) = said({("weights", 0): 0.1, ("weights", 1): 0.2})
     assert (check, text.split(" (and")[0]) == ("gradient per layer", "of site 0 differs by 1.0e-01 (limit 1e-05) of its norm")
     assert "site 1 by 2.0e-01" in text

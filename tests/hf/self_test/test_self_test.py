@@ -57,7 +57,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {},
         [
             "- ulysses of 2: window: layer 1 (sliding_attention, window 6) differs by",
-            "from token 6 of a document on only",
+            "but only from token 6 of a document on",
             "- ring of 2: window: layer 1",
             "- slices, ulysses of 2, recomputed: window: layer 1",
         ],
@@ -66,7 +66,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {},
         [
             "- ulysses of 2: hidden states: layer 0 (full_attention) is the first that differs",
-            "what passed (ring of 2) may be planned alone",
+            "plans that passed (ring of 2) may be used alone",
         ],
     ),
     "neighbour's keys in rings": (
@@ -74,18 +74,18 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "- ring of 2: hidden states: layer 0 (full_attention) is the first that differs",
             "- ring of 2: token 0: the last token's gradient at token 0 of its document differs",
-            "what passed (ulysses of 2, slices, ulysses of 2, recomputed)",
+            "plans that passed (ulysses of 2, slices, ulysses of 2, recomputed)",
         ],
     ),
     "gradients of keys and values dropped": (
         {},
         [
             "- slices, ulysses of 2, recomputed: gradients: layer 1 (sliding_attention, window 6) gets the right gradient of its "
-            "output and gives one back that is off by",
-            "what passed (ulysses of 2, ring of 2)",
+            "output, but its input's gradient differs by",
+            "plans that passed (ulysses of 2, ring of 2)",
         ],
     ),
-    "loss normalised per rank": ({}, ["- ulysses of 2: loss: differs by", "though all hidden states agree: labels, or"]),
+    "loss normalised per rank": ({}, ["- ulysses of 2: loss: differs by", "although all hidden states agree, so the labels or"]),
     "documents leak": (
         {"method": "ulysses", "activations": "keep"},
         [
@@ -150,7 +150,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         {},
         [
             "plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed)",
-            "rotary frequencies scaled beyond 12 tokens already, 46 tokens in float64 and the run's precision",
+            "rotary frequencies already scaled beyond 12 tokens, 46 tokens in float64 and the run's precision",
         ],
     ),
     "longrope in stages": (
@@ -158,7 +158,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         ModelCase("phi3", rope_type="longrope_far"),
         {"stages": 2},
         {},
-        ["plans (one rank; slices, one rank, recomputed)", "rotary frequencies scaled beyond 32 tokens already"],
+        ["plans (one rank; slices, one rank, recomputed)", "rotary frequencies already scaled beyond 32 tokens"],
     ),
 }
 
@@ -179,7 +179,7 @@ def test_frequencies_by_the_length_of_a_slice_stop_the_run(rope_type: str) -> No
     case = ModelCase("llama" if rope_type == "dynamic" else "phi3", rope_type=rope_type)
     opening = start(case, {"max_length": 61}, {}, "frequencies of the slice")
     assert "- slices, one rank, recomputed: hidden states: layer 0 (" in opening
-    assert "what passed (one rank) may be planned alone" in opening
+    assert "plans that passed (one rank) may be used alone" in opening
 
 
 def traces(parameters: str, is_on: bool) -> tuple[list[torch.Tensor], bool]:

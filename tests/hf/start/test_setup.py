@@ -74,7 +74,8 @@ def test_a_profile_of_another_model_gives_rates_and_says_so(tmp_path: Path, capl
     costs = lone_setup(path).costs
     assert costs.coefficients == default_coefficients(costs.model, costs.cluster)
     assert costs.coefficients.source == "measured one day"
-    assert f"hardware {path}: rates only, its models (llama-3.1-8b) are not this one (2 layers of 32 and 48" in caplog.text
+    assert f"hardware {path}: only its rates are used, since it was calibrated for other models (llama-3.1-8b)" in caplog.text
+    assert "than this one (2 layers of 32 and 48" in caplog.text
 
 
 def test_a_shipped_guess_changes_the_rates_and_is_still_measured_by_the_run() -> None:

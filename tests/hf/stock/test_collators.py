@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "subclass": (
         type("Mine", (transformers.DataCollatorForSeq2Seq,), {})(tokenizer()),
         LABELLED,
-        "data_collator is Mine, and it is not known whether plans would train the same",
+        "data_collator is Mine, which is not tested, so plans might learn other tokens",
     ),
     "masked": (transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False), LABELLED, "overwrites the column 'labels'"),
     "no labels": (transformers.DataCollatorWithPadding(tokenizer()), UNLABELLED, "train_dataset has no column 'labels'"),

@@ -211,7 +211,7 @@ def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> N
     most = most_tokens(spec, KEPT_TOKENS * saved_token_bytes(spec), 0, 16)
     assert lines == [
         "attention: torch's own for whole documents, cpu_flash for tiles of rings, slices and replayed layers | everything is "
-        f"kept up to {KEPT_TOKENS} tokens on a rank, recomputed by need up to {most}, in 0.0 GiB beside the model"
+        f"kept up to {KEPT_TOKENS} tokens on a rank, recomputed as needed up to {most}, in 0.0 GiB beside the model"
     ]
 
 

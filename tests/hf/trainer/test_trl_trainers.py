@@ -109,8 +109,8 @@ def own_loss(base: Any) -> Any:
 
 # name -> (trainer, settings of plans, arguments, part of the message)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "pairs": ("DPOTrainer", {}, {}, "DPOTrainer takes its loss over whole sequences"),
-    "generation": ("GRPOTrainer", {}, {}, "SFTTrainer is the trainer of TRL that runs them"),
+    "pairs": ("DPOTrainer", {}, {}, "DPOTrainer computes its loss from whole sequences"),
+    "generation": ("GRPOTrainer", {}, {}, "use SFTTrainer, the trainer of TRL that runs full plans"),
     "packing": ("SFTTrainer", {}, {"packing": True, "max_length": 64}, "set packing=False, since plans pack whole documents"),
     "dft": ("SFTTrainer", {}, {"loss_type": "dft"}, "loss_type='dft' is not the token mean"),
     "offloading": ("SFTTrainer", {}, {"activation_offloading": True}, "activation_offloading=True would move"),

@@ -120,7 +120,7 @@ def refused(rows: Rows, folder: str, case: ModelCase, config: dict[str, Any]) ->
         (CASE, {"lend_stages": True}, "lends ranks of idle pipeline stages, but stages is 1; set stages=2 or more"),
         (replace(CASE, lora=()), STAGES, "lend_stages=True needs adapters (LoRA)"),
         (CASE, {**STAGES, "parameters": "gathered_per_round"}, "lend_stages=True needs parameters='replicated'"),
-        (EXPERTS, STAGES, "lend_stages=True cannot take the balance of experts"),
+        (EXPERTS, STAGES, "lend_stages=True does not support the load-balancing loss of experts"),
     ],
     ids=["no stages", "all weights", "shards", "experts"],
 )
