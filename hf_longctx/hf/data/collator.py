@@ -37,7 +37,7 @@ class PlannedStep:
 class TokenSequence:
     """Consecutive tokens of one sequence, starting at its token `first`: ids, and labels of the next token.
 
-    Both have shape [n] and type int64; a label is IGNORE_INDEX where nothing is to be learnt.
+    Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not to be learnt.
     """
 
     input_ids: Tensor

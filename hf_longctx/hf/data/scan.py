@@ -271,7 +271,7 @@ def _count_labels(table: pa.Table) -> int:
 
 
 def _list_lengths(column: pa.ChunkedArray) -> IntArray:
-    """Number of items in every row; 0 where the list is missing."""
+    """Number of items in every row; 0 for a row without the list."""
     lengths: IntArray = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return lengths
 

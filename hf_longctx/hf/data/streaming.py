@@ -282,7 +282,7 @@ class StreamReader:
 
 
 class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """A stream's batches, planned and distributed: each item is this rank's batch of one plan, as the collator makes it.
+    """Plans and distributes a stream's batches: each item is this rank's batch of one plan, in the form the collator makes.
 
     Collective over the source's control group: every rank must draw equally often. `steps_done` returns the number of batches
     that the trainer discards on resume, because they were done before; such batches are empty, and nothing is read for them.

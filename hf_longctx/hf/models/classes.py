@@ -2,7 +2,8 @@
 
 Start-up checks read this list, and a sweep of tests over all classes proves it. A class is listed as tested if tiny models of
 it, with every kind of layer that its default config has, give the same loss and gradients as plain Hugging Face: packed, in
-slices, recomputed, in stages, on sequence groups, on rings and sharded. A class may instead refuse some of these by name.
+slices, recomputed, in stages, on sequence groups, on rings and sharded. A tested class may also refuse some of these, with an
+error that names them.
 `docs/models.md` lists the error that was measured for each class.
 """
 

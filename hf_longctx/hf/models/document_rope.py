@@ -197,7 +197,7 @@ def _parameters(embedding: Any, layer_type: str) -> dict[str, Any]:
 
 
 def _limit(embedding: Any, kind: str, layer_type: str) -> int:
-    """Length of the longest document whose frequencies are not scaled, which are those of a new embedding."""
+    """Length of the longest document whose frequencies are not scaled, so that a new embedding has them."""
     if kind == "dynamic":
         return int(embedding.original_max_seq_len)
     return int(_parameters(embedding, layer_type)["original_max_position_embeddings"])

@@ -28,7 +28,7 @@ def has_plain_projections(model: nn.Module) -> bool:
 
 
 def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
-    """All decoder layers of `model` in order, also inside wrappers; raises ValueError for a model without such layers."""
+    """All decoder layers of `model` in order, even inside wrappers; raises ValueError for a model without such layers."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
@@ -58,7 +58,7 @@ def _mlp(layer: nn.Module) -> nn.Module:
 
 
 def output_head(model: nn.Module) -> nn.Module:
-    """The module of `model` whose output is the logits, also inside wrappers; raises ValueError if there is none."""
+    """The module of `model` whose output is the logits, even inside wrappers; raises ValueError if there is none."""
     inner = base_of(model)
     head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
     if not isinstance(head, nn.Module):

@@ -1,4 +1,4 @@
-"""Extends rotary position embeddings beyond a checkpoint's trained length, and checks that a model has those of its config.
+"""Extends rotary position embeddings beyond a checkpoint's trained length, and compares those of a model with its config.
 
 Changing a config after its model was built has no effect, and casting the whole model rounds its frequencies. Both mistakes are
 silent, and the error grows with the length of a sequence. So a config is extended before the model is built, and the

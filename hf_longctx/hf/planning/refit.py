@@ -1,7 +1,7 @@
 """Keeps a run's cost model accurate: fits it to the first steps, and again whenever its predictions drift.
 
 Trainer and callback add every finished plan. All ranks do so in the same order with the same plans, so they all gather,
-decide and fit alike; nothing happens inside a step.
+decide and fit in the same way; nothing happens inside a step.
 """
 
 from __future__ import annotations

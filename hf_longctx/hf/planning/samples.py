@@ -38,7 +38,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         num_pairs = costs.model.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
         return PassSample(chunk.num_tokens, num_pairs, group.degree, traffic, seconds_of, tiles, part)
 
-    # number micro-batches as the plan does: nested plans leave ranks out of some, so ranks would count differently
+    # use the plan's numbers of micro-batches: nested plans leave ranks out of some, so ranks would count differently
     _, position = plan.place(rank)
     micro_batches = [
         number

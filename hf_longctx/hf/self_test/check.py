@@ -287,7 +287,7 @@ def _rows(lengths: Sequence[int], num_token_ids: int) -> Rows:
 
 
 def _only_last(rows: Rows, document: int) -> Rows:
-    """The rows with one label, that of the document's last token."""
+    """The rows with a single label, on the last token of `document`."""
     return [
         {**row, "labels": [IGNORE_INDEX] * (len(row["labels"]) - 1) + [row["labels"][-1] if number == document else IGNORE_INDEX]}
         for number, row in enumerate(rows)

@@ -38,9 +38,10 @@ def activation_budget(
     device: torch.device,
     control: dist.ProcessGroup | None,
 ) -> ActivationBudget:
-    """Bytes that every rank has beside the states of the model, or of the stage with the most; collective.
+    """Bytes that every rank has left for activations beside the model's states; collective.
 
-    Raises ValueError for more host memory than there is.
+    With stages, these are the states of the stage that has most of them. Raises ValueError if `host_gib` asks for more host
+    memory than is available.
     """
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
     own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())

@@ -92,7 +92,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
 
 
 def _pattern_problems(model: PreTrainedModel) -> list[str]:
-    """Problems with attention patterns of which the attention function is not told, so that it would ignore them."""
+    """Problems with attention patterns that nobody passes to the attention function, so that it would ignore them."""
     config = model.config.get_text_config()
     # "vision" lets tokens of images see each other; without images it has no effect
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):

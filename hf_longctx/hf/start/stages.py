@@ -40,7 +40,7 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
     if is_reader and dataset is not None and not is_stream(dataset) and len(dataset):
         stride = max(1, len(dataset) // _SAMPLED_ROWS)
         rows = [dataset[place] for place in range(0, len(dataset), stride)[:_SAMPLED_ROWS]]
-        # rows without tokens are refused by name when the sets are checked, on all ranks
+        # skip rows without tokens: the later check of the sets refuses them on all ranks, with their numbers
         found_ids = [row.get("input_ids") for row in rows if isinstance(row, Mapping)]
         sizes = [len(ids) for ids in found_ids if isinstance(ids, Sized)]
         lengths = [min(size, max_length) for size in sizes if size] or lengths

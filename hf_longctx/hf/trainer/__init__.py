@@ -1,1 +1,1 @@
-"""The trainer, its mixins, and where parameters live."""
+"""The trainer and its mixins, the start of a run, and the placement of parameters on ranks."""

@@ -43,7 +43,7 @@ class PlannedDataMixin(_TrainerBase):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences of one optimizer step over all ranks; with tokens_per_step, their mean number.
 
-        Nobody knows that mean for a stream, so a stream counts as if it had no token budget.
+        The lengths of a stream are unknown, so for a stream it is the number without a token budget.
         """
         if self.longctx_config.tokens_per_step is None or is_stream(self.train_dataset):
             return sequences_per_step(args)

@@ -78,7 +78,7 @@ class ParameterMixin(_TrainerBase):
         return self.longctx_run.placement
 
     def _placed_model(self) -> Any:
-        """The model as it is trained and evaluated: sharded and under autocast where the settings ask for it, nothing gathered.
+        """The model as it is trained and evaluated: sharded and under autocast if the settings say so, with no weight gathered.
 
         The first call is collective over all ranks.
         """
