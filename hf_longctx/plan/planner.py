@@ -119,8 +119,8 @@ def candidates_with_room(problem: GroupingProblem, costs: CostModel, config: Pla
     if kept and not config.one_micro_batch and 0 < num_long < len(problem.lengths):
         # sorted longest first
         long, others = range(num_long), range(num_long, len(problem.lengths))
-        [(first, name), *_] = candidates(replace(problem.part(long), capacity=needed), costs, config)
-        [(second, _), *_] = candidates(replace(problem.part(others), capacity=kept), costs, config)
+        [(first, name), *_] = candidates(replace(problem.subproblem(long), capacity=needed), costs, config)
+        [(second, _), *_] = candidates(replace(problem.subproblem(others), capacity=kept), costs, config)
         found.append(([*renumber(first, long), *renumber(second, others)], f"{name}, long ones apart"))
     return found
 

@@ -80,7 +80,7 @@ def probe_plans(
 
 def _layer_ranges(num_layers: Sequence[Sequence[int]]) -> list[tuple[LayerRange, ...]]:
     """Layer ranges of every stage, with these numbers of layers: range 0 of every stage comes first, then range 1, and so on."""
-    counts = [of_stage[part] for part in range(len(num_layers[0])) for of_stage in num_layers]
+    counts = [stage_layers[part] for part in range(len(num_layers[0])) for stage_layers in num_layers]
     ranges = [LayerRange(first, count) for first, count in zip([0, *accumulate(counts)], counts, strict=False)]
     return [tuple(ranges[stage :: len(num_layers)]) for stage in range(len(num_layers))]
 

@@ -69,7 +69,7 @@ def backfill(problem: GroupingProblem, layout: Layout, regroup: Grouper, passes:
 def group_some(problem: GroupingProblem, sequences: Sequence[int], regroup: Grouper) -> list[Group]:
     """Groups that `regroup` finds for these sequences (sorted longest first), in the numbers of `problem`."""
     chosen = list(sequences)
-    return [(degree, tuple(chosen[i] for i in members)) for degree, members in regroup(problem.part(chosen))]
+    return [(degree, tuple(chosen[i] for i in members)) for degree, members in regroup(problem.subproblem(chosen))]
 
 
 def _fill(problem: GroupingProblem, layout: Layout, donated: list[int]) -> tuple[Layout, set[int]]:

@@ -212,7 +212,7 @@ def _bins(problem: GroupingProblem) -> list[Layout]:
     """
     packing = pack_sequences(problem.lengths, min(problem.capacity * problem.num_ranks, MAX_CAPACITY))
     order = packing.order.tolist()
-    found = group_pieces(problem.part(order), list(pairwise(packing.offsets.tolist())))
+    found = group_pieces(problem.subproblem(order), list(pairwise(packing.offsets.tolist())))
     return [_renumber(found, order)] if all(found) else []
 
 

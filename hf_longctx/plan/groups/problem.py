@@ -102,7 +102,7 @@ class GroupingProblem:
         Solvers break ties by sequence number, so on sorted sequences their result does not depend on the order of the input.
         """
         order = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
-        return self.part(order), order
+        return self.subproblem(order), order
 
     def restricted(self, degrees: Sequence[int]) -> GroupingProblem:
         """This problem with only these of its degrees."""
@@ -114,7 +114,7 @@ class GroupingProblem:
             group_s=tuple(self.group_s[k] for k in kept),
         )
 
-    def part(self, sequences: Sequence[int]) -> GroupingProblem:
+    def subproblem(self, sequences: Sequence[int]) -> GroupingProblem:
         """The subproblem of these sequences, numbered in this order."""
         chosen = list(sequences)
         return replace(self, lengths=tuple(self.lengths[i] for i in chosen), seconds=self.seconds[:, chosen])

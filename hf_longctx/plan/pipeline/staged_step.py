@@ -120,7 +120,7 @@ class StageRoom:
     """Estimates how much fits on a rank of every stage, and how many seconds it costs to make room for more."""
 
     def __init__(self, costs: CostModel, parts: Parts, config: PlannerConfig) -> None:
-        self.layers = [sum(part.num_layers for part in of_stage) for of_stage in parts]
+        self.layers = [sum(part.num_layers for part in ranges) for ranges in parts]
         num_layers, budget = costs.model.num_layers, config.activations
         # a stage has only some of the layers, so its ranks can hold proportionally more tokens
         self.longest_tokens = config.tokens_per_rank * num_layers // max(self.layers)
@@ -157,7 +157,7 @@ class StageRates:
 
 def busiest_rates(costs: CostModel, shape: GroupShape, parts: Parts, tokens: FloatArray) -> StageRates:
     """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage."""
-    rates = [_rates(costs, shape, of_stage, place == len(parts) - 1) for place, of_stage in enumerate(parts)]
+    rates = [_rates(costs, shape, ranges, stage == len(parts) - 1) for stage, ranges in enumerate(parts)]
     return max(rates, key=lambda each: float(each.sequences_s(tokens).sum()))
 
 
@@ -191,11 +191,11 @@ def pipeline_s(
     """
     on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
-    pairs_of = [[costs.model.attention_pairs((part,)) for part in of_stage] for of_stage in parts]
+    pairs_of = [[costs.model.attention_pairs((part,)) for part in ranges] for ranges in parts]
     # pairs are counted once per mix of layers, since most stages have the same mix
     num_pairs = {
         pairs: np.array([pairs.of_chunk(chunk) for chunk in chunks])
-        for pairs in dict.fromkeys(pairs for of_stage in pairs_of for pairs in of_stage)
+        for pairs in dict.fromkeys(pairs for stage_pairs in pairs_of for pairs in stage_pairs)
     }
     documents = np.array([len(chunk.spans) for chunk in chunks], dtype=np.float64)
     num_stages, num_parts = len(parts), len(parts[0])
@@ -204,8 +204,8 @@ def pipeline_s(
         found = {
             pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents) for pairs, counts in num_pairs.items()
         }
-        for stage, of_stage in enumerate(parts):
-            for place, part in enumerate(of_stage):
+        for stage, ranges in enumerate(parts):
+            for place, part in enumerate(ranges):
                 has_head = stage == num_stages - 1 and place == num_parts - 1
                 layer_s, head_s = found[pairs_of[stage][place]]
                 seconds[place, stage, :, int(is_backward)] = layer_s * part.num_layers + (head_s if has_head else 0.0)
@@ -217,7 +217,7 @@ def pipeline_s(
     wiring = Wiring(kinds, of_chunks, of_parts, num_parts)
     times, _ = wiring.run(wiring.seconds(seconds), wiring.hops(hop_s))
     held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_parts) for kind, chunk, _ in orders)
-    return max(of_stage[-1][1] for of_stage in times), held
+    return max(stage_times[-1][1] for stage_times in times), held
 
 
 def _layer_and_head_s(

@@ -118,7 +118,7 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
         )
     phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
     for chunk in range(len(group.chunks)):
-        found = [of_stage.phase(chunk) for of_stage in phases]
+        found = [stage_phases.phase(chunk) for stage_phases in phases]
         if found != sorted(found):
             raise ValueError(
                 f"the stages that run chunk {chunk} would wait for each other forever: for some it is one of their first chunks, "
@@ -271,7 +271,7 @@ class _Rows:
         if len(stages) == 1:
             return cls(None, 0, 0, ((slice(None),),))
         first = (0, *accumulate(even_shards(chunk.num_tokens, group.degree)))[place]
-        held = (of_stage[place] for of_stage in lent_pieces(chunk.num_tokens, group.degree, len(stages)))
+        held = (stage_pieces[place] for stage_pieces in lent_pieces(chunk.num_tokens, group.degree, len(stages)))
         rows = tuple(tuple(slice(piece.start - first, piece.stop - first) for piece in pieces) for pieces in held)
         return cls(pool.lending_group(stages), stages.index(action.stage), stages.index(pool.stage), rows)
 

@@ -230,7 +230,7 @@ def row_of(name: str, plan: StepPlan, costs: CostModel, rounds: Sequence[Sequenc
         rounds_s=seconds,
         core_share=median(min(step.core_share for step in stages) for stages in counted),
         predicted_idle=[1 - busy_s / (said.step_s - said.once_s) for busy_s in said.busy_s],
-        measured_idle=[median(of_stage) for of_stage in zip(*shares, strict=True)],
+        measured_idle=[median(stage_shares) for stage_shares in zip(*shares, strict=True)],
         planned_in_flight=list(said.in_flight),
         executed_in_flight=[executed_in_flight(step.record) for step in rounds[0]],
         planned_kv_book=[ByteModel(costs.model).moments(group, stage).most.book for stage in group.stages],

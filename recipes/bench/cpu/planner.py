@@ -101,7 +101,7 @@ def own_fluid_s(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> floa
     total_s = costs.coefficients.step_s
     for micro_batch in plan.micro_batches:
         members = [span.sequence for group in micro_batch.groups for chunk in group.chunks for span in chunk.spans]
-        part = problem.part(sorted(members, key=lambda i: -plan.lengths[i]))
+        part = problem.subproblem(sorted(members, key=lambda i: -plan.lengths[i]))
         total_s += float(fluid_bounds_s(part, [(0, len(members))], problem.num_ranks)[0])
     return total_s
 

@@ -226,8 +226,8 @@ def step_seconds(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
         return known[key]
 
     times = run_actions([stage.actions for stage in group.stages], seconds, lambda action: 0.0, num_parts)
-    total_s = max(of_stage[-1][1] for of_stage in times)
-    busy_s = sum(stop_s - start_s for of_stage in times for start_s, stop_s in of_stage)
+    total_s = max(stage_times[-1][1] for stage_times in times)
+    busy_s = sum(stop_s - start_s for stage_times in times for start_s, stop_s in stage_times)
     return total_s, 1 - busy_s / (setup.stages * total_s)
 
 

@@ -235,7 +235,7 @@ class Offload:
                 device += [(max(before_s, began_s[action.chunk]), moved), (stop_s, -kept)]
                 host += [(start_s, -moved)]
                 before_s = start_s
-        return max(of_stage[-1][1] for of_stage in times), _most(device), _most(host)
+        return max(stage_times[-1][1] for stage_times in times), _most(device), _most(host)
 
     def as_ours(self, policies: tuple[ActivationPolicy, ...]) -> tuple[float, int, int]:
         """Seconds, and peak bytes of the first stage on device (without states) and host, under our runtime."""

@@ -70,15 +70,15 @@ def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers:
                     Chunk(0, (Span(0, 0, n),)),
                     shape,
                     backward,
-                    of_stage[0].num_layers,
+                    ranges[0].num_layers,
                     stage == 1,
-                    pairs=costs.model.attention_pairs(of_stage),
+                    pairs=costs.model.attention_pairs(ranges),
                 )
                 for backward in (False, True)
             )
             for n in lengths
         ]
-        for stage, of_stage in enumerate(parts)
+        for stage, ranges in enumerate(parts)
     ]
     found = rates.sequences_s(np.array(lengths, dtype=float)) + rates.chunk_s
     assert found.tolist() == pytest.approx(max(expected, key=sum), rel=1e-9)

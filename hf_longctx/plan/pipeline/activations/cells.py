@@ -251,8 +251,8 @@ class GroupCells:
         least = with_layers(self.group, recomputed, self.tile_tokens)
         found = []
         for stages in zip(self.group.stages, least.stages, strict=True):
-            kept, lean = (self.bytes.moments(self.group, stage) for stage in stages)
-            peak = kept.saved + np.maximum(kept.peak - kept.saved, lean.peak - lean.saved)
+            kept, replayed = (self.bytes.moments(self.group, stage) for stage in stages)
+            peak = kept.saved + np.maximum(kept.peak - kept.saved, replayed.peak - replayed.saved)
             found.append(self._with_ends(stages[0], peak))
         return found
 

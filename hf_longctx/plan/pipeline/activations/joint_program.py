@@ -146,7 +146,7 @@ class _JointProgram:
         np.maximum.at(self.layer_s, self.diagonal, layer_s)
         # a diagonal's number of layers is that of its largest cell; smaller cells recompute proportionally fewer
         self.part = numbers[1] / self.most_layers[self.diagonal]
-        places = _alike(len(moments.excess_bytes), moments.first, moments.stop, moments.away, moments.back)
+        places = _merge_equal(len(moments.excess_bytes), moments.first, moments.stop, moments.away, moments.back)
         self.excess_bytes = np.full(int(places[-1]), -np.inf)
         np.maximum.at(self.excess_bytes, places[:-1], moments.excess_bytes)
         self.first, self.stop, away, back = (places[each] for each in (moments.first, moments.stop, moments.away, moments.back))
@@ -308,7 +308,7 @@ class _JointProgram:
     def _host_rows(self) -> _Rows:
         """Rows for host bytes, only at local peaks: moments at whose start a cell arrives and after which a cell leaves."""
         first, stop = self.first[self.shared], self.stop[self.shared]
-        places = _alike(len(self.excess_bytes), first, stop)
+        places = _merge_equal(len(self.excess_bytes), first, stop)
         grows, shrinks = np.zeros((2, int(places[-1]) + 1), dtype=bool)
         grows[places[first]] = True
         shrinks[places[stop]] = True
@@ -347,8 +347,11 @@ class _Rows:
     upper: FloatArray
 
 
-def _alike(num_moments: int, *ends: IntArray) -> IntArray:
-    """Number of each moment after merging moments with no end of a cell between them; the last entry is how many remain."""
+def _merge_equal(num_moments: int, *ends: IntArray) -> IntArray:
+    """Numbers the moments after merging neighbours that hold equal cells, since no cell begins or ends between them.
+
+    The last entry is the number of moments that remain.
+    """
     begins = np.zeros(num_moments + 1, dtype=np.int64)
     for each in ends:
         begins[each] = 1
