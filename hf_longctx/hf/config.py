@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from hf_longctx.hf.setting_kinds import Flag, Kind, Number, Sizes, Text, Whole, Word
+from hf_longctx.hf.setting_kinds import Stages as NumStages
 from hf_longctx.plan.core.planner_config import GROUP_METHODS, SOLVERS
 from hf_longctx.plan.core.types import PARAMETERS
 
@@ -225,23 +227,17 @@ class LongContextConfig:
     )
 
     def __post_init__(self) -> None:
-        self.degrees = _parsed_degrees(self.degrees)
-        self.stages = _parsed_stages(self.stages)
-        for name in ("max_length", "tokens_per_rank", "tokens_per_step"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; give a positive number of tokens or leave it out")
-        self._check_activations()
-        if self.lookahead_batches is not None and self.lookahead_batches < 1:
-            raise ValueError(f"lookahead_batches is {self.lookahead_batches}; at least 1 global batch must be read ahead")
-        if self.long_sequences not in LONG_SEQUENCES:
-            raise ValueError(f"long_sequences is {self.long_sequences!r}; choose one of {', '.join(LONG_SEQUENCES)}")
-        if self.method not in GROUP_METHODS:
-            raise ValueError(f"method is {self.method!r}; choose one of {', '.join(GROUP_METHODS)}")
-        if self.parameters not in PARAMETERS:
-            raise ValueError(f"parameters is {self.parameters!r}; choose one of {', '.join(PARAMETERS)}")
-        if self.interleave < 1:
-            raise ValueError(f"interleave is {self.interleave}; give the layer ranges of every pipeline stage, 1 for one each")
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError naming the first setting with a wrong type, a value out of range, or no effect beside another.
+
+        A run calls it again when it starts, since fields can be set after construction.
+        """
+        for name, kind in KINDS.items():
+            setattr(self, name, kind.checked(name, getattr(self, name)))
+        if self.host_gib and self.activations == "keep":
+            raise ValueError(f"host_gib is {self.host_gib} but activations are 'keep', which offloads nothing; leave one out")
         if self.lend_stages and self.interleave > 1:
             raise ValueError(
                 f"lend_stages is set and interleave is {self.interleave}; stages of several layer ranges lend no ranks, so leave "
@@ -252,56 +248,46 @@ class LongContextConfig:
                 f"shard_ranks is {self.shard_ranks} but parameters are 'replicated'; it has an effect with parameters 'sharded' "
                 f"or 'gathered_per_round' only"
             )
-        if self.shard_ranks is not None and self.shard_ranks < 2:
-            raise ValueError(f"shard_ranks is {self.shard_ranks}; give at least 2 ranks, or parameters='replicated'")
-        if self.solver not in SOLVERS:
-            raise ValueError(f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)}")
         if self.static_degree and self.solver != "static":
             raise ValueError(
                 f"static_degree is {self.static_degree} but solver is {self.solver!r}; it has an effect with solver 'static' only"
             )
-        if isinstance(self.degrees, list) and min(self.degrees, default=0) < 1:
-            raise ValueError(f"degrees is {self.degrees}; give positive group sizes, for example [1, 2, 4], or 'all'")
-        for name in ("static_degree", "calibration_steps", "timeline_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
-        if self.micro_batch_trials < 1:
-            raise ValueError(f"micro_batch_trials is {self.micro_batch_trials}; at least 1 is needed")
-        for name in ("collective_timeout_s", "solver_time_limit_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a positive number of seconds")
-
-    def _check_activations(self) -> None:
-        if self.activations not in ("auto", "keep"):
-            raise ValueError(f"activations is {self.activations!r}; choose one of auto, keep")
-        if self.host_gib and self.activations == "keep":
-            raise ValueError(f"host_gib is {self.host_gib} but activations are 'keep', which offloads nothing; leave one out")
-        if self.device_gib is not None and not self.device_gib > 0:
-            raise ValueError(f"device_gib is {self.device_gib}; give more than 0 or leave it out")
-        if self.host_gib is not None and not self.host_gib >= 0:
-            raise ValueError(f"host_gib is {self.host_gib}; it cannot be negative (0: nothing is offloaded)")
-        if self.tile_tokens < 0:
-            raise ValueError(f"tile_tokens is {self.tile_tokens}; it cannot be negative (0: untiled)")
 
 
-def _parsed_degrees(given: Degrees | None) -> Degrees | None:
-    """Numbers, or "all": also from the words of a command line."""
-    words = [given] if isinstance(given, str) else given
-    if words is None or list(map(str, words)) == ["all"]:
-        return None if words is None else "all"
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        raise ValueError(f"degrees is {given}; give positive group sizes, for example [1, 2, 4], or 'all' alone") from None
+_TOKENS = Whole(1, "give a positive number of tokens or leave it out", is_optional=True)
+_COUNT = Whole(0, "it cannot be negative", most=2**31)
+_SECONDS = Number("give a positive number of seconds")
 
-
-def _parsed_stages(given: Stages) -> Stages:
-    """A number, or "auto": also from the word of a command line."""
-    if given == "auto":
-        return given
-    try:
-        if int(given) >= 1 and int(given) == float(given):
-            return int(given)
-    except ValueError:
-        pass
-    raise ValueError(f"stages is {given!r}; give a number of pipeline stages, 1 for none, or 'auto'")
+# type and range of every setting
+KINDS: dict[str, Kind] = {
+    "max_length": _TOKENS,
+    "long_sequences": Word(LONG_SEQUENCES),
+    "tokens_per_rank": _TOKENS,
+    "activations": Word(("auto", "keep")),
+    "device_gib": Number("give more than 0 or leave it out", is_optional=True),
+    "host_gib": Number("it cannot be negative (0: nothing is offloaded)", may_be_zero=True, is_optional=True),
+    "tile_tokens": Whole(0, "it cannot be negative (0: untiled)"),
+    "tokens_per_step": _TOKENS,
+    "lookahead_batches": Whole(1, "at least 1 global batch must be read ahead", is_optional=True, most=2**31),
+    "degrees": Sizes(),
+    "method": Word(GROUP_METHODS),
+    "stages": NumStages(),
+    "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
+    "lend_stages": Flag(),
+    "parameters": Word(PARAMETERS),
+    "shard_ranks": Whole(2, "give at least 2 ranks, or parameters='replicated'", is_optional=True, most=2**20),
+    "solver": Word(SOLVERS),
+    "solver_time_limit_s": _SECONDS,
+    "static_degree": _COUNT,
+    "micro_batch_trials": Whole(1, "at least 1 is needed", most=2**20),
+    "time_aware": Flag(),
+    "nested": Flag(),
+    "node_aligned": Flag(),
+    "hardware": Text(),
+    "calibration_steps": _COUNT,
+    "collective_timeout_s": _SECONDS,
+    "fp32_gradients": Flag(),
+    "self_test": Flag(),
+    "report_steps": Flag(),
+    "timeline_steps": _COUNT,
+}

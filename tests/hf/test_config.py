@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 import hf_longctx
@@ -62,6 +67,38 @@ REFUSED = {
     "no time for the solver": ({"solver_time_limit_s": 0.0}, "solver_time_limit_s is 0.0; give a positive number of seconds"),
     "negative time-out": ({"collective_timeout_s": -3.0}, "collective_timeout_s is -3.0; give a positive number of seconds"),
 }
+
+
+# values that no setting has, or only some: types, ranges, sizes, and what compares or converts in a strange way
+ODD = [None, True, False, 0, 1, -1, 2, 3, 2**31, 2**40, 2**63, 2**64, -(2**70), 10**400, 0.5, 1.0, -0.0, 1e300, 1e-300]
+ODD += [math.nan, math.inf, -math.inf, 1j, "", "abc", "auto", "all", "1", "2.5", "nan", "None", "x" * 10**6, b"1", "\0", "١"]
+ODD += [[], [1], [0], [1.7], ["1"], [True], [None], [[1]], ["all", "all"], [1] * 10**5, {}, {"a": 1}, {1}, (1, 2), range(3)]
+ODD += [object(), int, len, Fraction(1, 3), Decimal("1.5"), Decimal("NaN"), np.int64(4), np.float32(2.0), np.bool_(True)]
+ODD += [np.array(3), np.array([1, 2]), torch.tensor(3), torch.tensor([1.0, 2.0]), ...]
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LongContextConfig)])
+def test_a_setting_is_kept_in_its_type_or_refused_by_its_name(name: str) -> None:
+    own = type(getattr(LongContextConfig(), name))
+    num_refused = 0
+    for value in ODD:
+        try:
+            kept = getattr(LongContextConfig(**{name: value}), name)
+        except ValueError as error:
+            num_refused += 1
+            assert name in str(error) and len(str(error)) < 400, value
+        else:
+            assert type(kept) in (own, int, float, str, list) or kept is None, value
+            assert not isinstance(kept, float) or math.isfinite(kept)
+            assert own is bool or not isinstance(kept, bool), value
+    assert num_refused > len(ODD) // 2
+
+
+def test_a_setting_changed_after_construction_is_checked_again() -> None:
+    config = LongContextConfig()
+    config.max_length = math.nan
+    with pytest.raises(ValueError, match="max_length is nan"):
+        config.check()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -40,7 +40,7 @@ runtime.attention
 runtime.process_groups
 runtime.execution
 runtime.measure
-hf.ranks  hf.models
+hf.ranks  hf.models  hf.setting_kinds
 hf.config  hf.checkpoints
 hf.planning
 hf.data

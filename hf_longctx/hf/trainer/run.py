@@ -23,7 +23,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_len
 from hf_longctx.hf.models.routers import RouterRuntime
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks
+from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, raise_together
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
@@ -121,7 +121,9 @@ def start_run(request: RunRequest) -> Run:
     all problems, after giving the model its own attention back.
     """
     config, model, args = request.config, request.model, request.args
-    control = meet(config, request.control)
+    broken = _changed_settings(config)
+    control = meet(LongContextConfig() if broken else config, request.control)
+    raise_together(broken, control)
     degrees = checked_degrees(config, model, args, request.processing_class, request.problems, control)
     setup = choose_setup(config, model, args, degrees, control, (request.datasets or {}).get("train_dataset"))
     sets = SequenceSets(config, args, setup, control)
@@ -169,6 +171,15 @@ def start_run(request: RunRequest) -> Run:
             undo=undo.pop_all(),
             all_stages=all_stages,
         )
+
+
+def _changed_settings(config: LongContextConfig) -> list[str]:
+    """The problem with a setting that was changed after the config was made."""
+    try:
+        config.check()
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _own_stage(setup: RunSetup, model: Any) -> StageModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.trainers.trainer_runs import (
@@ -184,6 +186,26 @@ def test_bad_settings_are_refused_on_every_rank(ranks, rows, name: str, only_ran
         assert message in found or (only_rank == 1 and "differs between ranks" in found)
     # both ranks are still in step
     assert ranks(2).run(start, rows, {}, {}, None) == ["", ""]
+
+
+def changed_setting() -> str:
+    """The message of a start with a setting that rank 1 changed after its config was made."""
+    config = LongContextConfig()
+    if dist.get_rank() == 1:
+        config.tokens_per_rank = math.nan
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError) as refused:
+        LongContextTrainer(
+            model=build_model(ModelCase()),
+            args=training_arguments(folder),
+            train_dataset=datasets.Dataset.from_list(random_rows([9] * 8)),
+            longctx_config=config,
+        )
+    return str(refused.value)
+
+
+def test_a_setting_changed_after_construction_stops_all_ranks(ranks) -> None:
+    for message in ranks(2).run(changed_setting):
+        assert "- tokens_per_rank is nan (float); give a whole number, or leave it out (on rank 1)" in message
 
 
 def test_ranks_with_different_settings_are_refused_with_both_values(ranks, rows) -> None:
