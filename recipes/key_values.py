@@ -1,8 +1,8 @@
 """Made-up documents of keys and values hidden in noise; a tiny model learns to look the values up in minutes.
 
-`sft.py` uses them as the dataset and needle task `key-values`, `pretrain_copy.py` to train the base of the demo. A capital
-letter is a key, and the small letter after it its value. Every key occurs twice with the same value, and the second value is
-the answer. One token is one character, with the ids of UTF-8 bytes (`tokenizer: bytes`).
+`sft.py` uses them as the dataset and needle task `key-values`; `pretrain_copy.py` uses them to train the base of the demo. A
+capital letter is a key, and the small letter after it is its value. Every key occurs twice with the same value, and the second
+value is the answer. One token is one character, with the ids of UTF-8 bytes (`tokenizer: bytes`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASE_TOKENS, EXTENDED_TOKENS = 128, 512
 
 
 def key_value_document(length: int, chance: random.Random) -> dict[str, list[int]]:
-    """Makes a document of noise with up to 26 keys, each at two random places; labels on the second values only."""
+    """Makes a document of noise with up to 26 keys, each at two random places; only the second values have labels."""
     ids, labels = [chance.choice(_NOISE) for _ in range(length)], [_NO_LABEL] * length
     keys = chance.sample(_KEYS, min(len(_KEYS), length // 10))
     places = chance.sample(range(length // 2 - 1), 2 * len(keys))
@@ -39,7 +39,7 @@ def key_value_document(length: int, chance: random.Random) -> dict[str, list[int
 
 
 def copy_document(length: int, chance: random.Random) -> dict[str, list[int]]:
-    """Makes a document that repeats a random text; labels on the repetitions. From these a model learns to look back."""
+    """Makes a document that repeats a random text, with labels on the repetitions; it teaches a model to look back."""
     period = [chance.choice(_KEYS + _VALUES + _NOISE) for _ in range(chance.randrange(4, length // 2 + 1))]
     ids = (period * (length // len(period) + 1))[:length]
     unknown = len(period) + 1
@@ -47,7 +47,7 @@ def copy_document(length: int, chance: random.Random) -> dict[str, list[int]]:
 
 
 def key_value_rows(num_documents: int, chance: random.Random) -> datasets.Dataset:
-    """Makes documents of the base's length up to four times that length, more short ones than long ones."""
+    """Makes documents with one to four times the base's length, more of them short than long."""
     ratio = EXTENDED_TOKENS / BASE_TOKENS
     lengths = [round(BASE_TOKENS * ratio ** chance.random()) for _ in range(num_documents)]
     return datasets.Dataset.from_list([key_value_document(length, chance) for length in lengths])

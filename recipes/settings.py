@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-# settings whose value may be a path that starts with recipes/: outside the repository it is looked up in the package
+# settings whose value may be a path that starts with recipes/, which outside the repository is looked up in the package
 _PATHS = ("model_name_or_path", "tokenizer", "chat_template")
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 _DEFAULT_SECONDS = 45.0
-# seconds after the deadline at which a rank counts as hanging; ranks end by themselves at the deadline
+# a rank counts as hanging this many seconds after the deadline, at which ranks end by themselves
 _GRACE_S = 120.0
 
 
@@ -73,7 +73,7 @@ def _num_ranks(asked: int | None) -> int:
 
 
 def _num_devices() -> int:
-    """Number of visible GPUs; without a driver it is 0 and torch, which takes seconds to load, is not needed."""
+    """Number of visible GPUs; without a driver it is 0, and torch, which takes seconds to load, is not imported."""
     if not any(Path("/dev").glob("nvidia*")) and not Path("/dev/dxg").exists():
         return 0
     import torch
@@ -103,7 +103,7 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
             process.kill()
         for process in processes:
             process.wait()
-    # ranks that were killed have a negative status and are not those that failed first
+    # ignore ranks that were killed, which have a negative status: they did not fail first
     return max((process.returncode for process in processes), default=0) or int(bool(late))
 
 

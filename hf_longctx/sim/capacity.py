@@ -1,4 +1,4 @@
-"""Answers where a rank's memory goes, how long a sequence fits, and what would lengthen it, all by one formula."""
+"""Answers where a rank's memory goes, how long a sequence may be, and which changes would allow a longer one, by one formula."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class DeviceMemory:
     """Memory of one kind of device for one model; `ByteModel` counts whatever was not measured on it.
 
     usable_bytes: bytes for states and saved tensors. state_bytes_per_parameter: measured bytes of weights, gradients and
-    optimizer states (0: not measured). lora_rank: rank of adapters on all matrices of the layers, with
-    everything else frozen (0: all weights are trained). host_bytes: host memory of each rank for saved tensors (0: none is
-    counted). keeps_everything: nothing more is recomputed, offloaded or tiled, for example where the measured bytes per token
-    already include recomputation.
+    optimizer states (0: not measured). lora_rank: rank of adapters on all matrices of the layers, with everything else frozen
+    (0: all weights are trained). host_bytes: host memory of each rank for saved tensors (0: none is counted). keeps_everything:
+    plans recompute, offload and tile nothing, for example because the measured bytes per token already include recomputation.
     """
 
     model: ModelSpec
@@ -49,7 +48,7 @@ class DeviceMemory:
         return self.state_bytes_per_parameter > 0
 
     def state_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes on a rank of weights, gradients and optimizer states, and of weights that are gathered beside their shards."""
+        """Bytes that weights, gradients and optimizer states take on a rank, including weights gathered next to their shards."""
         if self.lora_rank or not self.is_measured:
             adapters = AdapterSpec.lora(self.model, self.lora_rank) if self.lora_rank else self.model.adapters
             return ByteModel(replace(self.model, adapters=adapters)).states(parameters, shard_ranks)
@@ -61,11 +60,11 @@ class DeviceMemory:
         return -(-whole // shard_ranks) + gathered
 
     def tokens_per_rank(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Most tokens that a rank holds beside the states with everything kept; 0 when the states alone do not fit."""
+        """Most tokens that a rank can hold besides the states if everything is kept; 0 if the states alone do not fit."""
         return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks)) // self.saved_bytes_per_token
 
     def budget(self, parameters: Parameters, shard_ranks: int) -> ActivationBudget | None:
-        """Bytes that policies may use beside the states, as in a run on these devices; None where everything is kept."""
+        """Bytes that policies may use besides the states, as in a run on these devices; None if everything is kept."""
         if self.keeps_everything:
             return None
         left_bytes = max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks))
@@ -86,9 +85,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a job, which decides how long a sequence may be, beside the model and its device.
+    """Placement of a job; together with the model and its device it decides how long a sequence may be.
 
-    max_tokens_per_rank: a bound set by the user below what memory holds (0: none).
+    max_tokens_per_rank: a limit set by the user, below what memory allows (0: none).
     """
 
     num_ranks: int
@@ -125,7 +124,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room that one way of keeping weights, gradients and optimizer states leaves on a rank; 0 tokens: it does not fit."""
+    """Room for tokens on a rank, given one way of keeping weights, gradients and optimizer states; 0 tokens: it does not fit."""
 
     parameters: Parameters
     state_bytes: int
@@ -134,7 +133,7 @@ class Room:
 
 
 def rooms(memory: DeviceMemory, placement: Placement) -> tuple[Room, ...]:
-    """All ways of keeping the states with the same groups, sharded ones over all ranks unless the placement says otherwise."""
+    """Rooms for all ways of keeping the states, with equal groups; shards span all ranks unless the placement says otherwise."""
     names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_round")
     ways = []
     for parameters in names if placement.num_ranks > 1 else names[:1]:
@@ -195,7 +194,7 @@ def _changes(memory: DeviceMemory, placement: Placement) -> Sequence[tuple[str, 
 def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:
     """The placement on `num_ranks` ranks, doubled until a sequence of `num_tokens` fits; at most doubled ten times.
 
-    States that all ranks share are shared by all of the new ones, and so are those of a single rank.
+    States that are sharded over all ranks, or held by a single rank, are sharded over all of the new ranks.
     """
     heads = memory.model.num_heads
     is_widest = placement.degrees[-1] == default_degrees(placement.num_ranks, heads, placement.method)[-1]

@@ -1,4 +1,4 @@
-"""Finds the longest sequence that one group of ranks can train, switch by switch of the activation engine, and its step time.
+"""Finds the longest sequence that one group of ranks can train with each switch of the activation engine, and its step time.
 
 Lengths come from the byte counts of `plan/memory/layer.py`, seconds from the cost model plus the time that policies add. The
 device has the usable bytes of planned steps. Attention in half precision is assumed to read one KV head for many query heads, as
@@ -31,7 +31,7 @@ class LongestRow:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One group of `degree` ranks: bytes of a device that states leave free, host bytes of each rank (0: none is counted).
+    """Memory of one group of `degree` ranks: device bytes that states leave free, host bytes of each rank (0: none is counted).
 
     trains_weights: false for LoRA, whose frozen weights have no gradients.
     """
@@ -96,7 +96,7 @@ def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
 def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_tokens: int) -> float:
     """Seconds of a step with one sequence: forward, backward, recomputation, exposed copies, and the fixed time of a step."""
     if not budget.trains_weights:
-        # half of a matrix's backward makes the gradient of its weights, which is not needed
+        # half of a matrix product's backward is for the gradient of its weights, which frozen weights do not need
         backward = replace(costs.coefficients.backward, token_s=costs.coefficients.backward.token_s / 2)
         costs = replace(costs, coefficients=replace(costs.coefficients, backward=backward))
     shape = costs.best_shape(budget.degree, num_tokens)

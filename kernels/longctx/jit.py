@@ -47,7 +47,7 @@ def pack(values: Sequence[int]) -> tuple[int, ...]:
     """Packs integers as a kernel argument whose values never cause another compilation; the kernel reads them with `unpack`.
 
     Triton compiles special variants for integers that are 1 or a multiple of 16, and inside a tuple nothing can switch that off:
-    a table of 8 sizes would have thousands of variants. Odd numbers from 3 on have a single variant.
+    a table of 8 sizes would have thousands of variants. So integers are mapped to odd numbers from 3 on, which share one variant.
     """
     return tuple(2 * value + 3 for value in values)
 

@@ -1,6 +1,6 @@
 """Merges one more partial attention result into another, in place, by their log-sum-exp (LSE).
 
-`runtime.attention.rows` calls `accumulate_attention_` for every tile after the first: of rings, of slices, of windows.
+`runtime.attention.rows` calls `accumulate_attention_` for every tile after the first, in rings, slices and windows.
 
 Partial result i saw some of the keys: O_i = softmax(scores_i) V_i and L_i = log sum exp(scores_i). Over all keys
 
@@ -33,7 +33,7 @@ def _accumulate_kernel(
     out, lse, other_out, other_lse, strides, other_strides, num_tokens,
     HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_T tokens of one head. Strides: (output h, t, d, LSE h, t)."""
+    """Merges BLOCK_T tokens of one head in each program. Strides: (output h, t, d, LSE h, t)."""
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_D)

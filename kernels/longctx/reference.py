@@ -1,4 +1,4 @@
-"""Plain torch implementations of every kernel: the reference of its tests, and what runs on the CPU.
+"""Plain torch implementations of every kernel: they are the reference in its tests, and they run on the CPU in its place.
 
 Shapes: H query heads, G KV heads, N heads of any kind, T tokens of this rank, S tokens of the whole chunk, D head size.
 """
@@ -29,12 +29,12 @@ def _weigh_(out_HTD: Tensor, own_lse_HT: Tensor, lse_HT: Tensor) -> Tensor:
     """Multiplies a partial output by exp(its own LSE - merged LSE), in place; zero where it saw no key."""
     is_empty_HT1 = (own_lse_HT == float("-inf")).unsqueeze(-1)
     out_HTD *= (own_lse_HT - lse_HT).exp().unsqueeze(-1)
-    # few calls need this further pass over all values
+    # this is one more pass over all values, but few calls need it
     return out_HTD.masked_fill_(is_empty_HT1, 0.0) if is_empty_HT1.any() else out_HTD
 
 
 def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
-    """Flat blocks [heads, T, D], one per rank: its query heads, then keys and then values of the KV heads that these read.
+    """Flat blocks [heads, T, D], one per rank: the rank's query heads, then keys and then values of the KV heads that they read.
 
     Rank r has query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]).
     """

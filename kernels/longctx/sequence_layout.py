@@ -43,7 +43,7 @@ def _heads_kernel(
     DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr, IS_SUM: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_T tokens of one head of q, k or v, copied to all its copies in `flat`, or (IS_SUM) their sum.
+    """Copies in each program BLOCK_T tokens of one head of q, k or v to all its places in `flat`, or (IS_SUM) sums these.
 
     table, for each of q, k, v and each rank: (first head, one past the last, offset of the first in `flat`, counted in heads).
     """
@@ -91,7 +91,7 @@ def _blocks_kernel(
     NUM_PARTS: tl.constexpr, NUM_BOUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M indices of the middle dimension of one row, from the flat blocks, or (IS_SPLIT) to them.
+    """Copies in each program BLOCK_M indices of the middle dimension of one row from the flat blocks, or (IS_SPLIT) to them.
 
     row_bounds: bounds of the tensors (`parts`) along the rows of a block. bounds: bounds of the blocks along the middle.
     """

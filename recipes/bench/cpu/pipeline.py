@@ -5,11 +5,11 @@
 The batch has one document of 3072 tokens and 20 short ones (log-normal). The model is a Llama of seven layers in fp32 with random
 weights, on two processes of one thread each; all plans run forward and backward on the same executor.
 
-First, whole sequences and slices run with two cuts of the model into stages. The cost coefficients are fitted to what every
-stage measured there, including the cost of the output head. With them the planner chooses the cut (the last stage gets fewer
-layers, because of the head), the number of slices and the packs of the batch-level baseline, and predicts every plan. Then
-each plan runs once per round, and the order alternates between rounds. Other programs on the machine show in the share of its
-core that a stage got. So only the half of a plan's rounds with the largest share counts, and medians of those are compared.
+First, whole sequences and slices run with two cuts of the model into stages. The cost coefficients, including that of the output
+head, are fitted to the times that every stage measured. With them the planner chooses the cut (the last stage gets fewer layers,
+because of the head), the number of slices and the packs of the batch-level baseline, and predicts every plan. Then each plan runs
+once per round, and the order alternates between rounds. If other programs run on the machine, a stage gets a smaller share of its
+core. So of each plan's rounds only the half with the largest shares counts, and their medians are compared.
 
 "batch-level" is plain 1F1B on whole sequences and packs of short ones, with the number of packs and the order that are
 predicted to be fastest; the other plans run the same slices and packs as each other. Columns, by stage: `idle` is 1 - (seconds
@@ -62,7 +62,7 @@ LONG_TOKENS, NUM_SHORT = 3072, 20
 MOST_SLICES, MOST_PACKS = 12, 8
 BASELINE, JUDGED = "batch-level 1F1B", "slices, elastic"
 _FIT_ROUNDS = 3
-# layers that the head counts as in the second cut, just so that it differs from the first
+# number of layers that the head counts as in the second cut, so that this cut differs from the first
 _HEAD_LAYERS = 2.0
 IDLE_TOLERANCE, LOSS_TOLERANCE = 0.05, 1e-5
 
@@ -73,7 +73,7 @@ Parts = tuple[tuple[LayerRange, ...], ...]
 class Row:
     """One plan, predicted and measured; lists have an entry per stage, except `rounds_s`, which has one per round.
 
-    rounds_s, core_share: of the rounds that count. kv_book: bytes of keys, values and their gradients.
+    rounds_s, core_share: seconds and shares of the rounds that count. kv_book: bytes of keys, values and their gradients.
     """
 
     plan: str
@@ -176,11 +176,11 @@ def measured_costs(processes: StageProcesses, lengths: Sequence[int]) -> CostMod
     for parts in (layer_ranges(spec.num_layers, NUM_STAGES), layer_ranges(spec.num_layers, NUM_STAGES, 1, _HEAD_LAYERS)):
         plans = [plan_of(lengths, chunks, parts, "1f1b") for chunks in chunkings]
         found = processes.run(parts, plans, _FIT_ROUNDS)
-        # take the fastest pass over all rounds of a plan, just as a refit takes the fastest of a stage's ranks
+        # for each pass take the fastest of all rounds of a plan, as a refit takes the fastest of a stage's ranks
         of_plans = [[step.record.samples(costs) for each in found for step in each[place]] for place in range(len(plans))]
         samples += [one for each in of_plans for one in without_waiting(each)]
         rounds += found
-    # the stage that came last did not wait, so its reduction is what a step costs besides its chunks
+    # the stage that came last did not wait, so its reduction time is the cost of a step besides its chunks
     once_s = median(min(step.record.reduce_s for step in stages) for each in rounds for stages in each)
     fit = fit_coefficients(samples, once_s, "measured", costs.coefficients)
     print(fit_line(fit, spec))

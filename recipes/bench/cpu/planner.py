@@ -1,4 +1,4 @@
-"""How long planning takes, how far from optimal the plans are, and what each idea beyond FlexSP gains.
+"""Measures how long planning takes, how far plans are from optimal, and what each idea beyond FlexSP gains.
 
     python recipes/bench/cpu/planner.py [times] [stages] [problems] [ablation] [--model gpt-7b] [--lengths commoncrawl]
         [--batches 8] [--problems-file tests/plan/microbatch_problems.json] [--require]

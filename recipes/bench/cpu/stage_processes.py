@@ -40,7 +40,7 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class StageStep:
-    """Measurements of a plan on one stage, and the CPU seconds that the stage got meanwhile."""
+    """Measurements of a plan on one stage, and the CPU seconds that the stage got during it."""
 
     record: StepRecord
     core_s: float

@@ -166,7 +166,7 @@ def offloaded(model: Any, ids_1T: Tensor, case: Case) -> Runner:
 
 
 def with_tiled_loss(runner: Callable[[Any, Tensor, Case], Runner]) -> Callable[[Any, Tensor, Case], Runner]:
-    """Gives a method our loss in tiles, so that logits are not what makes it differ from ours."""
+    """Gives a method our loss in tiles, so that its difference from ours is not due to logits."""
 
     def build(model: Any, ids_1T: Tensor, case: Case) -> Runner:
         head, labels_1T = OutputHead(output_head(model)), next_tokens(ids_1T)
@@ -209,7 +209,7 @@ def slab_for(num_bytes: int, case: Case, device: torch.device) -> HostTier:
 
 
 def split_layers(case: Case, num_tokens: int) -> tuple[LayerPolicy, ...]:
-    """The linear program's policies, if activations may take what weights and one layer's workspace leave of the device."""
+    """The linear program's policies, if activations may take all of the device that weights and one layer's workspace leave."""
     spec, hardware = case.spec, read_profile(case.hardware).spec
     cluster = ClusterSpec(1, 1, hardware)
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
@@ -233,7 +233,7 @@ def plan_activations(
 
 
 def device_room(case: Case, num_tokens: int) -> float:
-    """Bytes of the device that activations may take; on the CPU so few that a toy case has to split."""
+    """Bytes of the device that activations may take; on the CPU they are so few that a toy case has to split."""
     spec = case.spec
     if not torch.cuda.is_available():
         return 1.5 * checkpointed_layer_bytes(spec) * spec.num_layers * num_tokens

@@ -98,7 +98,7 @@ def check_tier(device: torch.device) -> tuple[float, str]:
     for first in range(0, 8, 2):
         sources = [torch.full(shape, float(first + i + 1), device=device) for i in range(2)]
         for source in sources:
-            # computed after a long kernel, for which the copy has to wait
+            # the source is computed after a long kernel, so the copy has to wait for that kernel
             source += (busy @ busy)[0, 0] * 0
         homes = [tier.store(source) for source in sources]
         del sources, source

@@ -3,25 +3,32 @@
     python recipes/bench/papers/flexsp.py --model gpt-7b --limit 192000 --lengths commoncrawl|github|FILE
         [--gpus 64] [--global-batch 512] [--batches 16] [--seed 0] [--methods FlexSP ...] [--hardware a100-40g] [--json [FILE]]
 
-Seconds come from a cost model, not from a GPU: forward and backward of all micro-batches, without what a step costs once
-(embeddings, head, optimizer). That part is about 1.2 s of the published times at 192K and 1.6 s at 384K; by so much they exceed
-the predictions on real lengths (Wikipedia's). The fitted lengths below absorb it, because they were fitted to published times
-with this cost model. So they test how methods compare; they test absolute seconds only in that one fit serves all methods.
-Coefficients are the public ones of FlexSP's artefact if the hardware profile has them for the model, else operation counts. Of
-40 GB, 30 hold activations and, sharded over all GPUs, weights, gradients and optimizer states; this sets the tokens per GPU.
+Seconds come from a cost model, not from a GPU: forward and backward of all micro-batches, without the costs that a step has once
+(embeddings, head, optimizer). These costs are about 1.2 s of the published times at 192K and 1.6 s at 384K; on real lengths
+(Wikipedia's) published times exceed the predictions by this amount. The fitted lengths below absorb it, because they were fitted
+to published times with this cost model. So these lengths test how methods compare; the only test of absolute seconds is that one
+fit serves all methods. Coefficients are the public ones of FlexSP's artefact if the hardware profile has them for the model, else
+operation counts. 30 of the 40 GB hold activations and, sharded over all GPUs, weights, gradients and optimizer states; this sets
+the tokens per GPU.
 
-Rows. DeepSpeed: Ulysses with one degree, the best over all batches that holds the limit. BatchAda: the best degree for each
-batch. FlexSP: our planner restricted to what FlexSP's published solver does, that is Ulysses on powers of two from 2 on, and
-micro-batches of equal tokens one after the other. Megatron hybrid-CP, FCP: `hf_longctx/sim/others/baselines.py`, on degrees
-from 1 on. ours: everything on, with Ulysses, rings or both, whichever is cheapest. ours, integer degrees: the same with all
-degrees inside a node, and whole nodes. ours, replicated: as if no parameter had to be gathered, so that ranks change groups
-inside a step and wait for their partners only; it still has the memory of sharded weights, so it is a bound and not a plan
-for a full fine-tune of this size.
+Rows:
+
+    DeepSpeed              Ulysses with one degree: the best over all batches among those that hold the limit
+    BatchAda               Ulysses with the best degree for each batch
+    FlexSP                 our planner restricted to what FlexSP's published solver does: Ulysses on powers of two from 2 on, and
+                           micro-batches of equal tokens one after the other
+    Megatron hybrid-CP     `hf_longctx/sim/others/baselines.py`, on degrees from 1 on
+    FCP                    the same file, on degrees from 1 on
+    ours                   our planner with everything on: Ulysses, rings or both, whichever is cheapest
+    ours, integer degrees  ours with all degrees inside a node, and whole nodes
+    ours, replicated       ours as if no parameter had to be gathered, so that ranks change groups inside a step and wait for
+                           their partners only; it still has the memory of sharded weights, so it is a bound and not a plan for
+                           a full fine-tune of this size
 
 Lengths. The length files are not public, so commoncrawl and github are log-normal fits to the published times of GPT-7B: sigma
 1.6 and mean 3800, sigma 2.3 and mean 4200 tokens. The lengths of K batches are quantiles of the fit, one from each of equally
 likely intervals, shuffled, so that means hardly depend on the seed. FILE has one length per line and may end in .gz. Lengths
-are padded to multiples of 128; lengths above the limit, and in the fits those below 32, are left out. In the artefact 192K
+are padded to multiples of 128. Lengths above the limit are left out; in the fits, those below 32 are too. In the artefact 192K
 means 192,000 tokens (as its parameter counts show); published numbers are also shown for 196,608.
 """
 

@@ -53,8 +53,8 @@ CASES = ("96K/50", "96K/35", "192K/50")
 METHODS = ("paper", "elastic + recompute", "elastic + joint", "fixed chunks")
 
 MODEL = ModelSpec(40, 5120, 20480, 40, 40, 128, 50304, 1 << 18, bytes_per_element=2, gated_mlp=False)
-# an A800 at 0.5 of its peak in matrix products and 0.6 in attention; copies over PCIe while all GPUs of a node copy; half of a
-# node's 2 TB of memory for activations
+# an A800 that reaches 0.5 of its peak in matrix products and 0.6 in attention, with the rate of copies over PCIe while all GPUs
+# of a node copy, and with half of a node's 2 TB of memory for activations
 HARDWARE = HardwareSpec(
     "a800",
     0.5 * 312e12,
@@ -105,7 +105,7 @@ class Setting:
         return run.step_s if max(run.peak_bytes) <= self.usable_bytes else math.inf
 
     def chunks(self, num_slices: int) -> tuple[Chunk, ...]:
-        """Makes chunks of about equal time, none with more tokens than the longest sequence's first slice."""
+        """Makes chunks of about equal time; none has more tokens than the first slice of the longest sequence."""
         forward, backward = self.costs.coefficients.forward, self.costs.coefficients.backward
         rates = SpanRates(forward.pair_s + backward.pair_s, forward.token_s + backward.token_s)
         first = slice_bounds(max(self.lengths), num_slices, rates)[1]
@@ -114,7 +114,7 @@ class Setting:
     def least_s(self, chunks: Sequence[Chunk]) -> float:
         """Lower bound on the seconds of any pipeline of these chunks.
 
-        It is the last stage's work, plus the time in which a first chunk gets there and a last one gets back.
+        It is the work of the last stage, plus the time in which the first chunk reaches that stage and the last one returns.
         """
         group = self.group(chunks[:1], "elastic")
         stages = [(stage.num_layers, stage.stage == NUM_STAGES - 1) for stage in group.stages]
@@ -201,7 +201,7 @@ def _fitted(setting: Setting, room: PipelineRoom, chunks: Sequence[Chunk]) -> tu
 
 
 def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[float, list[tuple[int, int]]]:
-    """Divides 0 to `count` into consecutive ranges of the fewest total seconds; returns these seconds and the ranges."""
+    """Divides 0 to `count` into consecutive ranges with the fewest seconds in total; returns these seconds and the ranges."""
     best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
     for stop in range(1, count + 1):
         rows = ((best[start][0] + seconds[start, stop], [*best[start][1], (start, stop)]) for start in range(stop))

@@ -7,10 +7,14 @@ The workload is one sequence in slices of equal forward time, first all forwards
 at the rates of a generic GPU. The ranks of all stages that take part in a slice share its work equally. Messages between
 stages take no time, except those that lending adds. Columns are the time saved, as shares of the plain pipeline's time:
 
-free: lending costs nothing. kv: every lent slice sends its hidden states to the lent ranks and back, and the keys and values
-that these ranks lack (in backward their gradients too); for the last slices that is, once, those of the whole sequence.
-weights: like kv, and the stage's weights are copied to every lent rank, once before its first and once before its last slices
-in each pass; in backward their gradients are sent back. No copy overlaps with computation. idle: an upper bound on any gain.
+    free     lending costs nothing
+    kv       every lent slice sends its hidden states to the lent ranks and back, and the keys and values that these ranks lack
+             (in backward their gradients too); for the last slices, these are once the keys and values of the whole sequence
+    weights  like kv; besides, the stage's weights are copied to every lent rank, once before its first and once before its last
+             slices in each pass, and in backward their gradients are sent back
+    idle     an upper bound on any gain
+
+No copy overlaps with computation.
 """
 
 from __future__ import annotations

@@ -12,19 +12,19 @@ a forward for products, 2.5 times for attention, and 2 times for the fixed part.
 The constants are fitted (`--fit`) to six rows of GPT-7B on 32 GPUs with tensor parallelism 8 and 4 stages: all four rows of 1F1B,
 and the two of Seq1F1B with 8 micro-batches. Everything else is predicted. The fitted rows cannot tell the cost of a hop from
 that of a product, because both grow with tokens and stages. So the fit pulls the hop weakly towards 0.1 microseconds per token;
-1F1B-I, which has twice as many hops, shows that this is about right. Two kinds of rows cannot be matched: Seq1F1B at 64K with 16
-micro-batches contradicts itself (its published TFLOPS mean 42.7 thousand tokens per second), and Seq1F1B-I is slower than any
-bubble explains.
+1F1B-I, which has twice as many hops, shows that this is about right. Two kinds of rows cannot be matched: the published row of
+Seq1F1B at 64K with 16 micro-batches contradicts itself (its TFLOPS mean 42.7 thousand tokens per second), and Seq1F1B-I is slower
+than any bubble explains.
 
 Slices: "paper" is Seq1F1B's own partition into equal operations of the whole model's forward, with embedding and head; "time" is
 ours, equal seconds of forward and backward of the layers; "even" is equal tokens.
 
-Memory is that of the first stage, which has the most chunks in flight: 18 bytes per parameter; what plain layers save for every
-token in flight, with keys and values (`hf_longctx/plan/memory/saved_tensors.py`); and what Seq1F1B holds for slices besides:
-one buffer with a sequence's keys and values up to its latest forward, kept until its first slice has run backward, and one with
-their gradients up to its latest backward. Slices get 10 % more, for memory fragmentation by tensors of unequal shapes. Published
-bytes were read off a figure. Without tensor parallelism they are a fifth below the prediction; there only the growth with
-tokens is compared.
+Memory is that of the first stage, which has the most chunks in flight. It is the sum of 18 bytes per parameter; the tensors that
+plain layers save for every token in flight, including keys and values (`hf_longctx/plan/memory/saved_tensors.py`); and two more
+buffers that Seq1F1B holds for slices: one with a sequence's keys and values up to its latest forward, kept until its first slice
+has run backward, and one with their gradients up to its latest backward. Slices get 10 % more, for memory fragmentation by
+tensors of unequal shapes. Published bytes were read off a figure. Without tensor parallelism they are a fifth below the
+prediction; for these only the growth with tokens is compared.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Constants:
 
 # starting point of the fit
 START = Constants(0.43, 0.65, 7e-4, 1e-7)
-# weight of the pull on the hop: a factor of e away from START counts like this relative error
+# weight of the pull on the hop: a hop that is a factor of e away from START counts like this relative error
 PULL = 0.01
 FITTED = Constants(0.44191, 0.63753, 8.2462e-4, 1.0333e-7, residual=0.00705)
 
@@ -171,7 +171,7 @@ class Setup:
                 self.slices,
                 SpanRates(forward.pair_s + backward.pair_s, (forward.token_s + backward.token_s) * inside),
             )
-        # operations as the released solver counts them: three more per pair and head than the products have
+        # operations as the released solver counts them: three more per pair and head than the matrix products have
         pairs = model.num_layers * model.num_heads * (4 * model.head_dim + 3)
         tokens = model.num_layers * 2 * model.layer_parameters + 4 * model.hidden_size * model.vocab_size
         bounds = slice_bounds(self.seq_len, self.slices, SpanRates(pairs, tokens))

@@ -1,4 +1,4 @@
-"""SPPO's published numbers (arXiv 2503.10377) that follow from shapes and rates, next to what our planner's passes give.
+"""SPPO's published numbers (arXiv 2503.10377) that follow from shapes and rates, next to the results of our planner's passes.
 
     python recipes/bench/papers/sppo.py [--tokens 524288] [--slices 32] [--degree 8] [--stages 8] [--copy-gb-per-s 13]
         [--json [FILE]]
@@ -10,18 +10,18 @@ speedups: 7B on 32 GPUs, in groups of 8 ranks on 4 stages without recomputation,
 all layers. The closed form is the cost of recomputation times that of the bubble, for equal slices; the simulation has slices of
 equal forward time, whose backwards are not quite equal. The paper reports 1.13 to 1.29 over tuned Megatron.
 
-splits: LLaMA-65B, 128K tokens in 8 and 16 slices of equal cost: tokens of the first slice over those of the last, from published
-bytes. Counting causal operations gives too small a ratio. Counting all pairs of a square, as if nothing were masked, or seconds
-with attention at 0.6 of the products' efficiency come close, so the paper must balance one of these. Its copies then run at 11
-to 14 GB/s per GPU.
+splits: LLaMA-65B, 128K tokens in 8 and 16 slices of equal cost. The ratio is tokens of the first slice over tokens of the last,
+from published bytes. If slices are balanced by causal operations, the ratio is too small. It comes close if they are balanced by
+all pairs of a square, as if nothing were masked, or by seconds with attention at 0.6 of the products' efficiency; so the paper
+must balance one of these. Its copies then run at 11 to 14 GB/s per GPU.
 
 offload: GPT-13B, 512K tokens, groups of 8 ranks, 8 stages, 32 slices. A share of each slice goes to the host. SPPO's share is
 alpha = min(1, BW T / A), where T are the seconds of the next slice and A the bytes of this one (`hidden_shares`). Device bytes of
-the first stage are counted in two ways. SPPO's: per token and layer 4 h bytes of keys and values, which stay, and 30 h of
-everything else; whole slices move at a time, and a slice is fetched when the backward before its own begins. Ours: what our
-runtime would hold (`evaluate_plan`), with keys, values and their fp32 gradients in the K/V book and with working memory, layer
-by layer. The paper has no such table. One of its results is not reproduced: full offload slower than none (0.91 times Megatron);
-here a link that hides its copies costs no time.
+the first stage are counted in two ways. In SPPO's way, a token takes in each layer 4 h bytes of keys and values, which stay, and
+30 h bytes of everything else; whole slices move at a time, and a slice is fetched when the backward before its own begins. In our
+way, they are the bytes that our runtime would hold (`evaluate_plan`), layer by layer, with working memory, and with keys, values
+and their fp32 gradients in the K/V book. The paper has no such table. One of its results is not reproduced: there, full offload
+is slower than none (0.91 times Megatron); here, a link that hides its copies costs no time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ K = 1024
 PEAK_FLOPS = 312e12
 # shares of peak FLOPS in products and attention, and fixed seconds per layer of a slice
 GEMM, ATTENTION, LAYER_S = 0.5, 0.65, 4e-4
-# bytes per token, layer and hidden element: of keys and values, and of everything else that is saved
+# bytes per token, layer and hidden element: for keys and values, and for everything else that is saved
 KV_BYTES, SAVED_BYTES = 4, 30
 
 GPT_7B = ModelSpec(32, 4096, 16384, 32, 32, 128, 50304, 1 << 20, bytes_per_element=2, gated_mlp=False)
@@ -128,7 +128,7 @@ def speedups(num_stages: int = 4) -> list[dict[str, Any]]:
         actions = compute_actions(chunks, num_stages, "1f1b")
         seconds = partial(_slice_s, costs, chunks, shape, layers // num_stages)
         times = run_actions(actions, seconds, lambda action: 0.0)
-        # a single stage has num_stages times as many ranks, so its passes are that much faster
+        # a single stage has num_stages times as many ranks, so its passes are faster by that factor
         step_s = times[0][-1][1] * num_stages
         rows.append(
             {
@@ -162,7 +162,7 @@ def splits(num_tokens: int = 128 * K) -> list[dict[str, Any]]:
 
 
 def hidden_shares(slots: Sequence[Slot], bytes_per_s: float) -> tuple[float, ...]:
-    """Largest share of every slot whose copies hide both ways: SPPO's alpha. The last slot, which nothing follows, has 0."""
+    """Largest share of every slot whose copies are hidden out and back: SPPO's alpha. The last slot has 0: nothing follows it."""
     shares = []
     for slot, following in itertools.zip_longest(slots, slots[1:]):
         window_s = 0.0 if following is None else min(following.forward_s, following.backward_s)

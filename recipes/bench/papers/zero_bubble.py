@@ -9,7 +9,7 @@ the rates of a generic GPU: a backward takes twice the matrix products of a forw
 attention, which has no weights. Messages take no time.
 
 All assumptions favour the split: a weight gradient can be stopped and resumed at any moment, separating it costs nothing, and
-what it needs (a slice's activations and the gradients of its matrix products) takes no more memory than the slice did before.
+its inputs (a slice's activations and the gradients of its matrix products) take no more memory than the slice did before.
 Columns are the time saved, as shares of Seq1F1B's time. `same memory`: no stage holds more slices than under Seq1F1B. `any
 memory`: no limit, and forwards run twice as far ahead. `no idle`: an upper bound for any schedule.
 """
@@ -55,7 +55,7 @@ def slice_times(model: ModelSpec, chunks: Sequence[Chunk], num_stages: int) -> l
 
 
 class Stage:
-    """The clock of one stage, and the weight gradients it still owes, oldest first."""
+    """The clock of one stage, and the weight gradients that it has put off, oldest first."""
 
     def __init__(self, times: Sequence[SliceTimes], limit: float) -> None:
         self.times, self.limit = times, limit
@@ -63,7 +63,7 @@ class Stage:
         self.owed_s: list[float] = []
 
     def run(self, action: Action, ready_s: float) -> float:
-        """Runs an action whose input is there at `ready_s`, and weight gradients until then; returns when it is done."""
+        """Runs weight gradients until `ready_s`, when the action's input arrives, then the action; returns when it is done."""
         self.pay(ready_s - self.clock_s)
         times = self.times[action.chunk]
         if action.kind == "F":
@@ -133,7 +133,7 @@ def gains(model: ModelSpec, num_tokens: int, num_slices: int, num_stages: int, n
 
 
 def ahead(order: Sequence[Sequence[Action]], num_stages: int) -> list[list[Action]]:
-    """Moves P - 1 - p more forwards before the first backward of stage p (as many as there are)."""
+    """Moves P - 1 - p more forwards (or all that are left) before the first backward of stage p of P."""
     moved = []
     for stage, actions in enumerate(order):
         forwards = [action for action in actions if action.kind == "F"]
