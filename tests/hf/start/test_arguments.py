@@ -147,7 +147,7 @@ def test_all_ranks_are_a_degree_even_if_no_power_of_two() -> None:
 
 def test_a_static_degree_outside_the_degrees_is_refused() -> None:
     problems = problems_at_start(tiny_llama(), num_ranks=4, degrees=(1, 4), solver="static", static_degree=2)
-    assert problems == ["static_degree 2 is not among the degrees [1, 4]"]
+    assert problems == ["static_degree 2 is not among the degrees [1, 4]; choose one of these, or set degrees"]
 
 
 def test_problems_of_model_tokenizer_and_degrees_are_listed_together() -> None:
