@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.activations.added_seconds import group_seconds
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, LayerRange, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import lean_policy
 from hf_longctx.plan.memory.layer import Load
+from hf_longctx.plan.prediction.pipeline_run import run_alone
 from hf_longctx.sim.capacity import TILE_TOKENS
 
 _GIB = 2**30
@@ -103,4 +103,4 @@ def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_toke
     stage = StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)), (policy,))
     chunk = Chunk(0, (Span(0, 0, num_tokens),))
     group = SequenceGroup.of(shape, range(budget.degree), (chunk,), (stage,))
-    return group_seconds(costs, group) + costs.coefficients.step_s
+    return run_alone(group, costs).times[-1][1] + costs.coefficients.step_s

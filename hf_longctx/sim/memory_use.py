@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
@@ -14,6 +13,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.pipeline.activations.fit_group import policy_reason
+from hf_longctx.plan.prediction.pipeline_run import run_alone
 from hf_longctx.sim.capacity import DeviceMemory
 from hf_longctx.sim.execution import Execution
 
@@ -70,7 +70,7 @@ def memory_use(
         on_host=on_host,
         peak_bytes=max(peak_bytes(plan, execution, costs, memory)),
         host_bytes=max(execution.host_bytes),
-        added_s=sum(sum(added) for group in chosen for added in added_seconds(costs, group, group.stages[0]).values()),
+        added_s=sum(_added_s(group, costs) for group in chosen),
         reason=reason,
     )
 
@@ -96,6 +96,14 @@ def has_policies(plan: StepPlan) -> bool:
 
 def _has_layers(group: SequenceGroup) -> bool:
     return any(policy.layers for policy in group.stages[0].activations)
+
+
+def _added_s(group: SequenceGroup, costs: CostModel) -> float:
+    """Seconds by which the group's policies make its run longer."""
+    (stage,) = group.stages
+    kept = replace(group, stages=(replace(stage, activations=()),))
+    own_s, kept_s = (run_alone(each, costs).times[-1][1] for each in (group, kept))
+    return own_s - kept_s
 
 
 def _tokens(group: SequenceGroup) -> int:

@@ -8,7 +8,6 @@ import pytest
 from helpers.plans.cost_models import WINDOWED, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
 
-from hf_longctx.plan.activations.added_seconds import group_seconds
 from hf_longctx.plan.core.cluster_spec import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
@@ -33,6 +32,7 @@ from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import pipelined
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.pipeline_run import run_alone
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 GEMMA = named_model("gemma-3-12b")
@@ -151,10 +151,12 @@ def test_recomputed_attention_costs_what_the_layer_sees() -> None:
     cells = [GroupCells(group, costs, 64, keeps, ByteModel(costs.model)).cells for keeps in (False, True)]
     layer_s = [one.layer_s - other.layer_s for one, other in zip(*cells, strict=True)]
     assert layer_s == pytest.approx([each / 2 for each in added_s])
-    # on one stage the planner of policies sums over all layers
+    # on one stage it is the sum over all layers
     whole = StagePlan(0, (LayerRange(0, 4),), (Action("F", 0, 0), Action("B", 0, 0)))
     of_layers = [
-        group_seconds(costs, replace(group, stages=(replace(whole, activations=(ActivationPolicy(0, 0, (layer,) * 4),)),)))
+        run_alone(replace(group, stages=(replace(whole, activations=(ActivationPolicy(0, 0, (layer,) * 4),)),)), costs).times[-1][
+            1
+        ]
         for layer in (again, kept)
     ]
     assert of_layers[0] - of_layers[1] == pytest.approx(sum(added_s))

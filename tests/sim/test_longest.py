@@ -45,9 +45,10 @@ def test_keeping_attention_saves_its_seconds() -> None:
         both = (forward.pair_s + backward.pair_s) * pairs + (forward.token_s + backward.token_s) * tokens
         return both + forward.chunk_s + backward.chunk_s
 
-    # the matrix products of all tokens run again
-    assert kept.step_s == pytest.approx(passes_s(kept.tokens) + forward.token_s * kept.tokens)
-    again = forward.token_s * recomputed.tokens + forward.pair_s * recomputed.tokens**2 / 2
+    # the matrix products of 16 layers of 983,040 weights run again; those of the head, 4,096 x 256 or one in 16, do not
+    layers_token_s = forward.token_s * 15 / 16
+    assert kept.step_s == pytest.approx(passes_s(kept.tokens) + layers_token_s * kept.tokens)
+    again = layers_token_s * recomputed.tokens + forward.pair_s * recomputed.tokens**2 / 2
     assert recomputed.step_s == pytest.approx(passes_s(recomputed.tokens) + again)
 
 

@@ -183,9 +183,14 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
         place = group.positions.index(position)
         policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
         held: dict[tuple[int, int], tuple[int, int]] = {}
-        # a single chunk on one stage, the common case, has neither a K/V book nor messages to count
-        is_plain = len(group.chunks) == 1 and plan.num_stages == 1
-        found = None if is_plain else byte_model.moments(group, stage, place).most
+        # a single chunk on one stage, the common case, has no K/V book, and the plan's estimate is its peak
+        book, device_peak = 0, plan.estimate.peak_bytes
+        if len(group.chunks) > 1 or plan.num_stages > 1:
+            # the plan's estimate is for the rank with the most bytes, but this rank may hold fewer
+            found = byte_model.moments(group, stage, place).most
+            most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
+            messages = message_bytes(model, stage, plan.num_stages, most_tokens)
+            book, device_peak = found.book, byte_model.stage_states(stage, plan) + found.peak + messages
         for action in stage.actions:
             key = (action.part, action.chunk)
             if action.kind == "B":
@@ -198,13 +203,8 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
             replayed = replace(policy, layers=tuple(layer for layer in policy.layers if not layer.keeps_everything))
             held[key] = held_bytes(model, replayed, len(replayed.layers), tokens)
             saved, host = (sum(column) for column in zip(*held.values(), strict=True))
-            memory = memory.most(StepMemory(saved, host, found.book if found else 0))
-        if found and plan.num_stages > 1:
-            # the plan's estimate is for the stage with the most bytes, but this rank's stage may hold fewer
-            most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
-            messages = message_bytes(model, stage, plan.num_stages, most_tokens)
-            memory = memory.most(StepMemory(device_peak=byte_model.stage_states(stage, plan) + found.peak + messages))
-    return memory if plan.num_stages > 1 else replace(memory, device_peak=plan.estimate.peak_bytes)
+            memory = memory.most(StepMemory(saved, host, book, device_peak))
+    return memory
 
 
 def _group_detail(group: Any, stage: Any) -> str:

@@ -131,6 +131,14 @@ def _bytes_of(slots: Sequence[Slot]) -> tuple[FloatArray, IntArray]:
     return np.array([item.num_bytes for _, item in saved]), np.array([n for n, _ in saved], dtype=np.int64)
 
 
+def _segments_of(slots: Sequence[Slot]) -> list[tuple[tuple[float, float], ...]]:
+    """Segments of every class of all slots; equal layers share their classes, whose segments are computed once."""
+    items = [item for slot in slots for item in slot.saved]
+    known = {id(item): item for item in items}
+    segments = {key: item.segments() for key, item in known.items()}
+    return [segments[id(item)] for item in items]
+
+
 def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | None:
     """Fills memory in the order of seconds saved per byte and returns (r, h) of every class; None if that does not fit.
 
@@ -139,7 +147,7 @@ def greedy_shares(slots: Sequence[Slot], limits: MemoryLimits) -> FloatArray | N
     first, because their tensors stay for the shortest time.
     """
     places = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
-    pieces = [(place, *segment) for place, (_, item) in enumerate(places) for segment in item.segments()]
+    pieces = [(place, *segment) for place, segments in enumerate(_segments_of(slots)) for segment in segments]
     fill = _Filling(slots, limits)
     shares = np.zeros((len(places), 2))
 
@@ -238,7 +246,8 @@ class _Problem:
         self.items = [(n, item) for n, slot in enumerate(slots) for item in slot.saved]
         # units that scale the program's numbers to about one
         self.byte_unit = max((item.num_bytes for _, item in self.items), default=0.0) or 1.0
-        self.curves = [(place, item.segments()) for place, (_, item) in enumerate(self.items) if item.documents]
+        curves = zip(self.items, _segments_of(slots), strict=True)
+        self.curves = [(place, segments) for place, ((_, item), segments) in enumerate(curves) if item.documents]
         times = [item.recompute_s for _, item in self.items] + [slot.forward_s for slot in slots]
         self.second_unit = max([*times, self.byte_unit / limits.bytes_per_s * 1e-3])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.types import Chunk, GroupShape, TensorClass
@@ -90,17 +90,18 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
     """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers.
 
     Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
-    of the layer's parameters. The MLP's seconds include the output projection, since the MLP's replay runs through it.
+    of the layer's parameters. The MLP's seconds include the output projection, since the MLP's replay runs through it. The output
+    head belongs to no layer, so its share of a token's seconds is left out.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
-    token_s = forward.token_s * tokens / model.num_layers
+    token_s, inside = forward.token_s * tokens / model.num_layers, 1 - costs.head_share(is_backward=False)
     qkv_part = model.qkv_parameters / model.layer_parameters
     recompute_s: dict[TensorClass, float] = {
         "layer_input": 0.0,
         "attention_output": forward.pair_s * pairs.of_chunk(chunk) / shape.degree / model.num_layers,
-        "qkv": qkv_part * token_s,
-        "mlp": (1 - qkv_part) * token_s,
+        "qkv": qkv_part * token_s * inside,
+        "mlp": (1 - qkv_part) * token_s * inside,
     }
     saved = tuple(
         SavedClass(
@@ -115,4 +116,14 @@ def layer_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: Attenti
         )
         for name, seconds in recompute_s.items()
     )
-    return Slot(costs.forward_s(chunk, shape, 1, pairs=pairs), costs.backward_s(chunk, shape, 1, pairs=pairs), saved)
+    forward_s, backward_s = (costs.part_s(chunk, shape, is_backward, 1, False, pairs=pairs) for is_backward in (False, True))
+    return Slot(forward_s, backward_s, saved)
+
+
+def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
+    """Makes one slot of all layers of `chunk`."""
+    num_layers, layer = costs.model.num_layers, layer_slot(costs, chunk, shape, costs.model.attention_pairs())
+    saved = (
+        replace(item, num_bytes=item.num_bytes * num_layers, recompute_s=item.recompute_s * num_layers) for item in layer.saved
+    )
+    return Slot(layer.forward_s * num_layers, layer.backward_s * num_layers, tuple(saved))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from hf_longctx.plan.activations.added_seconds import added_seconds
 from hf_longctx.plan.activations.fit import FittedGroups
 from hf_longctx.plan.activations.slots import SavedClass, layer_slot
 from hf_longctx.plan.core.arrays import FloatArray
@@ -23,6 +22,7 @@ from hf_longctx.plan.core.types import (
     Chunk,
     GroupShape,
     LayerPolicy,
+    MicroBatch,
     SequenceGroup,
     StagePlan,
     StepPlan,
@@ -64,11 +64,6 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
     if ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node:
         return len(ranks)
     return min(Counter(rank // ranks_per_node for rank in ranks).values())
-
-
-def is_alone(group: SequenceGroup) -> bool:
-    """Whether the group runs on a single stage with one layer range, as in a run without a pipeline."""
-    return len(group.stages) == 1 and len(group.stages[0].parts) == 1
 
 
 class PredictionCache:
@@ -117,6 +112,13 @@ def run_pipeline(
     if key not in known.runs:
         known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)
     return known.runs[key][1]
+
+
+def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:
+    """Predicts a group on one stage that runs by itself from second 0."""
+    plan = StepPlan(0, (), 1, group.degree, costs.parameters, (MicroBatch((group,)),))
+    (run,) = run_pipeline(plan, group, costs, [0.0], known)
+    return run
 
 
 def _run_pipeline(
@@ -203,7 +205,7 @@ class ChunkSeconds:
         self.tokens = [max(shard_tokens(chunk, group.shape)) for chunk in group.chunks]
         self._passes: dict[tuple[bool, int, Windows], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
-        self._saved: dict[tuple[int, int | None], list[SavedClass]] = {}
+        self._saved: dict[tuple[int, int | None], tuple[SavedClass, ...]] = {}
         # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
         self._layers: dict[tuple[int, int, int | None], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
@@ -243,15 +245,11 @@ class ChunkSeconds:
             self._layers[key] = layer, found
         return self._layers[key][1]
 
-    def saved(self, chunk: int, window: int | None) -> list[SavedClass]:
-        """Tensors that a layer saves for a chunk. Seconds to recompute "qkv" and "mlp" are without the output head's share."""
+    def saved(self, chunk: int, window: int | None) -> tuple[SavedClass, ...]:
+        """Tensors that a layer saves for a chunk."""
         if (chunk, window) not in self._saved:
             slot = layer_slot(self.costs, self.group.chunks[chunk], self.group.shape, AttentionPairs.of((window,)))
-            inside = 1 - self.costs.head_share(is_backward=False)
-            self._saved[chunk, window] = [
-                replace(item, recompute_s=item.recompute_s * inside) if item.tensor_class in ("qkv", "mlp") else item
-                for item in slot.saved
-            ]
+            self._saved[chunk, window] = slot.saved
         return self._saved[chunk, window]
 
 
@@ -274,15 +272,10 @@ class StageSeconds:
         self.policies = [
             {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
         ]
-        # on one stage, policies add the seconds that the policy program computes; in a pipeline copies also run while a stage
-        # waits, so only the event loop knows
-        self._added = added_seconds(costs, group, group.stages[0]) if is_alone(group) else None
         # id of a policy's layers -> whether they have copies; the group keeps the policies alive
         self._moves: dict[int, bool] = {}
         self._under_seconds: dict[tuple[int, bool, int, int, Windows, int], tuple[float, tuple[CopyStep, ...]]] = {}
-        self.has_copies = self._added is None and any(
-            self._has_copies(policy.layers) for policies in self.policies for policy in policies.values()
-        )
+        self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
 
     def table(self) -> FloatArray:
         """Seconds of every pass, as `of` returns them, shape (parts, stages, chunks, F/B); input of `Wiring.seconds`."""
@@ -355,8 +348,6 @@ class StageSeconds:
 
     def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """Seconds of recomputation, and copies, that a policy adds to a pass; computed once for equal stages."""
-        if self._added is not None:
-            return self._added[policy.chunk][is_backward], ()
         num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
         windows = self.windows[stage][policy.part]
         key = (policy.chunk, is_backward, near, num_layers, windows, id(policy.layers))

@@ -9,7 +9,7 @@ from helpers.plans.layouts import tiny_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.activations.slots import SavedClass, layer_slot, layer_slots
+from hf_longctx.plan.activations.slots import SavedClass, chunk_slot, layer_slot, layer_slots
 from hf_longctx.plan.core.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
@@ -34,14 +34,29 @@ def test_classes_of_a_slot_share_the_seconds_of_its_forward() -> None:
     forward, num_layers = costs.coefficients.forward, costs.model.num_layers
     pairs = 50 * (10 + 25) + 14 * 7
     assert found["attention_output"].recompute_s == pytest.approx(forward.pair_s * pairs / 2 / num_layers)
-    assert found["qkv"].recompute_s + found["mlp"].recompute_s == pytest.approx(forward.token_s * 32 / num_layers)
+    # the output head belongs to no layer
+    inside = 1 - costs.model.head_share
+    assert 0.5 < inside < 1
+    assert found["qkv"].recompute_s + found["mlp"].recompute_s == pytest.approx(forward.token_s * 32 * inside / num_layers)
     assert 0 < found["qkv"].recompute_s < found["mlp"].recompute_s and found["layer_input"].recompute_s == 0
     # attention alone depends on where its documents lie
     assert [item.documents for item in slot.saved if item.documents] == [((10, 50), (0, 14))]
-    assert (slot.forward_s, slot.backward_s) == (
-        costs.forward_s(chunk, GroupShape(2, 2), 1),
-        costs.backward_s(chunk, GroupShape(2, 2), 1),
-    )
+    for is_backward, layer_s in ((False, slot.forward_s), (True, slot.backward_s)):
+        one = costs.coefficients.backward if is_backward else forward
+        pass_s = (costs.backward_s if is_backward else costs.forward_s)(chunk, GroupShape(2, 2), num_layers)
+        assert layer_s == pytest.approx((pass_s - one.token_s * 32 * costs.model.head_share) / num_layers)
+
+
+def test_the_slot_of_a_chunk_is_all_of_its_layers() -> None:
+    costs = tiny_costs(1)
+    costs = replace(costs, model=replace(costs.model, num_layers=4, windows=(5, None, 5, None)))
+    chunk = Chunk(0, (Span(0, 0, 40),))
+    whole, layers = chunk_slot(costs, chunk, LOCAL), layer_slots(costs, chunk, LOCAL)
+    assert whole.forward_s == pytest.approx(sum(layer.forward_s for layer in layers))
+    assert whole.backward_s == pytest.approx(sum(layer.backward_s for layer in layers))
+    for joined, *own in zip(whole.saved, *(layer.saved for layer in layers), strict=True):
+        assert joined.num_bytes == pytest.approx(sum(item.num_bytes for item in own))
+        assert joined.recompute_s == pytest.approx(sum(item.recompute_s for item in own))
 
 
 @pytest.mark.parametrize("can_keep_qkv", [True, False])

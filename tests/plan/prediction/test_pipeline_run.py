@@ -14,6 +14,7 @@ from helpers.plans.stage_orders import Stages, interleaved, one_forward_one_back
 from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import (
+    Action,
     ActivationPolicy,
     Chunk,
     LayerPolicy,
@@ -34,6 +35,7 @@ from hf_longctx.plan.memory.round_bytes import ChunkBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.memory.stage import message_bytes
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
+from hf_longctx.plan.prediction.pipeline_run import run_alone
 
 # seconds per token and rank: one forward, two backward; messages take none, and the model has no head
 HEADLESS = dataclasses.replace(MODEL, vocab_size=0)
@@ -294,9 +296,12 @@ def offloading(link_bytes_per_s: float, lengths: tuple[int, ...] = (64, 64, 64))
     actions = with_messages(one_forward_one_backward(2, len(lengths)))
     policies = tuple(ActivationPolicy(chunk, 0, (HOST, HOST)) for chunk in range(len(lengths)))
     plan = plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_parts(4, 2), activations=(policies, ()))]])
-    costs = costs_of(HEADLESS, 2)
-    hardware = dataclasses.replace(HARDWARE, copy_bytes_per_s=link_bytes_per_s)
-    return plan, dataclasses.replace(costs, cluster=dataclasses.replace(costs.cluster, hardware=hardware))
+    return plan, costs_with_link(costs_of(HEADLESS, 2), link_bytes_per_s)
+
+
+def costs_with_link(costs: CostModel, bytes_per_s: float) -> CostModel:
+    hardware = dataclasses.replace(HARDWARE, copy_bytes_per_s=bytes_per_s)
+    return dataclasses.replace(costs, cluster=dataclasses.replace(costs.cluster, hardware=hardware))
 
 
 def test_copies_that_nothing_hides_are_seconds_of_the_timeline() -> None:
@@ -310,6 +315,24 @@ def test_copies_that_nothing_hides_are_seconds_of_the_timeline() -> None:
     assert lengths["1B0"] == 64
     # two chunks are in flight on the first stage
     assert run.host_bytes == (2 * 2 * num_bytes, 0)
+
+
+def test_on_one_stage_copies_out_hold_up_nothing_and_the_top_layer_of_each_slice_waits_for_its_copy_back() -> None:
+    num_bytes = 64 * (class_bytes(HEADLESS, "layer_input") + class_bytes(HEADLESS, "mlp") // 2)
+    costs = offloading(num_bytes / 8)[1]
+    order = tuple(Action(kind, 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("F", 2), ("B", 2), ("B", 1), ("B", 0)))
+    policies = tuple(ActivationPolicy(chunk, 0, (HOST,) * 4) for chunk in (0, 1))
+    group = group_of(chunks_of((192,), 3), (order,), even_parts(4, 1), activations=(policies,))
+    run = run_alone(group, costs)
+    # each of four layers takes 16 seconds forward and 32 backward, and its copy 8, all of which but the first is hidden
+    assert [stop_s - start_s for start_s, stop_s in run.times] == pytest.approx([64, 64, 64, 128, 128 + 8, 128 + 8])
+    assert run.host_bytes == 2 * 4 * num_bytes
+    # at a fourth of the speed, 4 x 32 seconds of copies fill each forward twice: those of both slices are done at 16 + 8 x 32
+    slow = costs_with_link(costs, num_bytes / 32)
+    times = run_alone(group, slow).times
+    assert [stop_s - start_s for start_s, stop_s in times[:4]] == pytest.approx([64, 64, 64, 128])
+    # by then the last slice has run backward; each layer's copy back takes as long as the backward of the layer above
+    assert [stop_s - start_s for start_s, stop_s in times[4:]] == pytest.approx([128 + 32, 128 + 32])
 
 
 def test_what_is_on_its_way_to_the_host_is_still_on_the_device() -> None:

@@ -175,12 +175,8 @@ class GroupCells:
         model = self.costs.model
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
         kept, recomputed, offloaded = (self.bytes.layer(load, policy, self.tile_tokens) for policy in policies)
-        # share of a token's seconds that layers take, without the output head
-        inside = 1 - self.costs.head_share(is_backward=False)
-        again_s = {
-            item.tensor_class: item.recompute_s * (1.0 if item.tensor_class == "attention_output" else inside)
-            for item in layer_slot(self.costs, chunk, self.group.shape, pairs).saved
-        }
+        saved = layer_slot(self.costs, chunk, self.group.shape, pairs).saved
+        again_s = {item.tensor_class: item.recompute_s for item in saved}
         return _LayerWays(
             kept.held,
             recomputed.held,

@@ -2,8 +2,8 @@
 
 Layer-first keeps a group's one chunk: every layer runs over all its tokens once, and linear programs choose for each layer what
 is kept, offloaded or recomputed. Slice-first cuts the longest sequence into slices with a K/V book, so that a layer works on
-fewer tokens at a time; the program then chooses for whole slices. Each group gets the way with the fewest predicted seconds among
-those whose bytes fit.
+fewer tokens at a time; the program then chooses for whole slices. Each answer is predicted as the run of a pipeline of one stage,
+and each group gets the way with the fewest predicted seconds among those whose bytes fit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hf_longctx.plan.activations.added_seconds import group_seconds, one_slot
 from hf_longctx.plan.activations.fit import Program, Trial, first_fitting, lean_group, search_room, with_layers
 from hf_longctx.plan.activations.shares import MemoryLimits, choose_policy
-from hf_longctx.plan.activations.slots import Slot, layer_slots
+from hf_longctx.plan.activations.slots import Slot, chunk_slot, layer_slots
 from hf_longctx.plan.chunks.slices import slice_counts, sliced_group
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget
@@ -25,7 +24,7 @@ from hf_longctx.plan.core.types import LayerPolicy, SequenceGroup, StepPlan, Ten
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.round_bytes import RoundBytes
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
-from hf_longctx.plan.prediction.pipeline_run import PredictionCache
+from hf_longctx.plan.prediction.pipeline_run import PredictionCache, run_alone
 from hf_longctx.plan.prediction.planning import Planning
 
 
@@ -34,13 +33,16 @@ class FitConstants:
     """Constants of the search for room.
 
     slice_counts: numbers of slices that are tried, as far as SPPO's bounds allow them. attempts: solutions of one program, each
-    with less room, where the prediction exceeds what the program counted. most_programs: different groups in one step for which
-    programs are solved and slices tried; for more, the greedy order chooses layer-first policies.
+    with less room, where the prediction exceeds what the program counted, or with more where it left much. most_programs:
+    different groups in one step for which programs are solved and slices tried; for more, the greedy order chooses layer-first
+    policies. worth: share of the device's room that must be free to try again with more; regain: how much of it is given back.
     """
 
     slice_counts: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     attempts: int = 4
     most_programs: int = 24
+    worth: float = 0.02
+    regain: float = 0.8
 
 
 # repeat `recipes/bench/cpu/memory.py` and `recipes/bench/papers/sppo.py` when one of these changes
@@ -75,7 +77,7 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
 class RoomMaker:
     """Makes room for the groups of all plans of one step: policies, and slices if `allows_slices`.
 
-    known: bytes and groups that were counted and solved before.
+    known: cache of the step: bytes, runs and groups that were counted, predicted and solved before.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class RoomMaker:
         known: PredictionCache | None = None,
     ) -> None:
         self.costs, self.budget, self.allows_slices = costs, budget, allows_slices
-        known = PredictionCache() if known is None else known
-        self._byte_model, self._known = known.byte_model(costs.model), known.fitted_groups
+        self._predictions = PredictionCache() if known is None else known
+        self._byte_model, self._known = self._predictions.byte_model(costs.model), self._predictions.fitted_groups
+        self._limit_bytes = self._byte_model.states(costs.parameters, costs.shard_ranks) + budget.device_bytes
 
     def for_plan(self, plan: StepPlan) -> StepPlan:
         """Makes room for every group whose chunk has more tokens than are kept without policies (`kept_tokens`).
@@ -170,7 +173,7 @@ class RoomMaker:
         def layers(shares: Sequence[tuple[TensorShare, ...]]) -> list[tuple[LayerPolicy, ...]]:
             return [(_layer_policy(chosen),) * self.costs.model.num_layers for chosen in shares]
 
-        return [one_slot(self.costs, part, sliced.shape) for part in sliced.chunks], layers
+        return [chunk_slot(self.costs, part, sliced.shape) for part in sliced.chunks], layers
 
     def reason(self, group: SequenceGroup) -> str:
         """Explains the policies of a fitted group: solves the program again and returns its reason."""
@@ -202,11 +205,18 @@ class RoomMaker:
                 return None
             chosen = {(0, chunk, 0): own for chunk, own in enumerate(layers(choice.shares))}
             trial = self._trial(with_layers(group, chosen, self.budget.tile_tokens))
-            return replace(trial, counted_bytes=choice.outcome.device_bytes, reason=choice.reason)
+            return replace(
+                trial, counted_s=choice.outcome.cost_s, counted_bytes=choice.outcome.device_bytes, reason=choice.reason
+            )
 
         def next_room(room_bytes: float, trial: Trial) -> float | None:
             (over_bytes,) = trial.over_bytes
-            return None if trial.fits else min(room_bytes, trial.counted_bytes) - over_bytes
+            if trial.fits:
+                # more room helps only if it can save seconds
+                is_worth = trial.counted_s > 0 and over_bytes < -_SEARCH.worth * self.budget.device_bytes
+                return room_bytes - _SEARCH.regain * over_bytes if is_worth else None
+            # shares are rounded to whole tokens of every layer
+            return min(room_bytes, trial.counted_bytes) - over_bytes - token_bytes
 
         return search_room(propose, next_room, room_bytes, _SEARCH.attempts)
 
@@ -227,9 +237,15 @@ class RoomMaker:
         return lean_group(group, self.costs.model, self.budget.tile_tokens, host_share)
 
     def _trial(self, group: SequenceGroup) -> Trial:
-        """Compares the group with the budget; its seconds are infinite where it does not fit."""
+        """Predicts the run of the group alone and compares it with the budget.
+
+        Copies on their way only add bytes, so what does not fit without them gets no seconds, which saves planning time.
+        """
         over_bytes = self._bytes(group).peak - self.budget.device_bytes
-        return Trial(group, group_seconds(self.costs, group) if over_bytes <= 0 else math.inf, (float(over_bytes),))
+        if over_bytes > 0:
+            return Trial(group, math.inf, (float(over_bytes),))
+        run = run_alone(group, self.costs, self._predictions)
+        return Trial(group, run.times[-1][1], (float(run.peak_bytes - self._limit_bytes),))
 
     def _bytes(self, group: SequenceGroup) -> RoundBytes:
         # ranks of a group hold as much as the first, which holds the most
