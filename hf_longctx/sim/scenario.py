@@ -96,7 +96,7 @@ class Scenario:
 
     @property
     def planner_config(self) -> PlannerConfig:
-        """The settings with which a run on these devices plans."""
+        """Planner settings of a run on these devices."""
         degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
         return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s, activations=self.budget)
 

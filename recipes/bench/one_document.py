@@ -47,9 +47,10 @@ _ATTENTION = ("attention", "fmha", "flash", "sdpa")
 
 
 def replayed(attention_host: float = 0.0, attention_recompute: float = 0.0, input_host: float = 0.0) -> LayerPolicy:
-    """Policy of a layer that recomputes queries, keys, values and MLP, and keeps what is left of input and attention output.
+    """Policy of a layer that recomputes queries, keys, values and MLP.
 
-    The arguments are shares of tokens: attention output on the host or recomputed, layer input on the host.
+    The arguments are shares of tokens: attention output on the host or recomputed, layer input on the host. The rest of attention
+    output and layer input stays on the device.
     """
     return LayerPolicy(
         (

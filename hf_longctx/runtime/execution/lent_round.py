@@ -140,7 +140,9 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
 
 
 class LentRound(Round):
-    """A micro-batch to whose first and last slices idle stages are lent. `check_lending` must have passed.
+    """A micro-batch in which idle stages are lent to the first and the last slices of other stages.
+
+    `check_lending` must have passed.
 
     Every rank of all stages takes part. Received hidden states and outputs are keyed by (stage, chunk), since a rank runs chunks
     of several stages.

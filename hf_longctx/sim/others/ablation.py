@@ -106,7 +106,7 @@ class Machine:
         return replace(self.costs, method="ulysses", parameters="gathered_per_round", shard_ranks=per_stage)
 
     def budget(self, costs: CostModel, ranges: Parts, host_bytes: int) -> ActivationBudget:
-        """Memory left beside the states of the largest stage; raises ValueError if nothing is left."""
+        """Memory that the states of the largest stage leave; raises ValueError if they leave none."""
         byte_model = ByteModel(costs.model)
         held = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
         if (left := self.device_bytes - held) <= 0:

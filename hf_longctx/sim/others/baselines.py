@@ -252,7 +252,7 @@ def _place_next(
 
 
 def _slack(problem: GroupingProblem, teams: Sequence[_Team]) -> float:
-    """Share by which the least loaded rank is below the most loaded one; ranks without a team have no work."""
+    """Share of the most loaded rank's work that the least loaded rank lacks; ranks without a team have no work."""
     most = max(team.work for team in teams)
     is_idle = sum(team.degree for team in teams) < problem.num_ranks
     return 1.0 if is_idle else 1 - min(team.work for team in teams) / most

@@ -134,7 +134,7 @@ def build() -> LlamaForCausalLM:
 
 
 def methods(num_tokens: int, tile_tokens: int) -> list[Method]:
-    """Builds all methods: plain Hugging Face, its checkpointing, then ours, of which `--require` judges the first."""
+    """Builds all methods: plain Hugging Face, its checkpointing, then ours; `--require` judges the first of ours."""
     ids_1T = torch.randint(0, CONFIG["vocab_size"], (1, num_tokens), generator=torch.Generator().manual_seed(1))
     spec = ModelSpec.from_config(build().config.to_dict())
     found = []

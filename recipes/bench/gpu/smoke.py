@@ -227,7 +227,7 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
 
 
 def check_merge(tokens: int, device: torch.device) -> tuple[float, str]:
-    """Checks the merge of three partial results, one of which saw no key, against the reference in fp32."""
+    """Checks the merge of three partial results against the reference in fp32; one of them saw no key."""
     outputs = [random_heads(tokens, device)[1] * scale for scale in (1.0, 0.5, 2.0)]
     lses = [output.float().sum(-1) for output in outputs]
     lses[2] = torch.full_like(lses[2], float("-inf"))

@@ -3,8 +3,8 @@
     python recipes/bench/papers/zero_bubble.py [--model gpt-7b] [--tokens 32768 65536 131072] [--slices 1 2 4 8] [--stages 4]
         [--sequences 8] [--json FILE]
 
-Compares Seq1F1B on slices of equal time with the same order of forwards and input gradients, in which weight gradients wait until
-a stage would be idle (ZB1P of zero-bubble pipelines, arXiv 2401.10241, in the order of Seq1F1B). Times are operation counts at
+Compares Seq1F1B on slices of equal time with a schedule that has the same order of forwards and input gradients, but runs weight
+gradients when a stage would be idle (ZB1P of zero-bubble pipelines, arXiv 2401.10241). Times are operation counts at
 the rates of a generic GPU: a backward takes twice the matrix products of a forward, half of them for weights, and 2.5 times its
 attention, which has no weights. Messages take no time.
 
