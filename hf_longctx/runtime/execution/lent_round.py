@@ -113,8 +113,8 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
         )
     if any(len(chunk.spans) != 1 or chunk.spans[0].sequence != group.chunks[0].spans[0].sequence for chunk in group.chunks):
         raise ValueError(
-            "a group lends ranks, but its chunks hold several sequences; only slices of one sequence can be lent ranks, so give "
-            "the sequence a group of its own"
+            "a group lends ranks, but its chunks hold several sequences; ranks can be lent only to slices of one sequence, so "
+            "give the sequence a group of its own"
         )
     phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
     for chunk in range(len(group.chunks)):

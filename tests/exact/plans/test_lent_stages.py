@@ -136,7 +136,7 @@ def refused() -> dict[str, tuple[StepPlan, str]]:
         "sharded": (replace(plan, parameters="sharded"), "so every rank needs all weights, but parameters='sharded'"),
         "policies": (changed(stages=(replace(first, activations=(policy,)), last)), "activation policies"),
         "ring": (replace(plan, micro_batches=(MicroBatch((ring,)),)), "a ring group with 1 layer range"),
-        "hybrid chunk": (changed(chunks=(*group.chunks[:3], tail)), "only slices of one sequence can be lent ranks"),
+        "hybrid chunk": (changed(chunks=(*group.chunks[:3], tail)), "ranks can be lent only to slices of one sequence"),
         "backward alone": (swapped({"0F0@1:0": "0F0"}), "the chunks of stage 0 are run by stages"),
         "in the middle": (swapped({"0F1": "0F1@1:0", "0B1": "0B1@1:0", "0F0@1:0": "0F0", "0B0@1:0": "0B0"}), "are run by"),
         "a position": (swapped({"0F0@1:0": "0F0@1:1", "0B0@1:0": "0B0@1:1"}), "must be run at the group's positions"),

@@ -33,7 +33,7 @@ def step_plan(**estimate: Any) -> StepPlan:
 
 
 def step_record(**estimate: Any) -> StepRecord:
-    """Measurements of rank 1 beside the plan with this estimate."""
+    """Measurements of rank 1 for the plan with this estimate."""
     return StepRecord(step_plan(**estimate), rank=1, loss=2.5, intervals=INTERVALS)
 
 

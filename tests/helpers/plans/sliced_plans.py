@@ -117,7 +117,7 @@ PACKINGS: dict[str, tuple[list[int], Chunks, str, bool]] = {
         "",
         True,
     ),
-    "a sequence goes on behind chunks of others": (
+    "a sequence continues after chunks of others": (
         [20, 9, 17, 6],
         [[(0, 0, 8)], [(1, 0, 9)], [(2, 0, 10)], [(0, 8, 20), (3, 0, 6)], [(2, 10, 17)]],
         "",

@@ -177,7 +177,7 @@ def plain_training(case: ModelCase, rows: list[dict[str, list[int]]], num_steps:
 def plain_training_with(
     before_step: Callable[[torch.nn.Module, int], None], case: ModelCase, rows: list[dict[str, list[int]]], num_steps: int
 ) -> tuple[list[float], dict[str, Any]]:
-    """`plain_training` in which `before_step` gets the model and the number of steps done, before each step."""
+    """Trains like `plain_training`, and calls `before_step` before each step with the model and the number of steps done."""
     model = build_model(case)
     # group parameters as the trainer does: no weight decay for norms and biases
     decay = [p for name, p in model.named_parameters() if p.dim() > 1 or "magnitude" in name]
