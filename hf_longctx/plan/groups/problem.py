@@ -1,4 +1,4 @@
-"""The grouping problem of one step: assign whole sequences to heterogeneous sequence groups. With its cost and a lower bound.
+"""States the grouping problem of one step: assign whole sequences to sequence groups of several degrees at least cost.
 
 Every solver in this folder takes a `GroupingProblem` and returns a `Layout`. The cost of a layout is FlexSP's (arXiv
 2412.01523, section 4): micro-batches run one after the other, and each takes as long as its slowest group. With replicated
@@ -52,7 +52,7 @@ class GroupingProblem:
 
     @classmethod
     def build(cls, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> GroupingProblem:
-        """The problem of one step; raises ValueError for the first sequence that fits no allowed group."""
+        """Builds the problem of one step; raises ValueError for the first sequence that fits no allowed group."""
         num_ranks = costs.cluster.num_ranks
         limit = config.tokens_per_rank * config.degrees[-1]
         for index, length in enumerate(lengths):
@@ -97,7 +97,7 @@ class GroupingProblem:
         return sum(self.micro_batch_seconds(groups) for groups in layout)
 
     def longest_first(self) -> tuple[GroupingProblem, list[int]]:
-        """This problem with its sequences sorted longest first, and the original number of each.
+        """Sorts the sequences longest first; returns the sorted problem and the original number of each sequence.
 
         Solvers break ties by sequence number, so on sorted sequences their result does not depend on the order of the input.
         """
@@ -105,7 +105,7 @@ class GroupingProblem:
         return self.subproblem(order), order
 
     def restricted(self, degrees: Sequence[int]) -> GroupingProblem:
-        """This problem with only these of its degrees."""
+        """Keeps only these degrees of the problem."""
         kept = [k for k, degree in enumerate(self.degrees) if degree in degrees]
         return replace(
             self,
@@ -115,7 +115,7 @@ class GroupingProblem:
         )
 
     def subproblem(self, sequences: Sequence[int]) -> GroupingProblem:
-        """The subproblem of these sequences, numbered in this order."""
+        """Keeps only these sequences of the problem, numbered in this order."""
         chosen = list(sequences)
         return replace(self, lengths=tuple(self.lengths[i] for i in chosen), seconds=self.seconds[:, chosen])
 

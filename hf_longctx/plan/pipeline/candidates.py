@@ -2,7 +2,7 @@
 
 Every group of a stage's layout is a pipeline of its own, so its number of slices is chosen independently of other groups. With
 one slice the pipeline runs whole sequences; with more it runs slices of them (InfiniPipe, arXiv 2509.21275, section 3). A formula
-compares numbers of slices first (the slowest stage's work plus the bubble); the best few are then simulated.
+compares numbers of slices first (`StagedStep.cuts`); the best few are then simulated.
 """
 
 from __future__ import annotations
@@ -16,50 +16,31 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGr
 from hf_longctx.plan.groups.placement import PlacedGroup, with_idle_ranks
 from hf_longctx.plan.pipeline.layouts import dealt_groups, dealt_layouts
 from hf_longctx.plan.pipeline.orders import pipelined
-from hf_longctx.plan.pipeline.staged_step import StagedStep
+from hf_longctx.plan.pipeline.staged_step import CUTS, Cut, StagedStep
 
 
 @dataclass(frozen=True, slots=True)
 class _CandidateSearch:
     """Constants of the search for candidates.
 
-    slice_counts: numbers of slices of the longest sequence to try. chunks_per_stage: numbers of chunks per stage to try where
-    packs may take longer than the longest sequence. most_chunks: most chunks of all concurrent groups together; more cost more in
-    messages, small kernels and planning than they save. least_memory_slices: numbers of slices to try where memory is short.
-    lent_slices: most slices per stage where stages lend ranks; with more slices, idle time is too small a share to save.
+    doubt: a layout is not simulated if this share of its estimate is more than the fastest simulated time, since estimates are
+    that accurate. most_layouts: layouts that are simulated. fitting_cuts, most_cuts: for each group, cuts that fit before the
+    simulation stops, and cuts that it tries before it gives up.
 
-    equal: share of a pipeline's seconds within which cuts count as equally fast, so that fewer chunks win. rough: factor by which
-    the formula's held tokens may exceed the room, since the formula is rough. doubt: a layout is not simulated if this share of
-    its estimate is more than the fastest simulated time, since estimates are that accurate. most_layouts: layouts that
-    are simulated. fitting_cuts, most_cuts: for each group, cuts that fit before the simulation stops, and cuts that it tries
-    before it gives up.
+    least_memory_slices: numbers of slices to try where memory is short. lent_slices: most slices per stage where stages lend
+    ranks; with more slices, idle time is too small a share to save.
     """
 
-    slice_counts: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    chunks_per_stage: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
-    most_chunks: int = 512
-    least_memory_slices: tuple[int, ...] = (1, 4, 16)
-    lent_slices: int = 4
-    equal: float = 0.01
-    rough: float = 1.3
     doubt: float = 0.95
     most_layouts: int = 4
     fitting_cuts: int = 2
     most_cuts: int = 5
+    least_memory_slices: tuple[int, ...] = (1, 4, 16)
+    lent_slices: int = 4
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
 _SEARCH = _CandidateSearch()
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A way to make chunks of a group's sequences; `estimate_s` is roughly its pipeline's seconds, recomputation included."""
-
-    estimate_s: float
-    num_chunks: float
-    num_slices: int
-    target_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +69,7 @@ class Candidates:
         """
         estimated = []
         for groups in dealt_layouts(self.staged, members):
-            estimate_s = max((self._cuts(group)[0].estimate_s for group in groups if group.members), default=0.0)
+            estimate_s = max((self.staged.cuts(group)[0].estimate_s for group in groups if group.members), default=0.0)
             estimated.append((estimate_s, groups))
         estimated.sort(key=lambda item: item[0])
         found: list[Candidate] = []
@@ -101,32 +82,6 @@ class Candidates:
                 found.append(candidate)
         return sorted(found, key=lambda candidate: candidate.seconds)
 
-    def _cuts(self, group: PlacedGroup) -> list[Cut]:
-        """Ways to make chunks of a group's sequences, at least one, sorted by estimated seconds."""
-        staged = self.staged
-        rates, lengths, work_s = staged.rates[group.degree], staged.lengths[list(group.members)], staged.work_s(group)
-        longest, tokens = int(lengths.max()), int(lengths.sum())
-        longest_s = rates.spans.of_span(0, longest)
-        # fewest chunks that memory allows
-        fewest = -(-tokens // (group.degree * staged.config.tokens_per_rank))
-        can_slice = staged.can_slice(group.degree)
-        targets = [(count, longest_s / count) for count in _SEARCH.slice_counts if count == 1 or (can_slice and count <= longest)]
-        packs = [(1, work_s / (count * staged.num_stages)) for count in _SEARCH.chunks_per_stage]
-        found: list[Cut] = []
-        for num_slices, target_s in [*targets, *(pack for pack in packs if pack[1] > longest_s)]:
-            num_chunks = max(fewest, work_s / target_s if target_s > 0 else num_slices)
-            if num_chunks * staged.ranks_per_stage > _SEARCH.most_chunks * group.degree and found:
-                continue
-            slot_s = min(target_s, work_s / num_chunks) + rates.chunk_s
-            # a stage of several layer ranges waits for chunks on one of them
-            estimate_s = work_s + num_chunks * rates.chunk_s + (staged.num_stages - 1) * slot_s / len(staged.parts[0])
-            held = min(tokens, longest + (staged.num_stages - 1) * tokens / num_chunks) / group.degree
-            estimate_s += staged.room.added_s([held / _SEARCH.rough], work_s)
-            found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
-        # fewest chunks first among equally fast cuts: small kernels and messages cost more than any model says
-        equal_s = (1 + _SEARCH.equal) * min(cut.estimate_s for cut in found)
-        return sorted(found, key=lambda cut: (max(equal_s, cut.estimate_s), cut.num_chunks))
-
     def _share_blocks(self, groups: Sequence[PlacedGroup]) -> bool:
         """Whether two groups have ranks that share parameters, so that both must run forwards and backwards in one order."""
         if self.staged.costs.parameters != "sharded":
@@ -137,7 +92,7 @@ class Candidates:
 
     def _simulated(self, groups: Sequence[PlacedGroup]) -> Candidate | None:
         """Groups with the chunks that are fastest in simulation; None where they do not fit."""
-        cuts = {group: self._cuts(group) for group in groups if group.members}
+        cuts = {group: self.staged.cuts(group) for group in groups if group.members}
         chunks: dict[PlacedGroup, tuple[Chunk, ...]] = {}
         slowest_s = 0.0
         for group in sorted(cuts, key=lambda group: -cuts[group][0].estimate_s):
@@ -177,7 +132,7 @@ class Candidates:
         """
         busy = [group for group in groups if group.members]
         best: tuple[float, dict[PlacedGroup, tuple[Chunk, ...]]] | None = None
-        for count in _SEARCH.chunks_per_stage:
+        for count in CUTS.chunks_per_stage:
             made = {group: self._chunks(group, 1, self.staged.work_s(group) / (count * self.staged.num_stages)) for group in busy}
             if any(chunk.prefix_tokens for chunks in made.values() for chunk in chunks):
                 return None
@@ -215,7 +170,7 @@ class Candidates:
         [groups] = with_idle_ranks([[group]], staged.ranks_per_stage, 0)
         can_slice = staged.can_slice(degree) and length <= staged.longest[degree]
         most = min(length // degree, _SEARCH.lent_slices * staged.num_stages) if can_slice else 0
-        return self._sliced(groups, [count for count in _SEARCH.slice_counts if staged.num_stages - 1 <= count <= most])
+        return self._sliced(groups, [count for count in CUTS.slice_counts if staged.num_stages - 1 <= count <= most])
 
     def _sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:
         """Candidates with the longest sequence of every group in each of these numbers of slices; equal ones are made once."""

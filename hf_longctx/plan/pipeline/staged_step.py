@@ -1,7 +1,7 @@
-"""The planning problem of one step on several pipeline stages: seconds and room of its sequences on groups of every degree.
+"""States the planning problem of one step on pipeline stages: seconds and room of its sequences on groups of every degree.
 
-`StagedStep` is what the search for micro-batches starts from, as `GroupingProblem` is on one stage. It rates whole pipelines
-without a full prediction, since the search compares hundreds of them.
+The search for micro-batches starts from `StagedStep`, as it starts from `GroupingProblem` on one stage. `StagedStep` rates whole
+pipelines without a full prediction, since the search compares hundreds of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,44 @@ from hf_longctx.plan.prediction.event_loop import Wiring
 Parts = tuple[tuple[LayerRange, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CutConstants:
+    """Constants of the search for ways to cut a group's sequences.
+
+    slice_counts: numbers of slices of the longest sequence to try. chunks_per_stage: numbers of chunks per stage to try where
+    packs may take longer than the longest sequence. most_chunks: most chunks of all concurrent groups together; more cost more in
+    messages, small kernels and planning than they save. equal: share of a pipeline's seconds within which cuts count as equally
+    fast, so that fewer chunks win. rough: factor by which the estimate's held tokens may exceed the room, since it is rough.
+    """
+
+    slice_counts: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    chunks_per_stage: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+    most_chunks: int = 512
+    equal: float = 0.01
+    rough: float = 1.3
+
+
+# repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+CUTS = CutConstants()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A way to make chunks of a group's sequences; `estimate_s` is roughly its pipeline's seconds, recomputation included."""
+
+    estimate_s: float
+    num_chunks: float
+    num_slices: int
+    target_s: float
+
+
 class StagedStep:
     """Whole sequences to run on the stages of `config.stages`, with their seconds and room on groups of every degree.
 
-    costs: of the groups of one stage, which lie inside it. shapes: how groups of each degree share attention. seconds[d][i]:
-    seconds that sequence i adds to the busiest stage of a group of d ranks. longest[d]: most tokens of one sequence there.
-    leaves_node: for every stage, whether its messages to the next stage cross nodes. Raises ValueError for ranks that cannot form
-    the stages and for empty sequences.
+    costs: prices groups of one stage, inside which every group lies. shapes: how groups of each degree share attention.
+    seconds[d][i]: seconds that sequence i adds to the busiest stage of a group of d ranks. longest[d]: most tokens of one
+    sequence there. leaves_node: for every stage, whether its messages to the next stage cross nodes. Raises ValueError for ranks
+    that cannot form the stages and for empty sequences.
     """
 
     def __init__(self, lengths: Sequence[int], costs: CostModel, config: PlannerConfig, schedule: Schedule = "elastic") -> None:
@@ -84,6 +115,34 @@ class StagedStep:
     def can_slice(self, degree: int) -> bool:
         """Whether groups of this degree can run slices of a sequence, which needs attention in one block."""
         return self.shapes[degree].num_blocks == 1
+
+    def cuts(self, group: PlacedGroup) -> list[Cut]:
+        """Ways to make chunks of a group's sequences, at least one, sorted by estimated seconds.
+
+        The estimate is the work of the busiest stage, the time that the pipeline takes to fill and to drain, and recomputation.
+        """
+        rates, lengths, work_s = self.rates[group.degree], self.lengths[list(group.members)], self.work_s(group)
+        longest, tokens = int(lengths.max()), int(lengths.sum())
+        longest_s = rates.spans.of_span(0, longest)
+        # fewest chunks that memory allows
+        fewest = -(-tokens // (group.degree * self.config.tokens_per_rank))
+        can_slice = self.can_slice(group.degree)
+        targets = [(count, longest_s / count) for count in CUTS.slice_counts if count == 1 or (can_slice and count <= longest)]
+        packs = [(1, work_s / (count * self.num_stages)) for count in CUTS.chunks_per_stage]
+        found: list[Cut] = []
+        for num_slices, target_s in [*targets, *(pack for pack in packs if pack[1] > longest_s)]:
+            num_chunks = max(fewest, work_s / target_s if target_s > 0 else num_slices)
+            if num_chunks * self.ranks_per_stage > CUTS.most_chunks * group.degree and found:
+                continue
+            slot_s = min(target_s, work_s / num_chunks) + rates.chunk_s
+            # a stage of several layer ranges waits for chunks on one of them
+            estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s / len(self.parts[0])
+            held = min(tokens, longest + (self.num_stages - 1) * tokens / num_chunks) / group.degree
+            estimate_s += self.room.added_s([held / CUTS.rough], work_s)
+            found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
+        # fewest chunks first among equally fast cuts: small kernels and messages cost more than any model says
+        equal_s = (1 + CUTS.equal) * min(cut.estimate_s for cut in found)
+        return sorted(found, key=lambda cut: (max(equal_s, cut.estimate_s), cut.num_chunks))
 
     def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
         """Seconds of a group's pipeline, including recomputation where memory is short; infinite where it cannot fit."""
