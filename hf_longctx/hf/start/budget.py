@@ -10,10 +10,9 @@ from hf_longctx.hf.models.spec import usable_device_bytes
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.host_memory import host_bytes as bytes_of_host
 from hf_longctx.hf.start.stages import Ranges
-from hf_longctx.plan.core.cluster_spec import ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import ActivationBudget
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 
 # share of a machine's host memory that its ranks may fill with saved tensors, unless `host_gib` is set
@@ -29,26 +28,20 @@ def describe_states(spec: ModelSpec) -> str:
 
 
 def activation_budget(
-    config: LongContextConfig,
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    parameters: Parameters,
-    shard_ranks: int,
-    ranges: Ranges,
-    device: torch.device,
-    control: dist.ProcessGroup | None,
+    config: LongContextConfig, costs: CostModel, ranges: Ranges, device: torch.device, control: dist.ProcessGroup | None
 ) -> ActivationBudget:
     """Bytes that every rank has left for activations beside the model's states; collective.
 
     With stages, these are the states of the stage that has most of them. Raises ValueError if `host_gib` asks for more host
     memory than is available.
     """
+    spec, cluster = costs.model, costs.cluster
     own_bytes = int(config.device_gib * 2**30) if config.device_gib else usable_device_bytes(cluster)
     own_host_bytes = tuple(num_bytes // cluster.ranks_per_node for num_bytes in bytes_of_host())
     everyone = gather_objects((own_bytes, *own_host_bytes), control)
     usable_bytes, available_bytes, total_bytes = (min(column) for column in zip(*everyone, strict=True))
     byte_model = ByteModel(spec)
-    left_bytes = max(0, usable_bytes - byte_model.most_states(ranges, parameters, shard_ranks))
+    left_bytes = max(0, usable_bytes - byte_model.most_states(ranges, costs.parameters, costs.shard_ranks))
     if config.host_gib is None:
         # a share of all memory, not of what is free, so that a resumed run gets the same budget
         host_bytes = min(int(total_bytes * _HOST_SHARE), available_bytes) if device.type == "cuda" else 0

@@ -168,8 +168,7 @@ class _SetupBasis:
             parameters=parameters,
             shard_ranks=shard_ranks,
         )
-        spec, cluster, device = costs.model, costs.cluster, self.args.device
-        budget = activation_budget(config, spec, cluster, parameters, shard_ranks, ranges, device, self.control)
+        budget = activation_budget(config, costs, ranges, self.args.device, self.control)
         activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
         tokens_per_rank = self._tokens_per_rank(costs, budget, activations, is_shared=degrees[-1] > 1)
         planner = PlannerConfig(
