@@ -28,14 +28,12 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
@@ -44,9 +42,9 @@ from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
-from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, probe_lengths
+from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_lent_tokens, probe_lengths
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_hooks, num_elements, reduced_copy
-from hf_longctx.hf.self_test.specimen import CopyRun, Rows, Specimen, agreed_errors, differences
+from hf_longctx.hf.self_test.specimen import CopyRun, Rows, RunPlace, Specimen, agreed_errors, differences
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
@@ -118,7 +116,10 @@ class SelfTest:
             return None
         most = setup.costs.model.max_positions
         degree = max(setup.planner.degrees)
-        long_tokens = min(most, max(_LEAST_TOKENS, _TOKENS_PER_RANK * degree))
+        long_tokens = max(_LEAST_TOKENS, _TOKENS_PER_RANK * degree)
+        if setup.planner.lend_stages:
+            long_tokens = max(long_tokens, least_lent_tokens(setup.num_stages, degree))
+        long_tokens = min(most, long_tokens)
         longest_window = min(most, max(long_tokens, _MOST_TOKENS)) * 2 // 3
         exact = reduced_copy(model, boundaries, longest_window, dtype)
         # make the document so long that, for its last third, the window hides tokens
@@ -132,32 +133,16 @@ class SelfTest:
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
         return cls(exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
 
-    def run(
-        self,
-        pool: GroupPool,
-        mesh: DeviceMesh | None,
-        device: torch.device,
-        fp32_gradients: bool,
-        count: Callable[[int], int],
-    ) -> str:
+    def run(self, place: RunPlace) -> str:
         """Compares plans with the plain model, frees the copies and returns a line for the log.
 
-        Raises ValueError on every rank if a plan fails. mesh: the ranks over which parameters are sharded; None if they are not.
-        count: sums a number over all ranks. Collective over all ranks of the pool.
+        Raises ValueError on every rank if a plan fails. Collective over all ranks of the pool.
         """
         start_s = time.monotonic()
+        device = place.device
         try:
-            specimen = partial(
-                Specimen,
-                setup=self.setup,
-                pool=pool,
-                mesh=mesh,
-                device=device,
-                fp32_gradients=fp32_gradients,
-                count=count,
-            )
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                bad, worst, probes = self._compare(specimen, pool)
+                bad, worst, probes = self._compare(place)
         finally:
             for each in (self.exact, self.working):
                 if each is not None:
@@ -170,21 +155,19 @@ class SelfTest:
             raise ValueError(self._refusal(bad, probes))
         return self._line(probes, worst, time.monotonic() - start_s)
 
-    def _compare(
-        self, specimen: Callable[[ReducedCopy, bool], Specimen], pool: GroupPool
-    ) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
+    def _compare(self, place: RunPlace) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
         """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans.
 
         specimen: function that places a copy; its second argument says whether the copy runs under autocast.
         """
-        exact = specimen(self.exact, False)
+        exact, pool = Specimen(self.exact, False, self.setup, place), place.pool
         rows = _rows(self.lengths, self.exact.num_token_ids)
         probes = exact.probes(self.lengths)
         plain = exact.plain(rows)
         floor = _EXACT[self.dtype]
         bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
         if self.working is not None and not bad:
-            working = specimen(self.working, self.is_autocast)
+            working = Specimen(self.working, self.is_autocast, self.setup, place)
             # yardstick: how far the plain model in the run's precision is from fp64
             yardstick = agreed_errors(differences(working.plain(rows), plain, self.exact.windows), pool.control)
             # a loss may be right by chance
@@ -248,7 +231,8 @@ class SelfTest:
         lines = [f"- {name}: {each.check}: {each.text}" for name, found in bad.items() for each in found]
         good = [probe.name for probe in probes if probe.name not in bad]
         remedy = (
-            f"plans that passed ({', '.join(good)}) may be used alone: set `method`, `degrees` or activations='keep' so"
+            f"plans that passed ({', '.join(good)}) may be used alone: set `method`, `degrees`, activations='keep' or "
+            f"lend_stages=False so"
             if good
             else "none of the plans passed"
         )

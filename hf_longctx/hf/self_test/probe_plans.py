@@ -27,6 +27,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.pipeline.lent_slices import lent_group
 from hf_longctx.plan.pipeline.orders import Schedule, pipelined
 
 # numbers of documents in `probe_lengths`: those packed on one group, the long one among these (the last), and the lone ones
@@ -50,13 +51,19 @@ def probe_lengths(long_tokens: int) -> tuple[int, ...]:
     return (max(2, long_tokens // 3), max(2, long_tokens // 8), long_tokens, 7, 4)
 
 
+def least_lent_tokens(num_stages: int, degree: int) -> int:
+    """Fewest tokens of a document to whose slices idle stages can be lent: one of each slice for every rank."""
+    return max(_NUM_SLICES, num_stages) * num_stages * degree
+
+
 def probe_plans(
     lengths: Sequence[int], costs: CostModel, config: PlannerConfig, num_layers: Sequence[Sequence[int]], has_policies: bool
 ) -> tuple[ProbePlan, ...]:
     """The plans for documents of `probe_lengths`, for a run with these costs and limits.
 
     num_layers: number of layers in every layer range of every stage, for the model that runs the plans. has_policies: whether the
-    run may plan activation policies. Slices are included if a run may have them: with policies, and in pipelines.
+    run may plan activation policies. Slices are included if a run may have them: with policies, and in pipelines. So are lent
+    stages, if the run may lend them and the long document has enough tokens for all ranks.
     """
     ranks_per_stage = costs.cluster.num_ranks // len(num_layers)
     cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
@@ -66,15 +73,19 @@ def probe_plans(
     whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
     groups = [SequenceGroup.of(shape, range(shape.degree), whole) for shape in shapes]
     probes = [
-        ProbePlan(_name(shape), _plan(group, lengths, ranks_per_stage, parts, costs))
+        ProbePlan(_name(shape), _plan([group], lengths, ranks_per_stage, parts, costs))
         for shape, group in zip(shapes, groups, strict=True)
     ]
     if has_policies or len(num_layers) > 1:
         shape = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
         sliced = SequenceGroup.of(shape, range(shape.degree), _slices(lengths))
-        plan = _plan(sliced, lengths, ranks_per_stage, parts, costs)
+        plan = _plan([sliced], lengths, ranks_per_stage, parts, costs)
         name = f"slices, {_name(shape)}" + (", interleaved" if len(parts[0]) > 1 else "")
         probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
+        if config.lend_stages and lengths[LONG] >= least_lent_tokens(len(num_layers), shape.degree):
+            alone = [SequenceGroup.of(shape, range(shape.degree), chunks) for chunks in _long_alone(lengths, len(num_layers))]
+            plan = _lent(_plan(alone, lengths, ranks_per_stage, parts, costs))
+            probes.append(ProbePlan(f"slices, {_name(shape)}, lent stages", plan))
     return tuple(probes)
 
 
@@ -94,31 +105,42 @@ def _name(shape: GroupShape) -> str:
 
 def _slices(lengths: Sequence[int]) -> tuple[Chunk, ...]:
     """Chunks of the packed documents: slices of the long one, the last slice together with document 0; then document 1 alone."""
-    cuts = [lengths[LONG] * place // _NUM_SLICES for place in range(_NUM_SLICES + 1)]
-    spans = [[Span(LONG, start, stop)] for start, stop in pairwise(cuts)]
+    spans = [[span] for span in _cut(lengths[LONG], _NUM_SLICES)]
     spans[-1].append(Span(0, 0, lengths[0]))
     spans.append([Span(1, 0, lengths[1])])
     return tuple(Chunk(index, tuple(each)) for index, each in enumerate(spans))
 
 
+def _long_alone(lengths: Sequence[int], num_stages: int) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Chunks of two groups: slices of the long document, at least one for each stage; then the documents packed with it else."""
+    slices = tuple(Chunk(index, (span,)) for index, span in enumerate(_cut(lengths[LONG], max(_NUM_SLICES, num_stages))))
+    return slices, (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED if i != LONG)),)
+
+
+def _cut(num_tokens: int, num_slices: int) -> list[Span]:
+    """Slices of the long document, of equal lengths up to one token."""
+    cuts = [num_tokens * place // num_slices for place in range(num_slices + 1)]
+    return [Span(LONG, start, stop) for start, stop in pairwise(cuts)]
+
+
 def _plan(
-    group: SequenceGroup,
+    groups: Sequence[SequenceGroup],
     lengths: Sequence[int],
     num_ranks: int,
     parts: Sequence[tuple[LayerRange, ...]],
     costs: CostModel,
 ) -> StepPlan:
-    """A plan of two micro-batches: the group, then the lone documents on the first and the last rank.
+    """A plan of a micro-batch for each group, then of one for the lone documents on the first and the last rank.
 
     Ranks without documents run dummy chunks, in the same order of actions.
     """
     schedule: Schedule = "interleaved" if len(parts[0]) > 1 else "elastic"
-    group = pipelined(group, parts, schedule)
-    # under sharded parameters all ranks must run the same order of action kinds
-    idle = [
-        SequenceGroup((position,), "local", tuple(Chunk(chunk.index) for chunk in group.chunks), group.stages)
-        for position in range(group.degree, num_ranks)
-    ]
+    micro_batches = []
+    for group in (pipelined(each, parts, schedule) for each in groups):
+        # under sharded parameters all ranks must run the same order of action kinds
+        dummies = tuple(Chunk(chunk.index) for chunk in group.chunks)
+        idle = [SequenceGroup((place,), "local", dummies, group.stages) for place in range(group.degree, num_ranks)]
+        micro_batches.append(MicroBatch((group, *idle)))
     members: dict[int, list[int]] = {position: [] for position in range(num_ranks)}
     for place, sequence in enumerate(LONE):
         members[(num_ranks - 1) * place].append(sequence)
@@ -135,10 +157,17 @@ def _plan(
             num_stages=len(parts),
             ranks_per_stage=num_ranks,
             parameters=costs.parameters,
-            micro_batches=(MicroBatch((group, *idle)), MicroBatch(tuple(lone))),
+            micro_batches=(*micro_batches, MicroBatch(tuple(lone))),
             shard_ranks=costs.shards,
         )
     )
+
+
+def _lent(plan: StepPlan) -> StepPlan:
+    """The plan with idle stages lent to the first and last slices of its first group."""
+    first, *others = plan.micro_batches
+    lent = MicroBatch((lent_group(first.groups[0]), *first.groups[1:]))
+    return validate_plan(replace(plan, micro_batches=(lent, *others)))
 
 
 def _recomputed(plan: StepPlan) -> StepPlan:

@@ -22,7 +22,7 @@ from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, Pla
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.windows import decoder_layers
@@ -32,12 +32,13 @@ from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
 from hf_longctx.hf.self_test.probe_plans import ProbePlan, probe_plans
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy
 from hf_longctx.hf.start.setup import RunSetup
-from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.sharding import Piece, is_lent, lent_order, lent_pieces, rank_pieces, running_stages
+from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StepPlan
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.lent_round import block_of
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups.pool import GroupPool
@@ -64,34 +65,47 @@ class MeasuredErrors:
     is_sharded: bool
 
 
+@dataclass(frozen=True)
+class RunPlace:
+    """Where and how a run's model is placed; a copy of the model is placed and run in the same way.
+
+    mesh: the ranks over which parameters are sharded; None if they are not. fp32_gradients: gradients of weights in half
+    precision add up in fp32. count: sums a number over all ranks.
+    """
+
+    pool: GroupPool
+    mesh: DeviceMesh | None
+    device: torch.device
+    fp32_gradients: bool
+    count: Callable[[int], int]
+
+
 class Specimen:
     """A reduced copy, placed like the model itself (replicated, sharded, in stages), that runs plainly and under plans."""
 
-    def __init__(
-        self,
-        reduced: ReducedCopy,
-        is_autocast: bool,
-        setup: RunSetup,
-        pool: GroupPool,
-        mesh: DeviceMesh | None,
-        device: torch.device,
-        fp32_gradients: bool,
-        count: Callable[[int], int],
-    ) -> None:
-        self.reduced, self.setup, self.pool, self.device = reduced, setup, pool, device
-        self._fp32_gradients, self._count = fp32_gradients, count
+    def __init__(self, reduced: ReducedCopy, is_autocast: bool, setup: RunSetup, place: RunPlace) -> None:
+        self.reduced, self.setup, self.place = reduced, setup, place
+        self.pool, self.device, mesh, device = place.pool, place.device, place.mesh, place.device
         self.model, self.layers = reduced.model, reduced.layers
         self._sites: dict[int, Any] = {EMBEDDING: reduced.embedding, **reduced.layers}
         self._own_sites, self.stage = self._sites, whole_model(self.model, reduced.attention_calls)
         # number of equal gradients that a reduce-scatter sums in the plain run: one from each rank of a shard group
         self._copies_summed = 1
-        if setup.num_stages > 1:
+        # every stage, if the run lends stages, since every rank then has the layers of all of them
+        self._all_stages: tuple[StageModel, ...] = ()
+        own_layers = None
+        if setup.planner.lend_stages:
+            self._all_stages, self._own_sites = self._lend()
+            self.stage = self._all_stages[self.pool.stage]
+            counts = [each.attention_layers[0] for each in self._all_stages]
+            own_layers = LayerRange(sum(counts[: self.pool.stage]), counts[self.pool.stage])
+        elif setup.num_stages > 1:
             self.stage, self._own_sites = self._cut()
         owned = self.stage.model
         if mesh is not None:
             # moves the copy to the device in shards, like the model itself
             move_scales(owned, device)
-            shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, fp32_gradients)
+            shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, place.fp32_gradients)
         for model in {id(each): each for each in (self.model, owned)}.values():
             if mesh is None or model is not owned:
                 model.to(device)
@@ -100,7 +114,8 @@ class Specimen:
         if is_autocast:
             for model in {id(each): each for each in (self.model, owned)}.values():
                 model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
-        self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head=self.stage.stage == setup.num_stages - 1)
+        has_head = self.stage.stage == setup.num_stages - 1
+        self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head, own_layers)
 
     def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
         """The plans that the copy runs."""
@@ -133,13 +148,13 @@ class Specimen:
         lengths = np.array([len(row["input_ids"]) for row in rows])
         dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"))
         batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
-        executor = StepExecutor(
-            _TracedStage.of(self.stage, trace, self._forwards(plan)), self.pool, self.device, self._fp32_gradients
-        )
+        forwards = self._forwards(plan)
+        stage, *stages = (_TracedStage.of(each, trace, forwards) for each in (self.stage, *self._all_stages))
+        executor = StepExecutor(stage, self.pool, self.device, self.place.fp32_gradients, stages)
         engine = self._activations.engine(self.stage.model, rank_plan)
         try:
             with trace.hooked():
-                result = executor.run(rank_plan, batch["chunks"], self._count(batch["num_label_tokens"]), engine=engine)
+                result = executor.run(rank_plan, batch["chunks"], self.place.count(batch["num_label_tokens"]), engine=engine)
         finally:
             self._activations.close()
         own = {site: module for site, module in self._own_sites.items() if site != EMBEDDING}
@@ -161,22 +176,40 @@ class Specimen:
         sites |= {place: layers[place] for place in own}
         return replace(stage_model(model, ranges, stage), attention_layers=self._kept_layers(stage)), sites
 
+    def _lend(self) -> tuple[tuple[StageModel, ...], dict[int, Any]]:
+        """All stages of another copy of the model, which stays whole, and the copy's embedding and layers."""
+        model = copy.deepcopy(self.model)
+        stages = [
+            replace(each, attention_layers=self._kept_layers(each.stage)) for each in stages_that_lend(model, self.setup.ranges)
+        ]
+        _, layers = decoder_layers(model)
+        sites = {EMBEDDING: base_of(model).get_input_embeddings(), **{place: layers[place] for place in self.layers}}
+        return tuple(stages), sites
+
     def _forwards(self, plan: StepPlan) -> list[list[Part]]:
         """The tokens of this rank in every forward, in the order of its plan."""
         rank_plan = plan.for_rank(self.pool.rank)
         forwards = []
         for group, stage in rank_plan.rounds:
             place = group.positions.index(self.pool.position)
-            for action in stage.actions:
-                if action.kind == "F":
-                    chunk = group.chunks[action.chunk]
-                    parts: list[Part] = []
-                    for piece in rank_pieces(chunk, group.shape)[place]:
-                        if piece.document < len(chunk.spans):
-                            span = chunk.spans[piece.document]
-                            parts.append((span.sequence, span.start + piece.start, span.start + piece.stop, piece.first))
-                    forwards.append(parts)
+            actions = lent_order(group)[stage.stage] if is_lent(group) else stage.actions
+            for action in (each for each in actions if each.kind == "F"):
+                chunk = group.chunks[action.chunk]
+                parts: list[Part] = []
+                for piece in self._pieces(group, action, place):
+                    if piece.document < len(chunk.spans):
+                        span = chunk.spans[piece.document]
+                        parts.append((span.sequence, span.start + piece.start, span.start + piece.stop, piece.first))
+                forwards.append(parts)
         return forwards
+
+    def _pieces(self, group: SequenceGroup, action: Action, place: int) -> Sequence[Piece]:
+        """Pieces of the action's chunk on this rank, which is at index `place` of the group and may be lent to the action."""
+        chunk, stages = group.chunks[action.chunk], running_stages(action)
+        if len(stages) == 1:
+            return rank_pieces(chunk, group.shape)[place]
+        held = lent_pieces(chunk.num_tokens, group.degree, len(stages))[stages.index(self.pool.stage)][place]
+        return block_of([held])
 
     def _take_gradients(self, model: Any, divisor: int) -> dict[str, Tensor]:
         """Gradients of all trained weights, divided by `divisor`; the weights' `.grad` is cleared."""

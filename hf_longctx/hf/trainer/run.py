@@ -25,6 +25,7 @@ from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import control_group, count_over_ranks, raise_together
 from hf_longctx.hf.self_test.check import SelfTest
+from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.stages import loaded_ranges, own_stage
 from hf_longctx.hf.trainer.placement import (
@@ -153,7 +154,8 @@ def start_run(request: RunRequest) -> Run:
         undo.callback(routers.close)
         opening = opening_line(setup, args, model)
         if test is not None:
-            passed = test.run(source.pool, mesh, args.device, config.fp32_gradients, partial(count_over_ranks, group=control))
+            count = partial(count_over_ranks, group=control)
+            passed = test.run(RunPlace(source.pool, mesh, args.device, config.fp32_gradients, count))
             opening = f"{opening}\n{passed}"
         return Run(
             config=config,

@@ -32,6 +32,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
 from hf_longctx.hf.models.layers import head_problem, layer_modules, output_head
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.self_test.check import SelfTest
+from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.arguments import setup_problems
 from hf_longctx.hf.start.setup import choose_setup
 from hf_longctx.plan.core.types import ActivationPolicy, LayerRange, MicroBatch, StepPlan
@@ -190,7 +191,7 @@ def self_tested(model: Any) -> str:
         args = TrainingArguments(folder, use_cpu=True, report_to=[])
     setup = choose_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)
     test = SelfTest.of(model, setup, CPU, False, None)
-    return "left out" if test is None else test.run(GroupPool((1,), 1.0), None, CPU, False, lambda count: count)
+    return "left out" if test is None else test.run(RunPlace(GroupPool((1,), 1.0), None, CPU, False, lambda count: count))
 
 
 def local_outcome(name: str) -> Outcome:

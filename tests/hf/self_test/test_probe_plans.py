@@ -6,22 +6,31 @@ from dataclasses import replace
 
 import pytest
 
-from hf_longctx.hf.self_test.probe_plans import LONE, LONG, PACKED, probe_lengths, probe_plans
+from hf_longctx.hf.self_test.probe_plans import LONE, LONG, PACKED, least_lent_tokens, probe_lengths, probe_plans
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.planner_config import PlannerConfig, default_degrees
-from hf_longctx.plan.core.types import Span
+from hf_longctx.plan.core.sharding import is_lent, running_stages
+from hf_longctx.plan.core.types import LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 
 MODEL = ModelSpec(8, 32, 48, 4, 2, 8, 64, 512)
 LENGTHS = probe_lengths(61)
 
 
-def probes(num_ranks: int, num_layers: tuple[tuple[int, ...], ...] = ((2,),), has_policies: bool = True, degrees=(), **costs):
+def probes(
+    num_ranks: int,
+    num_layers: tuple[tuple[int, ...], ...] = ((2,),),
+    has_policies: bool = True,
+    degrees=(),
+    lends: bool = False,
+    **costs,
+):
     cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_CPU)
     priced = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster))
     ranks_per_stage = num_ranks // len(num_layers)
-    config = PlannerConfig(64, degrees or default_degrees(ranks_per_stage, 4))
+    stages = tuple((LayerRange(stage, 1),) for stage in range(len(num_layers))) if lends else ()
+    config = PlannerConfig(64, degrees or default_degrees(ranks_per_stage, 4), stages=stages, lend_stages=lends)
     return {probe.name: probe.plan for probe in probe_plans(LENGTHS, replace(priced, **costs), config, num_layers, has_policies)}
 
 
@@ -57,6 +66,28 @@ def test_probes_use_what_plans_of_the_run_may(num_ranks: int, settings, names: l
         assert ("recomputed" in name) == any(stage.activations for stage in packed.groups[0].stages)
         ranks = {span.sequence: group.positions for group in lone.groups for chunk in group.chunks for span in chunk.spans}
         assert ranks == {LONE[0]: (0,), LONE[1]: (plan.ranks_per_stage - 1,)}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 2), (4, 2), (5, 5), (6, 2)])
+def test_lent_stages_run_the_first_and_the_last_slices_of_the_long_document(num_ranks: int, num_stages: int) -> None:
+    found = probes(num_ranks, ((1,),) * num_stages, lends=True, method="ulysses", parameters="replicated", shard_ranks=1)
+    (name,) = [name for name in found if "lent" in name]
+    assert name.endswith("lent stages") and ("ulysses" in name) == (num_ranks > num_stages)
+    lent, *others = found[name].micro_batches
+    group, *idle = lent.groups
+    assert is_lent(group) and not any(is_lent(each) for each in (*idle, *(one for batch in others for one in batch.groups)))
+    assert [span for chunk in group.chunks for span in chunk.spans] == [chunk.spans[0] for chunk in group.chunks]
+    assert sum(chunk.num_tokens for chunk in group.chunks) == LENGTHS[LONG]
+    # the first stage lends its ranks to the last slice of the last stage, and the last stage to the first slice of the first one
+    first, last = ((stage.actions[0], stage.actions) for stage in (group.stages[0], group.stages[-1]))
+    assert num_stages - 1 in running_stages(first[0])
+    assert 0 in running_stages(next(action for action in last[1] if (action.kind, action.chunk) == ("F", len(group.chunks) - 1)))
+
+
+def test_stages_are_not_lent_to_slices_with_too_few_tokens_for_their_ranks() -> None:
+    lent = {"lends": True, "method": "ulysses", "parameters": "replicated", "shard_ranks": 1}
+    assert least_lent_tokens(8, 1) == 64 > LENGTHS[LONG]
+    assert not any("lent" in name for name in probes(8, ((1,),) * 8, **lent))
 
 
 def test_the_long_document_is_the_last_of_its_pack_so_that_it_would_see_the_others() -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.measures.class_sweep import patched, self_tested
-from helpers.measures.planted import plant
+from helpers.measures.planted import plant, replaced
 from helpers.models.any_model import build_any
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.ranks.lent_steps import BUGS
 from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import make_trainer, train_on_rank, training_arguments
 from transformers import Trainer
@@ -42,7 +43,8 @@ def start(case: ModelCase, config: dict[str, Any], arguments: dict[str, Any], bu
     import torch.distributed as dist
 
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with tempfile.TemporaryDirectory() as folder, plant(bug, rank, num_ranks):
+    planted = replaced(*BUGS[bug]) if bug in BUGS else plant(bug, rank, num_ranks)
+    with tempfile.TemporaryDirectory() as folder, planted:
         try:
             trainer = make_trainer(case, ROWS, folder, {**ON, **config}, arguments)
         except ValueError as error:
@@ -108,6 +110,17 @@ def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
         assert text in messages[0], messages[0]
 
 
+LENDING = {"stages": 2, "lend_stages": True}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_in_lending_stops_the_run_before_step_1(ranks, bug: str) -> None:
+    messages = ranks(2).run(start, replace(MIXED, lora=LORA), LENDING, {}, bug)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("the parity self-test failed before step 1: under plans Qwen3ForCausalLM does not compute")
+    assert "- slices, one rank, lent stages: " in messages[0]
+
+
 # name -> (ranks, model, settings, arguments, what is said of it)
 PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[str]]] = {
     "one rank, windows in some layers": (
@@ -142,6 +155,20 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         {"stages": 2},
         {},
         ["plans (one rank; slices, one rank, recomputed)", "layers 0 (full_attention), 1 (sliding_attention, window 6) of 2"],
+    ),
+    "lent stages": (
+        2,
+        replace(MIXED, lora=LORA, tied=True),
+        LENDING,
+        {},
+        ["plans (one rank; slices, one rank, recomputed; slices, one rank, lent stages)"],
+    ),
+    "lent stages of two ranks": (
+        4,
+        replace(MIXED, lora=LORA, num_layers=4),
+        {**LENDING, "activations": "keep"},
+        {},
+        ["plans (ulysses of 2; slices, ulysses of 2; slices, ulysses of 2, lent stages)"],
     ),
     "dynamic frequencies": (
         2,

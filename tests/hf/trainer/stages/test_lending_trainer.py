@@ -6,12 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
+import torch
 from helpers.models.reference import random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
-from helpers.trainers.trainer_runs import PLAIN_DESCENT, Rows, StepRecorder, make_trainer, plain_steps, resuming
+from helpers.trainers.trainer_runs import (
+    PLAIN_DESCENT,
+    Rows,
+    StepRecorder,
+    make_trainer,
+    plain_steps,
+    resuming,
+    training_arguments,
+)
 
+from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.cluster_spec import GENERIC_CPU
 from hf_longctx.plan.cost.profiles import HardwareProfile, profile_to_json
@@ -106,6 +117,24 @@ def test_a_run_resumes_with_and_without_lending(ranks, rows, quick, tmp_path: Pa
     for steps, *_ in ranks(2).run(train, rows, str(tmp_path / "plain"), alone, saving, checkpoint):
         assert_same_steps(steps, expected[2:])
         assert not any(step.num_lent for step in steps)
+
+
+def refused_stage(rows: Rows, checkpoint: str, folder: str) -> str:
+    """The message that refuses a model of which this rank loaded its own stage alone."""
+    # joins the launch, which loading needs
+    args = training_arguments(folder, **ARGUMENTS)
+    model = load_pipeline_stage(checkpoint, LongContextConfig(stages=2), dtype=torch.float64)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **dict(LORA)))
+    config = LongContextConfig(**STAGES, self_test=False)
+    with pytest.raises(ValueError) as error:
+        LongContextTrainer(model=adapted, args=args, train_dataset=datasets.Dataset.from_list(rows), longctx_config=config)
+    return str(error.value)
+
+
+def test_a_stage_that_was_loaded_alone_is_refused(ranks, rows, tmp_path: Path) -> None:
+    build_model(replace(CASE, lora=())).save_pretrained(tmp_path / "checkpoint")
+    for text in ranks(2).run(refused_stage, rows, str(tmp_path / "checkpoint"), str(tmp_path)):
+        assert "lend_stages=True needs the whole model on every rank, but the model was loaded as one stage" in text
 
 
 def refused(rows: Rows, folder: str, case: ModelCase, config: dict[str, Any]) -> str:
