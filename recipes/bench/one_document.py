@@ -32,7 +32,7 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.saved_tensors import held_bytes
+from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -172,6 +172,11 @@ def plain_step(model: Any, ids_1T: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=ids_1T, labels=ids_1T, use_cache=False).loss
     loss.backward()
     return loss.detach()
+
+
+def checkpointed_layer_bytes(model: ModelSpec) -> int:
+    """Bytes per token that one layer saves when it is replayed from its input, as Hugging Face does."""
+    return class_bytes(model, "layer_input")
 
 
 def plain_saved_bytes(model: Any, ids_1T: Tensor) -> int:

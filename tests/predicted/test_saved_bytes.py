@@ -22,12 +22,12 @@ from hf_longctx.plan.core.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.saved_tensors import (
-    checkpointed_layer_bytes,
     class_bytes,
     held_bytes,
     plain_layer_bytes,
     saved_token_bytes,
 )
+from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
 from hf_longctx.runtime.activations.attention_record import AttentionRecord
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier, PlainCopies

@@ -65,11 +65,6 @@ def saved_token_bytes(model: ModelSpec) -> int:
     return model.num_layers * plain_layer_bytes(model) + model.vocab_size * (e + 3 * max(4, e))
 
 
-def checkpointed_layer_bytes(model: ModelSpec) -> int:
-    """Bytes per token that one layer saves when it is replayed from its input, as Hugging Face does."""
-    return class_bytes(model, "layer_input")
-
-
 def held_bytes(model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int) -> tuple[int, int]:
     """(device, host) bytes that wait for backward after one forward of `num_tokens` tokens on a rank under `policy`."""
     layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]

@@ -33,9 +33,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.plan.core.model_spec import ModelSpec
-from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes
+from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
+    checkpointed_layer_bytes,
     document_plan,
     largest_error,
     plain_saved_bytes,

@@ -36,10 +36,11 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.saved_tensors import checkpointed_layer_bytes, plain_layer_bytes
+from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
 from hf_longctx.recipes.bench.one_document import (
     PlannedDocument,
     attention_kernel,
+    checkpointed_layer_bytes,
     document_plan,
     next_tokens,
     plain_saved_bytes,

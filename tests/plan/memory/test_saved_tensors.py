@@ -11,13 +11,13 @@ from hf_longctx.plan.activations.shares import MemoryLimits
 from hf_longctx.plan.core.model_spec import ModelSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, GroupShape, LayerPolicy, Span, TensorShare
 from hf_longctx.plan.memory.saved_tensors import (
-    checkpointed_layer_bytes,
     class_bytes,
     held_bytes,
     plain_layer_bytes,
     saved_token_bytes,
 )
 from hf_longctx.recipes.bench.gpu.cases import plan_activations
+from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
 
 # Llama-3.1-8B
 LLAMA = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 131072, bytes_per_element=2)
