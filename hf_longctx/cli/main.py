@@ -1,4 +1,7 @@
-"""`hf-longctx`: plan, simulate, show and calibrate. Training runs through `accelerate launch` and the scripts in recipes/."""
+"""`hf-longctx`: plan, simulate, show, calibrate and replay.
+
+Training runs through `accelerate launch` and the scripts in recipes/.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,12 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("plan", type=Path, help="a plan, as written by `hf-longctx plan --json` or plan_to_json")
     show.set_defaults(run=_show)
     calibrate.add_parser(commands)
+    replay = commands.add_parser(
+        "replay", help="run the saved step of a run that stopped at a NaN, alone and as plain transformers"
+    )
+    replay.add_argument("folder", type=Path, help="the folder nonfinite-step-N in a run's output_dir")
+    replay.add_argument("--model", type=Path, help="a model folder, in place of the model that was saved with the step")
+    replay.set_defaults(run=_replay)
     return parser
 
 
@@ -62,6 +71,16 @@ def _show(options: argparse.Namespace) -> int:
         return 1
     print(describe_plan(plan))
     return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from hf_longctx.hf.trainer.replay import replay
+
+    try:
+        return 0 if replay(options.folder, options.model) else 1
+    except (OSError, ValueError) as error:
+        print(f"hf-longctx replay: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

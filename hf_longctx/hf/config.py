@@ -217,6 +217,14 @@ class LongContextConfig:
             "each rank loads its own pipeline stage or memory has no room for the copy."
         },
     )
+    on_nonfinite: Literal["stop", "skip"] = field(
+        default="stop",
+        metadata={
+            "help": "What to do with a step whose loss or gradients are NaN or infinite, before any weight changes. 'stop': end "
+            "the run on all ranks, naming the sequences and the first module concerned, and save the step for `hf-longctx "
+            "replay`. 'skip': leave the step out; the log counts such steps as skipped_steps."
+        },
+    )
     report_steps: bool = field(default=True, metadata={"help": "Print one line per step on rank 0."})
     timeline_steps: int = field(
         default=3,
@@ -288,6 +296,7 @@ KINDS: dict[str, Kind] = {
     "collective_timeout_s": _SECONDS,
     "fp32_gradients": Flag(),
     "self_test": Flag(),
+    "on_nonfinite": Word(("stop", "skip")),
     "report_steps": Flag(),
     "timeline_steps": _COUNT,
 }

@@ -172,6 +172,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "collective_timeout_s": 7.5,
         "fp32_gradients": False,
         "self_test": False,
+        "on_nonfinite": "skip",
         "report_steps": False,
         "timeline_steps": 0,
     }

@@ -29,6 +29,8 @@ from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.run import RunRequest, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
+from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient, nonfinite_names
+from hf_longctx.runtime.process_groups.pool import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,28 @@ class LongContextCallback(TrainerCallback):
             check_resumed(args, state, train_dataloader)
             self._start_exchange(args, model, processing_class, undo)
             self._undo = undo.pop_all()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Alone: raises FloatingPointError on every rank for gradients that are not finite, or drops them (on_nonfinite)."""
+        if self.exchange is None:
+            return
+        pool = self.exchange.pool
+        if not bool(sum_over_ranks(has_nonfinite_gradient(model.parameters(), args.device), pool.everyone)):
+            return
+        number = state.global_step + 1
+        if self.config.on_nonfinite == "skip":
+            model.zero_grad(set_to_none=True)
+            logger.warning("step %d is left out: its gradients are not finite", number)
+            return
+        weights = nonfinite_names(model)
+        names = weights or nonfinite_names(model, of_gradients=True)
+        which = "weights are" if weights else "gradients are"
+        raise FloatingPointError(
+            f"step {number}: {which} not finite, so no weight was changed: {', '.join(names[:8]) or 'those of another rank'}; "
+            f"on_nonfinite='skip' leaves such steps out"
+        )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._trainer is not None:

@@ -24,6 +24,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import explain_lost_ranks
 from hf_longctx.hf.start.setup import shared_parameters
+from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.hf.trainer.placement import Placement
 from hf_longctx.hf.trainer.run import Run
 
@@ -53,6 +54,7 @@ class ParameterMixin(_TrainerBase):
 
     longctx_config: LongContextConfig
     longctx_run: Run
+    _guard: NonfiniteGuard
     _whole_weights: dict[str, Any] | None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -113,6 +115,9 @@ class ParameterMixin(_TrainerBase):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm over all ranks that share the model, as one plain number that is equal on all of them."""
+        if self._guard.was_skipped:
+            # its gradients were dropped, and a norm of 0 would be a lie
+            return math.nan
         with self._explained():
             if grad_norm is None:
                 grad_norm = self._placement.clip(math.inf)

@@ -8,10 +8,12 @@ private ones.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +25,13 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.streaming import is_stream
 from hf_longctx.hf.ranks.agreement import count_over_ranks, raise_together
 from hf_longctx.hf.start.arguments import argument_problems, config_problems, override_problems, run_problems
 from hf_longctx.hf.start.trl import prepared_model_problems, read_columns, trainer_problems, trl_class
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.loaders import eval_loader
+from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
@@ -35,6 +39,8 @@ from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
+
+logger = logging.getLogger(__name__)
 
 # arguments of `StepExecutor.evaluate` and `score`
 Forwards = tuple[RankPlan, PlanInputs, ActivationEngine | None]
@@ -47,6 +53,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     plans_evaluation = True
     # kept between steps, since it owns gradient buffers
     _executor: StepExecutor | None
+    _guard: NonfiniteGuard
     # plans of the present optimizer step, until the first of them runs
     _plans_of_step: list[Any]
 
@@ -99,6 +106,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], int]:
         """The plans of one optimizer step and the number of their label tokens over all ranks."""
+        self._guard.begin()
         with self._explained():
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._plans_of_step = batches
@@ -107,7 +115,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Runs one plan of an optimizer step; returns its part of the step's mean loss, the same on every rank.
 
-        Parts add up to the mean over the label tokens of all ranks and plans; the last plan reduces the gradients of all.
+        Parts add up to the mean over the label tokens of all ranks and plans; the last plan reduces the gradients of all. Raises
+        FloatingPointError, on every rank, before an optimizer could use a loss or gradients that are not finite.
         """
         assert isinstance(num_items_in_batch, int)
         model.train()
@@ -123,6 +132,8 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
             self._plans_of_step = []
             reduce, predicted_bytes = self.accelerator.sync_gradients, plan.estimate.peak_bytes
             result = executor.run(rank_plan, inputs["chunks"], num_items_in_batch, reduce, predicted_bytes, engine)
+            if not self._guard.plan_done(inputs["step"], inputs["chunks"], engine, result, reduce):
+                self._refuse_step(executor)
         run.report.step_done(plan, result)
         empty_steps = self.args.torch_empty_cache_steps
         if empty_steps is not None and self.state.global_step % empty_steps == 0:
@@ -171,7 +182,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as `Trainer` does, and adds means over the steps since the last log: seconds, tokens per second, padding."""
         if "loss" in logs:
-            logs = {**logs, **self.longctx_run.report.take_metrics()}
+            logs = {**logs, **self.longctx_run.report.take_metrics(), **self._guard.metrics()}
         super().log(logs, start_time)
 
     def _start(self, request: RunRequest) -> None:
@@ -181,6 +192,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         problems += override_problems(type(self), LongContextMixin, self.plans_evaluation)
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
+        self._guard = NonfiniteGuard(self.longctx_run)
 
     def _report(self) -> None:
         """Adds the callbacks of the run, once `Trainer` is built."""
@@ -212,6 +224,22 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         if self._executor is None or self._executor.model is not model:
             self._executor = self.longctx_run.executor(model, self.longctx_config.fp32_gradients)
         return self._executor
+
+    def _refuse_step(self, executor: StepExecutor) -> None:
+        """Leaves the present step out, or saves it and raises FloatingPointError. Collective over all ranks."""
+        number = self.state.global_step + 1
+        if self.longctx_config.on_nonfinite == "skip":
+            logger.warning("step %d is left out: its loss (%g) or gradients are not finite", number, self._guard.loss)
+            return self._guard.skip(executor.model)
+        rows = None if is_stream(self.train_dataset) else self.longctx_run.sets.index("train_dataset", self.train_dataset).rows
+        message = self._guard.explain(executor, number, rows)
+        folder = Path(self._folder(None)) / f"nonfinite-step-{number}"
+        self._guard.save(folder, number)
+        self.save_model(str(folder / MODEL_FOLDER))
+        raise FloatingPointError(
+            f"{message}\nthe step and the model before it are in {folder}; `hf-longctx replay {folder}` runs the step alone, and "
+            f"on_nonfinite='skip' leaves such steps out"
+        )
 
     def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
         """Yields, for every planned step of a set, the executor, the arguments of its forwards, and the batch."""

@@ -27,6 +27,7 @@ from hf_longctx.runtime.execution.lent_round import LentRound
 from hf_longctx.runtime.execution.results import StepMemory, StepResult
 from hf_longctx.runtime.execution.round import Round
 from hf_longctx.runtime.execution.stage_model import StageModel
+from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient
 from hf_longctx.runtime.parameters.gradients import TiedWeight
 from hf_longctx.runtime.parameters.sharded import parameters_of
 from hf_longctx.runtime.process_groups.pool import GroupPool, sum_over_ranks
@@ -117,9 +118,11 @@ class StepExecutor:
                 memory = memory.most(current.memory)
         self._settle_routers()
         with host.clock.measure(-1, "reduce", "gradients"):
+            is_bad = torch.zeros_like(total)
             if reduce:
                 self._reduce()
-            sum_over_ranks(total, self.pool.everyone)
+                is_bad = has_nonfinite_gradient(self.model.parameters(), self.device)
+            total, num_bad = sum_over_ranks(torch.stack([total, is_bad]), self.pool.everyone)
         router_loss, self._router_loss = self._router_loss, None
         router_load = None
         if self.routers is not None and router_loss is not None:
@@ -128,7 +131,7 @@ class StepExecutor:
             self.routers.forget()
         if self.device.type == "cuda":
             memory = replace(memory, device_peak=torch.cuda.max_memory_allocated(self.device))
-        return StepResult(total, host.clock, memory, router_loss, router_load)
+        return StepResult(total, host.clock, memory, router_loss, router_load, num_bad)
 
     def evaluate(self, plan: RankPlan, inputs: PlanInputs, engine: ActivationEngine | None = None) -> Tensor:
         """Cross-entropy summed over all ranks' label tokens (fp64 scalar). Runs forwards only; otherwise as `run`."""

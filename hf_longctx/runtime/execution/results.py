@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_longctx.runtime.core.clock import Interval, StepClock
@@ -37,7 +38,8 @@ class StepResult:
 
     router_loss: the balancing loss of the experts over the whole step, included in the loss of the step's first plan.
     router_load: rows of the fullest expert, divided by those of an even split. Both are None for later plans, and for models
-    whose experts are not balanced.
+    whose experts are not balanced. num_bad: ranks on which the step's reduced gradients have a NaN or infinite element; zero for
+    plans before the step's last one.
     """
 
     loss: Tensor
@@ -45,6 +47,12 @@ class StepResult:
     memory: StepMemory = NO_MEMORY
     router_loss: Tensor | None = None
     router_load: Tensor | None = None
+    num_bad: Tensor | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients have no NaN or infinite element on any rank; waits for the device."""
+        return bool(torch.isfinite(self.loss)) and not (self.num_bad is not None and bool(self.num_bad))
 
     def intervals(self) -> list[Interval]:
         """This rank's actions with their times; call it after the step, since on CUDA it waits for the device."""

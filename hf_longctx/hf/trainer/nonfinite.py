@@ -1,0 +1,215 @@
+"""Stops before an optimizer step whose loss or gradients are NaN or infinite, and says where they arose; or leaves it out.
+
+`LongContextMixin.training_step` hands every plan of a step to `NonfiniteGuard`. Everything here is the same on every rank,
+because loss and flag of a step are sums over all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_longctx.hf.data.collator import PlannedStep
+from hf_longctx.hf.data.sampler import IntArray
+from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.trainer.run import Run
+from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.results import StepResult
+from hf_longctx.runtime.parameters.finite import nonfinite_names
+
+# file of a saved step, and the folder beside it that holds the model
+STEP_FILE, MODEL_FOLDER = "step.json", "model"
+# most sequences and weights that a message lists
+_MOST_NAMES = 8
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A plan of the present step with this rank's inputs."""
+
+    step: PlannedStep
+    chunks: Sequence[Sequence[ChunkInputs]]
+    engine: ActivationEngine | None
+
+
+class NonfiniteGuard:
+    """Checks every optimizer step of a run before its update.
+
+    num_skipped: steps left out so far. was_skipped: whether the present step is one of them.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.num_skipped, self.was_skipped = 0, False
+        self._plans: list[_Plan] = []
+        self._loss: Tensor | None = None
+        # sum and number of the losses of steps since the last log that were not left out
+        self._kept: list[Tensor] = []
+        self._num_skipped_since_log = 0
+
+    def begin(self) -> None:
+        """Forgets the plans of a step that did not end."""
+        self._plans, self._loss, self.was_skipped = [], None, False
+
+    def plan_done(
+        self,
+        step: PlannedStep,
+        chunks: Sequence[Sequence[ChunkInputs]],
+        engine: ActivationEngine | None,
+        result: StepResult,
+        ends: bool,
+    ) -> bool:
+        """Takes a finished plan; at the step's last one (`ends`) returns false if the step cannot be used. Collective then."""
+        self._plans.append(_Plan(step, chunks, engine))
+        self._loss = result.loss if self._loss is None else self._loss + result.loss
+        if not ends:
+            return True
+        is_good = result.is_finite and math.isfinite(self.loss)
+        if is_good:
+            self._kept.append(self._loss)
+            self.begin()
+        return is_good
+
+    def skip(self, model: nn.Module) -> None:
+        """Leaves the present step out: no parameter keeps a gradient, so no optimizer moves it."""
+        model.zero_grad(set_to_none=True)
+        self.num_skipped += 1
+        self._num_skipped_since_log += 1
+        self.begin()
+        self.was_skipped = True
+
+    def metrics(self) -> dict[str, float]:
+        """The mean loss of the steps since the last call that were used, and the count of skipped ones; empty if none was."""
+        kept, self._kept = self._kept, []
+        num_skipped, self._num_skipped_since_log = self._num_skipped_since_log, 0
+        if not self.num_skipped:
+            return {}
+        metrics: dict[str, float] = {"skipped_steps": self.num_skipped}
+        if num_skipped:
+            metrics["loss"] = sum(float(loss) for loss in kept) / len(kept) if kept else math.nan
+        return metrics
+
+    def explain(self, executor: StepExecutor, number: int, rows: IntArray | None) -> str:
+        """Says which sequences, module and weights of step `number` are concerned. Collective: runs its forwards once more.
+
+        rows: the dataset's row of every sequence; None for a stream, whose rows have no numbers.
+        """
+        weights = nonfinite_names(executor.model)
+        gradients = nonfinite_names(executor.model, of_gradients=True)
+        module = self._first_module(executor)
+        everyone = gather_objects((weights, module, gradients), self.run.control)
+        what = "but gradients are not finite" if math.isfinite(self.loss) else "which is not finite"
+        lines = [f"step {number}: the loss is {self.loss:g}, {what}; no weight was changed"]
+        for each in self._plans:
+            lengths = each.step.plan.lengths
+            named = [f"{length} tokens" for length in lengths]
+            if rows is not None:
+                named = [f"row {rows[i]} ({length} tokens)" for i, length in zip(each.step.sequences, lengths, strict=True)]
+            lines.append(f"plan {each.step.plan.layout} of {_listed(named)}")
+        bad_weights = list(dict.fromkeys(name for names, *_ in everyone for name in names))
+        if bad_weights:
+            lines.append(f"weights that are not finite: {_listed(bad_weights)}")
+        found = [
+            (order, name, place) for place, (_, where, _) in enumerate(everyone) if where is not None for order, name in [where]
+        ]
+        if found:
+            _, name, place = min(found)
+            lines.append(f"first output that is not finite: {name}, on rank {place}")
+        elif not bad_weights:
+            names = list(dict.fromkeys(name for *_, names in everyone for name in names))
+            lines.append(f"all outputs of a forward are finite; gradients that are not: {_listed(list(reversed(names)))}")
+        return "\n".join(lines)
+
+    def save(self, folder: Path, number: int) -> None:
+        """Writes the plans and tokens of the present step to `folder`; rank 0 writes. Collective."""
+        parts = gather_objects([_held_tokens(each) for each in self._plans], self.run.control)
+        if self.run.pool.rank:
+            return
+        plans = []
+        for place, each in enumerate(self._plans):
+            tokens: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
+            for rank_parts in parts:
+                for (sequence, start), values in rank_parts[place].items():
+                    tokens.setdefault(sequence, {})[start] = values
+            sequences = []
+            for sequence in range(len(each.step.plan.lengths)):
+                pieces = [tokens[sequence][start] for start in sorted(tokens[sequence])]
+                ids, labels = ([token for piece in pieces for token in piece[side]] for side in (0, 1))
+                sequences.append({"input_ids": ids, "shift_labels": labels})
+            plans.append({"plan": json.loads(plan_to_json(each.step.plan)), "sequences": sequences})
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"format": 1, "step": number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
+        (folder / STEP_FILE).write_text(json.dumps(content))
+
+    @property
+    def loss(self) -> float:
+        """Loss of the present step."""
+        return math.nan if self._loss is None else float(self._loss)
+
+    def _first_module(self, executor: StepExecutor) -> tuple[tuple[int, int], str] | None:
+        """(order, name) of the first module of this rank whose output is not finite in the step's forwards; None if all are."""
+        found: list[tuple[tuple[int, int], str]] = []
+        with watched(executor.model, executor.stage.stage, found):
+            for each in self._plans:
+                executor.evaluate(each.step.plan.for_rank(self.run.pool.rank), each.chunks, each.engine)
+        return min(found) if found else None
+
+
+@contextmanager
+def watched(model: nn.Module, stage: int, found: list[tuple[tuple[int, int], str]]) -> Iterator[None]:
+    """Context in which the first module with an output that is not finite is added to `found`."""
+    num_calls = 0
+
+    def hook_of(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            tensors = output if isinstance(output, tuple | list) else [output]
+            if not found and any(
+                isinstance(x, Tensor) and x.is_floating_point() and not torch.isfinite(x).all() for x in tensors
+            ):
+                found.append(((stage, num_calls), name or type(module).__name__))
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _held_tokens(each: _Plan) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+    """Token ids and shifted labels of this rank's pieces of a plan, by (sequence, first token)."""
+    step = each.step
+    _, position = step.plan.place(step.rank)
+    held: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for (group, _), chunks in zip(step.plan.for_rank(step.rank).rounds, each.chunks, strict=True):
+        for chunk, inputs in zip(group.chunks, chunks, strict=True):
+            offset = 0
+            for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
+                stop = offset + piece.num_tokens
+                if piece.document < len(chunk.spans):
+                    span = chunk.spans[piece.document]
+                    ids, labels = (t[0, offset:stop].tolist() for t in (inputs.input_ids, inputs.shift_labels))
+                    held[span.sequence, span.start + piece.start] = ids, labels
+                offset = stop
+    return held
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -1,0 +1,65 @@
+"""Runs a saved step alone, on one process as plain transformers: `hf-longctx replay`. See `nonfinite.py`, which saves it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, watched
+from hf_longctx.plan.core.serialize import plan_from_json
+from hf_longctx.runtime.core.loss import summed_cross_entropy
+from hf_longctx.runtime.parameters.finite import nonfinite_names
+
+
+def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str], None] = print) -> bool:
+    """Runs the sequences of a saved step one by one, forward and backward; returns whether all losses and gradients are finite.
+
+    Prints each sequence's loss and, for the first one that is not finite, the module with the first such output. model_folder:
+    another model than the one saved with the step. Raises ValueError for a folder without a step that this version can read.
+    """
+    content = _read(folder / STEP_FILE)
+    source = model_folder or folder / MODEL_FOLDER
+    is_adapter = (source / "adapter_config.json").exists()
+    model: Any = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(source)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).train()
+    tell(f"step {content['step']}, whose loss was {content['loss']}, on {device} as plain transformers, model {source}")
+    for number, saved in enumerate(content["plans"]):
+        plan = plan_from_json(json.dumps(saved["plan"]))
+        tell(f"plan {number}: {plan.layout}, {len(plan.lengths)} sequences")
+        for sequence, tokens in enumerate(saved["sequences"]):
+            ids_1T = torch.tensor([tokens["input_ids"]], device=device)
+            labels_1T = torch.tensor([tokens["shift_labels"]], device=device)
+            found: list[tuple[tuple[int, int], str]] = []
+            with watched(model, 0, found), torch.autocast(device.type, torch.bfloat16, enabled=content["bf16"]):
+                loss = summed_cross_entropy(model(input_ids=ids_1T, use_cache=False).logits, labels_1T)
+            loss.backward()
+            gradients = nonfinite_names(model, of_gradients=True)
+            model.zero_grad(set_to_none=True)
+            tell(f"  sequence {sequence}: {ids_1T.shape[1]} tokens, summed loss {float(loss.detach()):g}")
+            if found or gradients or not math.isfinite(float(loss.detach())):
+                tell(f"  first output that is not finite: {found[0][1]}" if found else "  all outputs are finite")
+                if gradients:
+                    tell(f"  {len(gradients)} weights get gradients that are not finite, the last of them {gradients[-1]}")
+                return False
+    tell("every loss and gradient is finite: the fault is in the plan or was in the machine; please report the step")
+    return True
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}; give the folder nonfinite-step-N that the run has written") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no saved step: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != 1 or "plans" not in content:
+        raise ValueError(f"{file} is no saved step of format 1; give the folder nonfinite-step-N that the run has written")
+    return content

@@ -1,0 +1,177 @@
+"""Steps whose loss or gradients are not finite: stopped on all ranks before the update and explained, or left out and counted."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models.reference import random_rows
+from helpers.models.tiny_models import ModelCase
+from helpers.ranks.rank_steps import whole
+from helpers.trainers.stock_runs import make_stock_trainer
+from helpers.trainers.trainer_runs import SKEWED, Rows, make_trainer
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_longctx import LongContextCallback, LongContextConfig
+from hf_longctx.cli.main import main
+
+NUM_STEPS, BAD_STEP = 4, 2
+ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 0}
+
+
+def poison(model: nn.Module, what: str) -> None:
+    """Makes the next step's loss or gradients NaN or infinite; does nothing on stages without the module."""
+    layers = dict(model.named_modules())
+    if what == "output":
+        # a module of layer 1, wherever that is
+        layer = layers.get("model.layers.1.mlp.down_proj")
+        if layer is not None:
+            handle = layer.register_forward_hook(lambda module, args, output: output * math.nan)
+            model.poison = handle  # type: ignore[assignment]
+    elif what == "weight":
+        for name, parameter in model.named_parameters():
+            if name == "model.layers.1.self_attn.o_proj.weight":
+                (parameter.to_local() if hasattr(parameter, "to_local") else parameter).data.view(-1)[:1] = math.inf
+    else:
+        layer = layers.get("model.layers.0.mlp.down_proj")
+        if layer is not None:
+            model.poison = layer.register_full_backward_hook(lambda module, grads, _: (grads[0] * math.inf,))  # type: ignore[assignment]
+
+
+class Poison(TrainerCallback):
+    """Poisons the step after `BAD_STEP` steps, and keeps the weights before each step."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.num_steps = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == BAD_STEP:
+            poison(model, self.what)
+        self.weights.append({name: whole(p.detach()).clone() for name, p in model.named_parameters()})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.num_steps += 1
+        if (handle := vars(model).pop("poison", None)) is not None:
+            handle.remove()
+
+
+def train(rows: Rows, config: dict[str, Any], what: str, folder: str) -> tuple[str, list[Any], Any, Any, list[Any]]:
+    """Message of the error that stops the run, weights before each step, the last weights, the names, and the log."""
+    trainer = make_trainer(ModelCase(promoted=True), rows, folder, {"tokens_per_rank": 96, **config}, ARGUMENTS)
+    callback, message = Poison(what), ""
+    trainer.add_callback(callback)
+    try:
+        trainer.train()
+    except FloatingPointError as error:
+        message = str(error)
+    last = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    return message, callback.weights, last, callback.num_steps, trainer.state.log_history
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return random_rows(SKEWED)
+
+
+BAD_WEIGHT = "weights that are not finite: model.layers.1.self_attn.o_proj.weight"
+# name -> (ranks, settings, what is poisoned, what is said)
+STOPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
+    "one rank": (1, {}, "output", "first output that is not finite: model.layers.1.mlp.down_proj, on rank 0"),
+    "replicated": (2, {}, "output", "first output that is not finite: model.layers.1.mlp.down_proj"),
+    "sharded": (2, {"parameters": "sharded"}, "output", "first output that is not finite: model.layers.1.mlp.down_proj"),
+    "stages": (2, {"stages": 2}, "output", "first output that is not finite: model.layers.1.mlp.down_proj, on rank 1"),
+    "weight": (2, {}, "weight", BAD_WEIGHT),
+    "weight in shards": (
+        2,
+        {"parameters": "sharded"},
+        "weight",
+        "weights that are not finite: model.layers.1.self_attn.o_proj.weight",
+    ),
+    "backward": (2, {}, "backward", "gradients that are not: model.layers.0."),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_all_ranks_stop_before_the_update_and_say_where(ranks, rows: Rows, tmp_path: Path, name: str) -> None:
+    num_ranks, config, what, said = STOPS[name]
+    for message, weights, last, num_steps, _ in ranks(num_ranks).run(train, rows, config, what, str(tmp_path)):
+        assert num_steps == BAD_STEP
+        assert f"step {BAD_STEP + 1}: the loss is" in message and "no weight was changed" in message
+        assert said in message, message
+        assert "row " in message and f"nonfinite-step-{BAD_STEP + 1}" in message
+        kept = [key for key in last if what != "weight" or "o_proj" not in key]
+        assert all(torch.equal(last[key], weights[BAD_STEP][key]) for key in kept)
+
+
+@pytest.mark.parametrize("config,num_ranks", [({}, 1), ({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 2)])
+def test_a_skipped_step_changes_nothing_and_is_counted(
+    ranks, rows: Rows, tmp_path: Path, config: dict[str, Any], num_ranks: int
+) -> None:
+    results = ranks(num_ranks).run(train, rows, {**config, "on_nonfinite": "skip"}, "output", str(tmp_path))
+    for message, weights, last, num_steps, log in results:
+        assert not message and num_steps == NUM_STEPS
+        before, after = weights[BAD_STEP], weights[BAD_STEP + 1]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not all(torch.equal(last[name], after[name]) for name in last)
+        steps = [entry for entry in log if "loss" in entry]
+        assert math.isnan(float(steps[BAD_STEP]["loss"])) and steps[BAD_STEP]["skipped_steps"] == 1
+        assert math.isnan(float(steps[BAD_STEP]["grad_norm"]))
+        others = [float(entry["loss"]) for place, entry in enumerate(steps) if place != BAD_STEP]
+        assert all(math.isfinite(loss) and loss > 0 for loss in others)
+
+
+def train_alone(rows: Rows, action: str) -> tuple[str, int, bool]:
+    """Message, finished steps and whether the bad step moved a weight, for the callback alone in a stock trainer."""
+    callback, message = Poison("output"), ""
+    config = LongContextConfig(tokens_per_rank=96, report_steps=False, on_nonfinite=action)
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [LongContextCallback(config), callback]
+        trainer = make_stock_trainer(ModelCase(promoted=True), rows, folder, ARGUMENTS, callbacks=callbacks)
+        try:
+            trainer.train()
+        except FloatingPointError as error:
+            message = str(error)
+            callbacks[0].detach()
+    last = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    after = callback.weights[BAD_STEP + 1] if len(callback.weights) > BAD_STEP + 1 else last
+    has_moved = not all(torch.equal(weight, after[name]) for name, weight in callback.weights[BAD_STEP].items())
+    return message, callback.num_steps, has_moved
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_the_callback_alone_checks_gradients_too(ranks, rows: Rows, action: str) -> None:
+    for message, num_steps, has_moved in ranks(2).run(train_alone, rows, action):
+        assert not has_moved
+        assert num_steps == (BAD_STEP if action == "stop" else NUM_STEPS)
+        assert ("step 3: gradients are not finite" in message) == (action == "stop")
+
+
+def test_the_saved_step_is_replayed_alone(ranks, rows: Rows, tmp_path: Path, capsys) -> None:
+    ranks(2).run(train, rows, {"parameters": "sharded"}, "weight", str(tmp_path))
+    folder = str(tmp_path / f"nonfinite-step-{BAD_STEP + 1}")
+    assert main(["replay", folder]) == 1
+    said = capsys.readouterr().out
+    assert "first output that is not finite: model.layers.1.self_attn.o_proj" in said
+    assert "sequence 0:" in said
+
+
+def test_a_step_that_is_finite_alone_says_so(ranks, rows: Rows, tmp_path: Path, capsys) -> None:
+    ranks(2).run(train, rows, {}, "output", str(tmp_path))
+    assert main(["replay", str(tmp_path / f"nonfinite-step-{BAD_STEP + 1}")]) == 0
+    assert "every loss and gradient is finite" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys) -> None:
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "give the folder nonfinite-step-N" in capsys.readouterr().err
+    for content in ("[" * 10**5, "{}", "nonsense"):
+        (tmp_path / "step.json").write_text(content)
+        assert main(["replay", str(tmp_path)]) == 2
+        assert "is no saved step" in capsys.readouterr().err
