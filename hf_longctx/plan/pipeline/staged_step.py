@@ -222,10 +222,10 @@ def busiest_rates(costs: CostModel, shape: GroupShape, parts: Parts, tokens: Flo
 
 def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], has_head: bool) -> StageRates:
     share = sum(part.num_layers for part in layers) / costs.model.num_layers
-    head = costs.model.head_share
     pair_s = token_s = document_s = chunk_s = 0.0
     for is_backward in (False, True):
         each = costs.coefficients.backward if is_backward else costs.coefficients.forward
+        head = costs.head_share(is_backward)
         fixed_s, sent_s = costs.exchange_line(shape, is_backward)
         pair_s += share * each.pair_s / shape.degree
         token_s += share * (each.token_s * (1 - head) / shape.degree + sent_s) + has_head * head * each.token_s / shape.degree
@@ -285,7 +285,7 @@ def _layer_and_head_s(
     """Seconds of one layer and of the output head for every chunk, as `CostModel.part_s` counts them."""
     each = costs.coefficients.backward if is_backward else costs.coefficients.forward
     fixed_s, sent_s = costs.exchange_line(shape, is_backward)
-    head_s = each.token_s * costs.model.head_share * tokens / shape.degree
+    head_s = each.token_s * costs.head_share(is_backward) * tokens / shape.degree
     whole_s = (each.pair_s * pairs + each.token_s * tokens) / shape.degree + each.chunk_s
     whole_s = whole_s + each.tile_s * num_tiles(shape, 1.0) * documents + fixed_s + sent_s * tokens
     return (whole_s - head_s) / costs.model.num_layers, head_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,17 @@ from hf_longctx.plan.chunks.elastic import elastic_chunks
 from hf_longctx.plan.core.attention_pairs import SpanRates
 from hf_longctx.plan.core.planner_config import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.pipeline.orders import Schedule, layer_ranges, pipelined
 from hf_longctx.plan.pipeline.staged_step import StageRoom, busiest_rates, pipeline_s
 from hf_longctx.plan.prediction.evaluate import evaluate_plan
+
+
+def with_measured_head(costs: CostModel, factor: float) -> CostModel:
+    """Costs whose measured output head takes `factor` times its share of the operations forward, half of that factor backward."""
+    forward, backward = costs.coefficients.forward, costs.coefficients.backward
+    forward, backward = replace(forward, head_factor=factor), replace(backward, head_factor=factor / 2)
+    return replace(costs, coefficients=replace(costs.coefficients, forward=forward, backward=backward))
 
 
 @given(
@@ -33,14 +42,16 @@ from hf_longctx.plan.prediction.evaluate import evaluate_plan
         ]
     ),
     st.integers(1, 6),
+    st.sampled_from([1.0, 3.0, 0.2]),
 )
 # every other hop crosses nodes
-@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3)
+@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3, 1.0)
+@example([300, 50], "linear", (2, 1, 1, "elastic"), 3, 3.0)
 def test_seconds_and_tokens_are_the_judges(
-    lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int
+    lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int, head_factor: float
 ) -> None:
     num_stages, degree, num_parts, schedule = what
-    costs = cost_model(kind, num_stages * degree)
+    costs = with_measured_head(cost_model(kind, num_stages * degree), head_factor)
     parts = layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=0.5)
     shape = GroupShape(degree, degree)
     chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(1e-3, 1.0), 5000)
@@ -56,8 +67,9 @@ def test_seconds_and_tokens_are_the_judges(
 
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("head_layers", [0.0, 3.0])
-def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers: float) -> None:
-    costs = cost_model(kind, 2)
+@pytest.mark.parametrize("head_factor", [1.0, 3.0])
+def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers: float, head_factor: float) -> None:
+    costs = with_measured_head(cost_model(kind, 2), head_factor)
     # the last stage has fewer layers, or hardly any, beside the head
     parts = layer_ranges(costs.model.num_layers, 2, head_layers=head_layers)
     shape = GroupShape(2, 2)
