@@ -225,6 +225,13 @@ class LongContextConfig:
             "replay`. 'skip': leave the step out; the log counts such steps as skipped_steps."
         },
     )
+    replica_check_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Every how many steps the ranks that hold copies of the same weights compare checksums of them; a rank that "
+            "has drifted apart stops the run by its number. 0: never. Default: before every checkpoint."
+        },
+    )
     report_steps: bool = field(default=True, metadata={"help": "Print one line per step on rank 0."})
     timeline_steps: int = field(
         default=3,
@@ -297,6 +304,7 @@ KINDS: dict[str, Kind] = {
     "fp32_gradients": Flag(),
     "self_test": Flag(),
     "on_nonfinite": Word(("stop", "skip")),
+    "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),
     "report_steps": Flag(),
     "timeline_steps": _COUNT,
 }

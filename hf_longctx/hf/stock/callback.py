@@ -27,6 +27,7 @@ from hf_longctx.hf.start.trl import alone_problems, read_columns, trainer_proble
 from hf_longctx.hf.stock.collators import collator_problems
 from hf_longctx.hf.stock.exchange import SequenceExchange
 from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
+from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.run import RunRequest, start_run
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.parameters.finite import has_nonfinite_gradient, nonfinite_names
@@ -204,6 +205,7 @@ def _lend_class(trainer: Trainer, callback: LongContextCallback, undo: ExitStack
         planned._report()
         undo.callback(trainer.remove_callback, run.report)
         undo.callback(trainer.remove_callback, run.recorder)
+        undo.callback(trainer.remove_callback, ReplicaCheck)
     finally:
         lent |= set(vars(trainer)) - own
 

@@ -33,6 +33,7 @@ from hf_longctx.hf.trainer.data_mixin import PlannedDataMixin
 from hf_longctx.hf.trainer.loaders import eval_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameter_mixin import ParameterMixin
+from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.run import RunRequest, meet, start_run
 from hf_longctx.plan.core.types import RankPlan
@@ -199,6 +200,7 @@ class LongContextMixin(PlannedDataMixin, ParameterMixin):
         # the recorder comes before the report, since the report lets the other ranks go on after a checkpoint
         self.add_callback(self.longctx_run.recorder)
         self.add_callback(self.longctx_run.report)
+        self.add_callback(ReplicaCheck(self.longctx_config, self.longctx_run))
 
     def _check_early(self, args: TrainingArguments | None, given: dict[str, Any]) -> dist.ProcessGroup | None:
         """Checks the arguments of a trainer of TRL, before it makes its model and sets ready; returns the control group."""
