@@ -41,9 +41,10 @@ from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.host_memory import host_bytes
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, largest
+from hf_longctx.hf.self_test.independent import functions_added, original_left_alone
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_lent_tokens, probe_lengths
-from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_hooks, num_elements, reduced_copy
+from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_functions, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, Rows, RunPlace, Specimen, agreed_errors, differences
 from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.hf.start.stages import loaded_ranges
@@ -69,11 +70,12 @@ _MASKED_SHARE = 0.2
 class SelfTest:
     """Everything that the test takes from the model before the model is cut into stages or placed.
 
-    exact: copy in fp64 or fp32. working: copy in the run's own precision, if that differs. is_packed: whether the model has
-    four-bit weights, which the exact copy holds unpacked. rope_limit: length of the longest document whose rotary frequencies are
-    not scaled; 0 if they do not depend on length.
+    original: the model itself, which must not run. exact: copy in fp64 or fp32. working: copy in the run's own precision, if that
+    differs. is_packed: whether the model has four-bit weights, which the exact copy holds unpacked. rope_limit: length of the
+    longest document whose rotary frequencies are not scaled; 0 if they do not depend on length.
     """
 
+    original: Any
     exact: ReducedCopy
     working: ReducedCopy | None
     setup: RunSetup
@@ -131,7 +133,7 @@ class SelfTest:
         lengths = probe_lengths(min(most, long_tokens))
         # half of the long document is longer than its slices, and longer than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
-        return cls(exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
+        return cls(model, exact, working, setup, lengths, dtype, is_autocast, name, is_packed, max(limits))
 
     def run(self, place: RunPlace) -> str:
         """Compares plans with the plain model, frees the copies and returns a line for the log.
@@ -141,7 +143,7 @@ class SelfTest:
         start_s = time.monotonic()
         device = place.device
         try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with original_left_alone(self.original), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 bad, worst, probes = self._compare(place)
         finally:
             for each in (self.exact, self.working):
@@ -207,7 +209,11 @@ class SelfTest:
     def _sight(self, found: HiddenTrace, plain: HiddenTrace) -> Errors:
         """Measures which tokens the last token of the long document sees: tokens that it sees get a gradient from its loss."""
         first = plain.whole("gradients", EMBEDDING, LONG)
-        assert first is not None
+        if first is None:
+            raise ValueError(
+                f"the self-test runs a copy of the model, but the copy's forward did not run the copy's embedding; "
+                f"{functions_added(self.original)}"
+            )
         others = [number for number in PACKED if number != LONG]
         errors: Errors = {("documents", 0): largest(found, "gradients", EMBEDDING, others)}
         scale = float(first[0].norm())
@@ -295,12 +301,12 @@ def _has_routers(model: Any) -> bool:
 
 
 def _left_out(why: str, model: Any, control: dist.ProcessGroup | None) -> None:
-    """Logs that the test cannot run; raises ValueError on every rank if the model has hooks, which nothing else would check."""
+    """Logs that the test cannot run; raises ValueError on every rank if it alone would check a hook or a replaced forward."""
     problem = (
-        f"the model has forward or backward hooks, which only the self-test checks, and it cannot run: {why}; remove the hooks, "
-        f"or set self_test=False if none of them mixes tokens"
+        f"the model has forward or backward hooks, or a module whose forward was replaced, which only the self-test checks, and "
+        f"it cannot run: {why}; remove the hooks and forwards, or set self_test=False if none of them mixes tokens"
     )
-    raise_together([problem] if has_user_hooks(model) else [], control)
+    raise_together([problem] if has_user_functions(model) else [], control)
     if control is None or dist.get_rank() == 0:
         logger.warning("self-test left out: %s", why)
 

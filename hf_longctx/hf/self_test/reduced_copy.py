@@ -10,14 +10,13 @@ weights are unpacked. The model itself is left unchanged.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
@@ -25,6 +24,7 @@ from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import Identity
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
 from hf_longctx.hf.models.windows import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
+from hf_longctx.hf.self_test.independent import independent_copy
 
 # number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
@@ -37,7 +37,9 @@ _NOISE = 0.02
 # attributes of a module that hold hooks
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # packages whose hooks treat tokens one by one
-_LIBRARIES = ("accelerate", "hf_longctx", "peft", "torch", "transformers")
+_LIBRARIES = ("accelerate", "hf_longctx", "peft", "torch", "transformers", "trl")
+# attributes with a replaced forward; accelerate keeps one that it wrapped in the second
+_FORWARDS = ("forward", "_original_forward")
 
 
 class SkippedLayer(Identity):
@@ -93,9 +95,7 @@ def reduced_copy(
     if dtype is not None:
         # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in four_bit_layers(layers[place]).values()}
-    copied = copy.deepcopy(model, memo)
-    # remove the autocast wrapper that accelerate leaves on the forward of a model trained before
-    copied = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
+    copied = independent_copy(model, memo)
     was_shortened = _shorten_windows(copied, longest_window)
     generator = torch.Generator().manual_seed(seed)
     for parameter in copied.parameters():
@@ -172,20 +172,34 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 def _added_functions(module: nn.Module) -> tuple[Any, ...]:
     """Hooks of `module` and functions among its own attributes, which may change what it computes; ours are known by name."""
     hooks = [(name, id(_function(hook))) for name in _HOOKS for hook in getattr(module, name).values()]
-    functions = [(key, _function(value)) for key, value in sorted(vars(module).items()) if inspect.isroutine(value)]
-    own = [(key, f.__qualname__ if f.__module__.startswith("hf_longctx.") else id(f)) for key, f in functions]
+    functions = [
+        (key, _function(value))
+        for key, value in sorted(vars(module).items())
+        if inspect.isroutine(value) or isinstance(value, partial) or (key == "forward" and callable(value))
+    ]
+    own = [(key, f.__qualname__ if _package(f) == "hf_longctx" else id(f)) for key, f in functions]
     return (*hooks, *own)
 
 
-def has_user_hooks(model: nn.Module) -> bool:
-    """Whether some module has a hook that is not a library's, which may do anything to the tokens that pass through it."""
-    hooks = [hook for module in model.modules() for name in _HOOKS for hook in getattr(module, name).values()]
-    return any((getattr(_function(hook), "__module__", None) or "").split(".")[0] not in _LIBRARIES for hook in hooks)
+def has_user_functions(model: nn.Module) -> bool:
+    """Whether some module has a hook or a forward that is not a library's, which may do anything to the tokens it gets."""
+    found = [hook for module in model.modules() for name in _HOOKS for hook in getattr(module, name).values()]
+    found += [vars(module)[name] for module in model.modules() for name in _FORWARDS if vars(module).get(name) is not None]
+    return any(_package(_function(function)) not in _LIBRARIES for function in found)
 
 
 def _function(value: Any) -> Any:
     """The function of a method, which layers may share; any other value itself."""
     return getattr(value, "__func__", value)
+
+
+def _package(function: Any) -> str:
+    """The package that defines a function, even if `functools.wraps` gave it another one; for an object, that of its class."""
+    if isinstance(function, partial):
+        return _package(_function(function.func))
+    defined: Any = function if inspect.isroutine(function) else type(function)
+    name = getattr(function, "__globals__", {}).get("__name__") or defined.__module__ or ""
+    return str(name).split(".")[0]
 
 
 def _is_plain(value: Any) -> bool:

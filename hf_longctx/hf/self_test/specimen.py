@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -28,6 +27,7 @@ from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.windows import decoder_layers
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.hidden_trace import HiddenTrace, Part, difference
+from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
 from hf_longctx.hf.self_test.probe_plans import ProbePlan, probe_plans
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy
@@ -168,7 +168,7 @@ class Specimen:
 
     def _cut(self) -> tuple[StageModel, dict[int, Any]]:
         """This rank's stage, cut from another copy of the model, and the embedding and layers that it has."""
-        model, ranges, stage = copy.deepcopy(self.model), self.setup.ranges, self.pool.stage
+        model, ranges, stage = independent_copy(self.model), self.setup.ranges, self.pool.stage
         sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
         cut_model(model, ranges, stage)
         _, layers = decoder_layers(model)
@@ -178,7 +178,7 @@ class Specimen:
 
     def _lend(self) -> tuple[tuple[StageModel, ...], dict[int, Any]]:
         """All stages of another copy of the model, which stays whole, and the copy's embedding and layers."""
-        model = copy.deepcopy(self.model)
+        model = independent_copy(self.model)
         stages = [
             replace(each, attention_layers=self._kept_layers(each.stage)) for each in stages_that_lend(model, self.setup.ranges)
         ]

@@ -1,7 +1,8 @@
-"""Problems with code and sharing that users add to a model: hooks on weights and on the head, weights that layers share."""
+"""Problems with code and sharing that users add to a model: hooks, replaced forwards, weights that layers share."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -15,8 +16,9 @@ from hf_longctx.runtime.execution.checks import hooked_weights
 
 
 def user_code_problems(model: Any, config: LongContextConfig) -> list[str]:
-    """Reasons why hooks on `model`, or weights and modules that its layers share, would be trained wrong; empty if none would."""
-    return weight_hook_problems(model) + _head_hook_problems(model, config) + _sharing_problems(model, config)
+    """Reasons why hooks on `model`, its replaced forward or what its layers share would be trained wrong; empty if none would."""
+    problems = weight_hook_problems(model) + _forward_problems(model)
+    return problems + _head_hook_problems(model, config) + _sharing_problems(model, config)
 
 
 def weight_hook_problems(model: nn.Module) -> list[str]:
@@ -30,6 +32,24 @@ def weight_hook_problems(model: nn.Module) -> list[str]:
         f"gradients of single chunks and tiles; remove it, and change `.grad` in the method on_pre_optimizer_step of a "
         f"TrainerCallback, where gradients are those of the whole step"
     ]
+
+
+def _forward_problems(model: nn.Module) -> list[str]:
+    """Problem with a forward that was put in place of the model's own, and does not take the keywords that plans pass."""
+    for module in {id(each): each for each in (model, base_of(model))}.values():
+        if (forward := vars(module).get("forward")) is None:
+            continue
+        try:
+            signature = inspect.signature(forward, follow_wrapped=False)
+        except (TypeError, ValueError):
+            # callables of C code may have none
+            continue
+        if all(each.kind != inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()):
+            return [
+                f"the forward of {type(module).__name__} was replaced by a function of {signature}, through which plans cannot "
+                f"pass positions and sequence groups; let it take **keywords too and pass them on to the model's own forward"
+            ]
+    return []
 
 
 def _head_hook_problems(model: nn.Module, config: LongContextConfig) -> list[str]:

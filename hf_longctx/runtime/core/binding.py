@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+_MARK = "_longctx_bound"
+
 
 def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
     """Makes `function` a method of `module` alone.
@@ -20,4 +22,10 @@ def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
             return type(this).forward(this, *args, **keywords)
         return function(*args, **keywords)
 
+    vars(method)[_MARK] = True
     return MethodType(method, module)
+
+
+def is_bound(function: Any) -> bool:
+    """Whether `bound` made this function or method."""
+    return hasattr(function, _MARK)

@@ -404,8 +404,13 @@ def test_hooks_that_cannot_be_tested_are_refused(monkeypatch) -> None:
     model.enable_input_require_grads()
     assert "everything is kept" in opening_of(model)
     model.model.layers[1].register_forward_hook(of_one_token)
-    assert "the model has forward or backward hooks, which only the self-test checks" in opening_of(model)
+    refused = "the model has forward or backward hooks, or a module whose forward was replaced, which only the self-test checks"
+    assert refused in opening_of(model)
     assert "everything is kept" in opening_of(model, self_test=False)
+    wrapped = build_model(ModelCase("llama", num_layers=3))
+    mlp, own = wrapped.model.layers[1].mlp, wrapped.model.layers[1].mlp.forward
+    mlp.forward = lambda x: own(x)
+    assert refused in opening_of(wrapped)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -104,7 +104,7 @@ def with_adapters(model: Any, seed: int = 3) -> Any:
 def mixed_run(folder: str, name: str, settings: dict[str, Any], is_loaded: bool) -> tuple[list[float], float, float, set[str]]:
     """Losses of bf16 weights under fp32 adapters, on rows after it and as the best model again, and dtypes of what is trained."""
     args = training_arguments(f"{folder}/{name}", max_steps=3, per_device_train_batch_size=4)
-    config = LongContextConfig(report_steps=False, timeline_steps=0, self_test=False, **settings)
+    config = LongContextConfig(report_steps=False, timeline_steps=0, **settings)
     base = load_pipeline_stage(folder, config) if is_loaded else transformers.AutoModelForCausalLM.from_pretrained(folder)
     if is_loaded:
         # imitate an earlier trainer of the base model

@@ -72,7 +72,7 @@ def test_clipped_steps_follow_one_plain_process_and_one_checkpoint_comes_out(ran
 def evaluate_loaded_stage(rows: Rows, checkpoint: str, folder: str, stages: Any) -> tuple[float, int]:
     """The loss of a held-out set on stages that each rank loaded alone, and the parameters that this rank holds."""
     args = training_arguments(folder)
-    config = LongContextConfig(stages=stages, tokens_per_rank=64, report_steps=False, timeline_steps=0, self_test=False)
+    config = LongContextConfig(stages=stages, tokens_per_rank=64, report_steps=False, timeline_steps=0)
     model = load_pipeline_stage(checkpoint, config, dtype=torch.float64)
     trainer = LongContextTrainer(
         model=model,

@@ -50,7 +50,7 @@ def trainer_of(folder: str, layout: tuple[int, Any], is_tied: bool, **changes: A
         args=training_arguments(folder, **{**settings, **more, **changes}),
         train_dataset=datasets.Dataset.from_list(random_rows([ROW_TOKENS] * 64)),
         longctx_config=LongContextConfig(
-            stages=num_stages, parameters=parameters, tokens_per_rank=96, report_steps=False, timeline_steps=0, self_test=False
+            stages=num_stages, parameters=parameters, tokens_per_rank=96, report_steps=False, timeline_steps=0
         ),
     )
 
@@ -189,7 +189,7 @@ def test_real_training_in_stages_follows_one_plain_process_over_a_restart(ranks,
 def losses_of(folder: str, rows: Any, is_loaded: bool, arguments: dict[str, Any]) -> tuple[list[float], float, set[Any]]:
     """Losses of a run whose model every rank had whole, or loaded a stage of; the loss on the rows after it, and dtypes."""
     args = training_arguments(f"{folder}/out", max_steps=3, per_device_train_batch_size=4, **arguments)
-    config = LongContextConfig(stages=2, tokens_per_rank=96, report_steps=False, timeline_steps=0, self_test=False)
+    config = LongContextConfig(stages=2, tokens_per_rank=96, report_steps=False, timeline_steps=0)
     model = load_pipeline_stage(folder, config) if is_loaded else transformers.AutoModelForCausalLM.from_pretrained(folder)
     recorder = LossRecorder()
     trainer = LongContextTrainer(

@@ -87,7 +87,7 @@ def test_a_run_resumes_with_and_without_interleaving(ranks, rows, tmp_path: Path
 def evaluated(rows: Rows, checkpoint: str, folder: str, stages: int, interleave: int) -> tuple[float, list[int]]:
     """The loss of a held-out set on stages that every rank loaded alone, and the layers that this rank holds."""
     args = training_arguments(folder)
-    settings = {"report_steps": False, "timeline_steps": 0, "self_test": False}
+    settings = {"report_steps": False, "timeline_steps": 0}
     config = LongContextConfig(stages=stages, interleave=interleave, tokens_per_rank=128, **settings)
     model = load_pipeline_stage(checkpoint, config, dtype=torch.float64)
     dataset = datasets.Dataset.from_list(rows)

@@ -125,7 +125,7 @@ def refused_stage(rows: Rows, checkpoint: str, folder: str) -> str:
     args = training_arguments(folder, **ARGUMENTS)
     model = load_pipeline_stage(checkpoint, LongContextConfig(stages=2), dtype=torch.float64)
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **dict(LORA)))
-    config = LongContextConfig(**STAGES, self_test=False)
+    config = LongContextConfig(**STAGES)
     with pytest.raises(ValueError) as error:
         LongContextTrainer(model=adapted, args=args, train_dataset=datasets.Dataset.from_list(rows), longctx_config=config)
     return str(error.value)

@@ -1,0 +1,20 @@
+"""Trainers in tests open as users open them: with the self-test, which is where a user's own code first meets plans."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+# file -> why it switches the self-test off
+OFF = {
+    "helpers/trainers/trainer_runs.py": "make_trainer starts hundreds of trainers for their numbers; all others start with it",
+    "hf/self_test/test_self_test.py": "tests the setting itself",
+    "hf/test_config.py": "tests the setting itself",
+}
+
+
+def test_the_self_test_is_switched_off_in_few_files_and_with_a_reason() -> None:
+    pattern = re.compile(r"self_test\W{1,4}False\b")
+    found = {str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if pattern.search(path.read_text())}
+    assert found == OFF.keys()
