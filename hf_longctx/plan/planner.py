@@ -210,8 +210,7 @@ def build_plan(
     num_ranks = costs.cluster.num_ranks
     micro_batches = with_idle_ranks(placed, num_ranks, block_ranks)
     if not block_ranks:
-        # the most tokens on a rank first, so that a run that does not fit fails at once
-        micro_batches.sort(key=lambda groups: -max(sum(lengths[i] for i in group.members) / group.degree for group in groups))
+        micro_batches = _fullest_first(micro_batches, lengths)
     layers = LayerRange(0, costs.model.num_layers)
     return StepPlan(
         step=step,
@@ -223,6 +222,16 @@ def build_plan(
             MicroBatch(tuple(_sequence_group(group, shapes, lengths, layers) for group in groups)) for groups in micro_batches
         ),
         shard_ranks=costs.shards,
+    )
+
+
+def _fullest_first(micro_batches: PlacedLayout, lengths: Sequence[int]) -> PlacedLayout:
+    """Orders micro-batches by the most tokens on a rank, so that a run that does not fit fails at once.
+
+    Any order is valid where all ranks take part in all micro-batches; where blocks skip some, the placement has chosen it.
+    """
+    return sorted(
+        micro_batches, key=lambda groups: -max(sum(lengths[i] for i in group.members) / group.degree for group in groups)
     )
 
 

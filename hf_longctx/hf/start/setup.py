@@ -262,11 +262,13 @@ def starting_costs(
     if calibration is not None:
         return cluster, calibration.coefficients
     if control is None or dist.get_rank() == 0:
-        known = "; ".join(model.model for model in profile.models) or "none"
-        logger.warning(
-            "hardware %s: only its rates are used, since it was calibrated for other models (%s) than this one (%s)",
-            *(hardware, known, spec_name(spec)),
+        known = "; ".join(model.model for model in profile.models)
+        why = (
+            f"it was calibrated for other models ({known}) than this one"
+            if known
+            else "it was calibrated for no model, so not for this one"
         )
+        logger.warning("hardware %s: only its rates are used, since %s (%s)", hardware, why, spec_name(spec))
     return cluster, default_coefficients(spec, cluster)
 
 

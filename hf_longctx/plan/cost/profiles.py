@@ -92,8 +92,8 @@ _RULES[ModelCalibration] = {
 class HardwareProfile:
     """The rates of one kind of machine, and the models measured on it.
 
-    residuals: (name of the fit, its mean relative error). source: where each number comes from, in prose. `spec.source` stays
-    empty unless its rates were measured, because a run measures its own rates only if `spec.source` is empty.
+    residuals: (name of the fit, its mean relative error). source: where each number comes from, in prose. The other field of that
+    name, `spec.source`, is empty for rates that were not measured: then a run measures its own.
     """
 
     spec: HardwareSpec

@@ -1,4 +1,4 @@
-"""Place the groups of a layout on ranks: consecutive positions for each group, and the order in which ranks run them.
+"""Place the groups of a layout on ranks: consecutive positions for each group.
 
 The planner calls this after a solver has found a layout. A group starts at a multiple of the largest power of two that divides
 its degree; its blocks then lie where process groups for them exist. Groups that fit into a node are packed into nodes, the
@@ -60,7 +60,7 @@ def with_idle_ranks(placed: PlacedLayout, num_ranks: int, block_ranks: int) -> P
     """Add groups of one rank without sequences for ranks that must take part although they have nothing to do.
 
     The ranks of a block (`block_ranks` 0: all ranks) take part in a micro-batch together. A block without any sequence in the
-    step takes part in the first micro-batch.
+    step takes part in one micro-batch, the first.
     """
     block = block_ranks or num_ranks
     ever_busy = {rank // block for groups in placed for group in groups for rank in group.positions}

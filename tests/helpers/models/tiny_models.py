@@ -10,6 +10,7 @@ import peft
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers.models.versions import skipping_unbuildable
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -258,19 +259,20 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         extra = {**extra, "output_router_logits": True, "router_aux_loss_coef": case.balance}
     if case.window:
         extra = {**extra, "sliding_window": case.window}
-    config = config_class(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=8 * case.num_heads,
-        intermediate_size=48,
-        num_hidden_layers=case.num_layers,
-        num_attention_heads=case.num_heads,
-        max_position_embeddings=SHORT if case.rope_type == "dynamic" else 512,
-        tie_word_embeddings=case.tied,
-        # copied, because configs write into the dictionaries that they get
-        **copy.deepcopy(_defaults(case) | extra),
-    )
-    torch.manual_seed(case.seed)
-    model = model_class(config).double()
+    with skipping_unbuildable():
+        config = config_class(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=8 * case.num_heads,
+            intermediate_size=48,
+            num_hidden_layers=case.num_layers,
+            num_attention_heads=case.num_heads,
+            max_position_embeddings=SHORT if case.rope_type == "dynamic" else 512,
+            tie_word_embeddings=case.tied,
+            # copied, because configs write into the dictionaries that they get
+            **copy.deepcopy(_defaults(case) | extra),
+        )
+        torch.manual_seed(case.seed)
+        model = model_class(config).double()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)

@@ -9,23 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from helpers.models.reference import reference_step
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
-from packaging.version import Version
 from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.start.arguments import setup_problems
-
-# older transformers restore an optimizer to "cpu:0", a device that torch does not know
-resuming = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="cannot resume on CPU ranks")
 
 # results of plain trainings that have run, since several runs are compared with the same one
 _KNOWN_TRAININGS: dict[str, tuple[list[float], dict[str, Any]]] = {}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase
+from helpers.models.versions import resuming
 from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 
 from hf_longctx.hf.data.streaming import Cursor, GlobalBatch, StreamBatches, StreamReader, StreamRules
@@ -305,6 +306,7 @@ def resume_elsewhere(lengths: list[int], folder: str, arguments: dict[str, Any],
         return str(error)
 
 
+@resuming
 def test_a_run_resumed_in_the_middle_goes_on_with_the_same_samples(ranks, tmp_path: Path) -> None:
     results = ranks(2).run(save_and_resume, LENGTHS, str(tmp_path))
     for straight, resumed, _ in results:

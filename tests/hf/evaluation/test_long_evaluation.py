@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from helpers.models.chats import byte_tokenizer
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
-from helpers.trainers.trainer_runs import make_trainer, resuming, training_arguments
+from helpers.models.versions import resuming
+from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextEvaluation, NeedleTask, passkeys

@@ -12,6 +12,7 @@ from helpers.measures.class_sweep import OPTIONAL, ROADS, sweep
 from helpers.models.any_model import build_any, class_names, kinds_of
 from helpers.models.model_table import cells_of, read_page
 from helpers.models.reference import TOLERANCE
+from helpers.models.versions import newest
 
 from hf_longctx.hf.models.classes import REFUSALS, TESTED_MODELS, class_problem, layer_of, refusal_of
 from hf_longctx.hf.models.layers import head_problem
@@ -43,6 +44,7 @@ def test_a_tested_class_is_exact(ranks, name: str) -> None:
     assert list(cells_of(outcome, head_problem(build_any(name))).values())[1:] == said
 
 
+@newest
 def test_every_class_is_tested_or_refused_and_the_page_says_so() -> None:
     exact, refused = read_page()
     assert set(exact) == set(TESTED_MODELS) and len(TESTED_MODELS) >= AT_LEAST_EXACT

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from helpers.measures.engine_steps import EngineStep
 from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, adapted, build_model, in_four_bits
+from helpers.models.versions import resuming
 from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.pipeline_steps import stage_step_on_rank
 from helpers.ranks.rank_steps import run_step, whole
 from helpers.trainers.stock_runs import run_alone
-from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_training, resuming
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_training
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
 from transformers import BitsAndBytesConfig

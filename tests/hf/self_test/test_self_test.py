@@ -21,6 +21,7 @@ from helpers.measures.planted import plant, replaced
 from helpers.models.any_model import build_any
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import newest
 from helpers.ranks.lent_steps import BUGS
 from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import make_trainer, train_on_rank, training_arguments
@@ -325,6 +326,7 @@ def test_chunks_and_queries_scaled_by_position_are_noticed_at_the_sizes_of_real_
 
 
 # its masks have no window either, whatever its config says
+@newest
 @pytest.mark.parametrize("is_applied,said", [(False, "self-test passed"), (True, "layer 0 (full_attention) is the first")])
 def test_a_window_that_transformers_does_not_use_is_none(monkeypatch, is_applied: bool, said: str) -> None:
     if is_applied:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from helpers.models.reference import random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import resuming
 from helpers.trainers.stock_runs import EventRecorder, PaddingCollator, fp64_loss, make_stock_trainer, quiet_config
-from helpers.trainers.trainer_runs import LossRecorder, plain_training, resuming
+from helpers.trainers.trainer_runs import LossRecorder, plain_training
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainerCallback

@@ -13,7 +13,8 @@ import torch
 import transformers
 from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, adapted, build_model
-from helpers.trainers.trainer_runs import SKEWED, LossRecorder, plain_training, resuming, train_with_norms, training_arguments
+from helpers.models.versions import resuming
+from helpers.trainers.trainer_runs import SKEWED, LossRecorder, plain_training, train_with_norms, training_arguments
 from safetensors.torch import load_file
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage

@@ -11,8 +11,9 @@ import pytest
 import torch
 from helpers.models.reference import balance_of, random_rows, reference_step
 from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model
+from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.trainer_runs import LossRecorder, make_trainer, resuming, training_arguments
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, training_arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback, LongContextConfig

@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
+from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import make_stock_trainer, quiet_config
-from helpers.trainers.trainer_runs import LossRecorder, make_trainer, resuming
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 
 from hf_longctx import LongContextCallback
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers.models.reference import random_rows, reference_step
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import resuming
 from helpers.trainers.trainer_runs import (
     ARGUMENTS,
     NUM_STEPS,
     SKEWED,
     make_trainer,
     plain_training,
-    resuming,
     start,
     start_under,
     train_on_rank,

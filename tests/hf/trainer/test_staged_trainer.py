@@ -13,9 +13,10 @@ import transformers
 from helpers.models.reference import random_rows, relative_error
 from helpers.models.staged_models import family_model
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stage_training import random_gradient, sharded_like, whole_training
-from helpers.trainers.trainer_runs import SKEWED, LossRecorder, plain_training, resuming, train_with_norms, training_arguments
+from helpers.trainers.trainer_runs import SKEWED, LossRecorder, plain_training, train_with_norms, training_arguments
 from torch import Tensor
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import resuming
 from helpers.trainers.trainer_runs import (
     SKEWED,
     LossRecorder,
     make_trainer,
     plain_training,
-    resuming,
     start,
     start_under,
     train_on_rank,

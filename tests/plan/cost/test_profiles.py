@@ -164,6 +164,11 @@ def test_nothing_is_written_that_could_not_be_read(spec: HardwareSpec) -> None:
         profile_to_json(HardwareProfile(spec))
 
 
+def test_every_file_beside_the_recipes_is_a_shipped_profile() -> None:
+    folder = Path(__file__).resolve().parents[3] / "recipes" / "hardware"
+    assert {file.stem for file in folder.glob("*.json")} == set(SHIPPED)
+
+
 def test_shipped_profiles_are_found_by_any_spelling_of_their_name() -> None:
     with pytest.raises(ValueError, match=re.escape(f"neither a shipped profile ({', '.join(sorted(SHIPPED))})")):
         read_profile("b300")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers.models.reference import random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.versions import resuming
 from helpers.trainers.trainer_runs import (
     PLAIN_DESCENT,
     Rows,
     StepRecorder,
     make_trainer,
     plain_steps,
-    resuming,
     training_arguments,
 )
 
