@@ -1,8 +1,8 @@
 """Names the ranks that died: those that do not report when a step fails.
 
-`agreement.explain_lost_ranks` uses it. When a run starts, every rank writes its host and process number to the launcher's store;
-when a step breaks, it writes a report there. A rank is lost if it does not report in time, or if it is a process of this host
-that has ended.
+`agreement.explain_lost_ranks` uses it. When a run starts, every rank writes its host and process number to the store of the
+process group; when a step breaks, it writes a report there. A rank is lost if it does not report in time, or if it is a process
+of this host that has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 _POLL_S = 0.2
 _CONNECT_S = 5.0
@@ -30,14 +31,19 @@ class RollCall:
 
     @classmethod
     def of_launch(cls) -> RollCall | None:
-        """Roll call on the store named in the launcher's environment; None if it names none or nobody answers there."""
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if not address or not port:
-            return None
+        """Roll call on the store over which the ranks met; None if nobody answers there.
+
+        The variables MASTER_ADDR and MASTER_PORT may name a store that is not there (accelerate's `debug_launcher`) or that of
+        another run.
+        """
+        store = _get_default_store()
+        while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+            store = store.underlying_store
         try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                address, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_S)
-            )
+            if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+                # connect once more, since the store of the process group may wait for a key
+                timeout = timedelta(seconds=_CONNECT_S)
+                store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
             return cls(store, dist.get_rank(), dist.get_world_size())
         except RuntimeError:
             return None
